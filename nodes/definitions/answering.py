@@ -1,7 +1,7 @@
-"""How a model answers, as far as its definition says: which template makes its prompt, and how it samples.
+"""Prompt template and sampling defaults of a model, as its definition sets them.
 
-None of it is told to `LoadModel`, so none of it is part of the revision. A value that cannot be used is left
-out with a warning, which the lists of models show: the model itself still loads.
+`LoadModel` receives none of it, so none of it is part of the revision. An unusable value is left out with a
+warning, which the lists of models show: the model itself still loads.
 """
 
 from collections.abc import Mapping
@@ -28,22 +28,22 @@ GO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Answering:
-    """What a definition says of its answers."""
+    """The prompt template, stop words and sampling defaults of one definition."""
 
     defaults: Mapping[str, float | int] = field(default_factory=dict)
-    """Of what a request does not say, by the names of `parameters`."""
+    """Sampling values for the fields that a request omits, by the names of `parameters`."""
     stop: tuple[str, ...] = ()
     template: str = ""
-    """A Jinja template of chats; empty: the engine uses the model's own."""
+    """A Jinja template for chats. If empty, the engine uses the model's own."""
     warnings: tuple[str, ...] = ()
 
 
 SILENT = Answering()
-"""Of a definition that says nothing of it."""
+"""The value for a definition without a template, stop words or sampling defaults."""
 
 
 def answering_of(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> Answering:
-    """What a definition's file says of it."""
+    """Parse the answering settings of a definition's file; unusable values become warnings."""
     warnings: list[str] = []
     defaults: dict[str, float | int] = {}
     for name, kind in _NUMBERS.items():
@@ -64,16 +64,18 @@ def answering_of(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> 
 
 
 def _template(section: object, warnings: list[str]) -> str:
-    """The Jinja template of chats, if the definition has one; Go's cannot be used."""
+    """Return the Jinja template for chats, or "" without one. Go templates are not supported."""
     if section is None:
         return ""
     if not isinstance(section, Mapping):
         warnings.append("`template` is not a mapping and is ignored")
         return ""
-    written = [name for name in _TEMPLATES if isinstance(section.get(name), str) and section[name].strip()]
-    if not written or section.get("use_tokenizer_template") is True:
+    nonempty_templates = [
+        name for name in _TEMPLATES if isinstance(section.get(name), str) and section[name].strip()
+    ]
+    if not nonempty_templates or section.get("use_tokenizer_template") is True:
         return ""
-    if section.get("jinja_template") is True and "chat" in written:
+    if section.get("jinja_template") is True and "chat" in nonempty_templates:
         if _is_text(section["chat"]):
             return str(section["chat"])
         warnings.append("`template.chat` has characters that are no text and is ignored")
@@ -83,5 +85,9 @@ def _template(section: object, warnings: list[str]) -> str:
 
 
 def _is_text(value: object) -> bool:
-    """Return True for a text that an engine can be sent: neither empty nor with half a pair of surrogates."""
-    return isinstance(value, str) and bool(value) and not any("\ud800" <= one <= "\udfff" for one in value)
+    """Return True if an engine can receive the text: it is not empty and has no lone surrogate."""
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and not any("\ud800" <= character <= "\udfff" for character in value)
+    )

@@ -1,8 +1,8 @@
-"""Model definitions: YAML files in LocalAI's form, one model a file.
+"""Model definitions: YAML files in LocalAI's form, one model per file.
 
-A definition moves like this: file -> parsed and checked -> `Definition` with its load options and revision.
-The options are computed once, here, from the file alone; no function of this module takes a request, so a
-request cannot change what is loaded. `folder` keeps those of the models folder.
+Data flow: file -> parsed and checked -> `Definition` with its load options and revision. This module computes
+the options once, from the file alone. None of its functions takes a request, so a request cannot change what
+is loaded. `folder` keeps the definitions of the models folder.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from nodes.definitions.answering import SILENT, Answering, answering_of
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255
 
-# What the reference sends when the file is silent (`contract/grpc.md`), without its random seed.
+# The reference's defaults for settings that the file omits (`contract/grpc.md`), without its random seed.
 _DEFAULTS: dict[str, Any] = {"NBatch": 512, "MMap": True, "NGPULayers": 99999999, "FlashAttention": "auto"}
 
-# Where the file says it -> the field of ModelOptions and its type.
+# Key in the file -> field of ModelOptions and its type.
 _FIELDS: dict[str, tuple[str, type]] = {
     "context_size": ("ContextSize", int),
     "seed": ("Seed", int),
@@ -76,51 +76,54 @@ _IN_SECTIONS: dict[tuple[str, str], str] = {
     ("diffusers", "clip_model"): "CLIPModel",
     ("tts", "audio_path"): "AudioPath",
 }
-"""Texts that stand in a section of their own."""
+"""Text options in a section of the file: (section, key) -> field of ModelOptions."""
 
 
 class Unusable(ValueError):
-    """The file is not a model definition; the text says why."""
+    """The file is not a model definition; the error text is the reason."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """One model as its file describes it."""
+    """One model as its file defines it."""
 
     name: str
     backend: str
     model: str
     """`parameters.model`: the file or repository that the engine loads."""
     source: str
-    """Name of the file it comes from."""
+    """Name of the definition's file."""
     options: Mapping[str, Any]
     """Load options under the names of `ModelOptions`."""
     revision: str
-    """SHA-256 (hex) of the engine's name and the options; equal files give equal ones on every machine."""
+    """SHA-256 (hex) of the engine's name and the options; equal files give equal revisions on every machine.
+    """
     groups: frozenset[str] = frozenset()
-    """`concurrency_groups` of an enabled model (R2.81): where it runs, not what is loaded."""
+    """`concurrency_groups` of an enabled model (R2.81). They affect placement only and are not part of the
+    revision.
+    """
     answering: Answering = SILENT
-    """How it answers: nor is that."""
+    """Prompt template and sampling defaults; not part of the revision."""
     changed: int = field(default=0, compare=False)
-    """When its file was written, in seconds since 1970: nor is that."""
+    """Modification time of the file in seconds since 1970; not part of the revision."""
 
     def conflicts_with(self, other: "Definition") -> bool:
-        """Whether they should not be on one node; a model never conflicts with itself."""
+        """Return True if the two models share a concurrency group. A model never conflicts with itself."""
         return self.name != other.name and not self.groups.isdisjoint(other.groups)
 
 
 def load_options(definition: Definition) -> dict[str, Any]:
-    """What `LoadModel` is told, by the names of `ModelOptions`; a fresh copy, from the stored file only."""
+    """Return a fresh copy of the options for `LoadModel`, from the stored file only."""
     return dict(definition.options)
 
 
 def revision(definition: Definition) -> str:
-    """The fingerprint of what is loaded; changes exactly when the engine or an option does."""
+    """Return the fingerprint of the load; it changes if and only if the engine or an option changes."""
     return definition.revision
 
 
 def parse(document: object, source: str) -> Definition:
-    """Checks one parsed file; raises Unusable."""
+    """Check one parsed file; raise Unusable."""
     if not isinstance(document, Mapping):
         raise Unusable("is not a mapping of settings")
     parameters = document.get("parameters")
@@ -144,7 +147,7 @@ def parse(document: object, source: str) -> Definition:
 
 
 def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:
-    """R2.81: trimmed, without empty ones and doubles; none of a model that is disabled."""
+    """Return the trimmed, non-empty concurrency groups (R2.81); none for a disabled model."""
     groups = document.get("concurrency_groups")
     if groups is None or document.get("disabled") is True:
         return frozenset()
@@ -159,15 +162,15 @@ def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
         raise Unusable(f"does not say `{shown or key}`")
     if len(value) > MAX_NAME:
         raise Unusable(f"has a `{shown or key}` of more than {MAX_NAME} characters")
-    if found := names.unprintable(value):
-        raise Unusable(f"has a `{shown or key}` with the character {found}")
+    if character := names.unprintable(value):
+        raise Unusable(f"has a `{shown or key}` with the character {character}")
     return value.strip()
 
 
 def _check_paths(name: str, backend: str) -> None:
-    """Refuses what would lead out of the folder that a worker makes for it.
+    """Refuse names that lead out of the folder that a worker creates for them.
 
-    `/` may divide a model's name, as in `org/model`; an engine's is one folder, of any gallery.
+    A model's name may contain `/`, as in `org/model`. An engine's name is one folder of any gallery.
     """
     if "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise Unusable("has a `name` that is a path; only names such as `model` or `org/model` are accepted")
@@ -185,9 +188,9 @@ def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
         if settings.get(key) is not None:
             options[option] = _listed(key, settings[key], kind)
     for (section, key), option in _IN_SECTIONS.items():
-        found = settings.get(section)
-        if isinstance(found, Mapping) and found.get(key) is not None:
-            options[option] = _typed(f"{section}.{key}", found[key], str)
+        content = settings.get(section)
+        if isinstance(content, Mapping) and content.get(key) is not None:
+            options[option] = _typed(f"{section}.{key}", content[key], str)
     return options
 
 
@@ -220,7 +223,7 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Definition:
-    """Read and check one file; raise Unusable, and nothing else, for any file that does not serve."""
+    """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
     try:
         content = regular_files.read(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -231,9 +234,10 @@ def read(path: Path) -> Definition:
 
 
 def parse_file(content: bytes, source: str) -> Definition:
-    """Check the content of one file; raise Unusable, and nothing else, for any content that does not serve.
+    """Check the content of one file. Raise Unusable, and nothing else, for all unusable content.
 
-    What goes wrong in an unforeseen way is the error of this file too: the models of others must go on.
+    Unexpected exceptions also count as an error of this file, because the models of other files must keep
+    working.
     """
     try:
         return parse(yaml_text.load(content.decode("utf-8"), PlainLoader), source)
@@ -248,10 +252,10 @@ def parse_file(content: bytes, source: str) -> Definition:
 
 
 class PlainLoader(yaml_text.LocatedErrors, yaml.SafeLoader):
-    """Safe YAML without aliases: a few hundred bytes of them can stand for gigabytes."""
+    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuses an alias, composes everything else."""
+        """Refuse an alias, compose everything else."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not accepted")
         return super().compose_node(parent, index)

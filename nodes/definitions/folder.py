@@ -1,12 +1,12 @@
-"""The models folder: every usable definition in it, by name, re-read when a file changed.
+"""The models folder: every usable definition in it by name, reloaded when a file changes.
 
-The folder is looked at no more than once a second and only files whose size or time changed are read again. A
-file that cannot be used is logged once with its reason, is listed by `problems` as long as it is there, and
-does not take the others down.
+The folder is scanned at most once per second, and only files with a new size or time are read again. An
+unusable file is logged once with its reason and stays in `problems` until it is removed or repaired. It does
+not affect the other files.
 
-Looks have a thread of their own, so a folder that hangs (a mount whose server is gone) stops neither the
-event loop nor the process: what was read before goes on serving, everything else is 503 until the folder
-answers.
+Scans run on a thread of their own, so an unresponsive folder (a mount whose server is down) blocks neither
+the event loop nor the process. Definitions that were read before stay in use. Every other lookup is 503 until
+the folder responds.
 """
 
 import asyncio
@@ -28,11 +28,12 @@ from nodes.definitions.sizes import Sizes
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks at the folder."""
+"""Seconds between two scans of the folder."""
 LOOK_AFTER_MISS = 0.05
-"""The same when a name is not found: a definition that was added a moment ago should serve at once."""
+"""Seconds between two scans after a lookup miss, so that a definition added a moment ago is usable at once.
+"""
 LOOK_LIMIT = 5.0
-"""Seconds that requests wait for one look; after that the folder counts as one that hangs."""
+"""Seconds that requests wait for one scan; after that the folder counts as unresponsive."""
 MAX_FILES = 4096
 _SUFFIXES = (".yaml", ".yml")
 
@@ -46,27 +47,27 @@ class FolderHangs(Unavailable):
 
 @dataclass(frozen=True)
 class Problems:
-    """The reasons why models of a folder do not serve; each is one line that can be shown."""
+    """The reasons why models of a folder are unusable; each is one displayable line."""
 
     folder: str = ""
-    """Of the folder as a whole."""
+    """The problem of the folder itself; empty if it has none."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """By name of the file."""
+    """Reasons by file name."""
 
     def __bool__(self) -> bool:
         return bool(self.folder or self.files)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One look that is under way; `done` when its thread has ended."""
+class _Scan:
+    """One scan in progress; its thread completes `done` when it ends."""
 
-    began: float
+    started_at: float
     done: "Future[None]" = field(default_factory=Future)
 
 
 class Folder:
-    """The definitions of one folder. Safe to use from several threads and loops."""
+    """The definitions of one folder. Thread-safe, and usable from several event loops."""
 
     def __init__(
         self,
@@ -80,82 +81,82 @@ class Folder:
         self._monotonic = monotonic
         self._limit = limit
         self._lock = threading.Lock()
-        self._look: _Look | None = None
-        self._looked_at = float("-inf")
+        self._scan: _Scan | None = None
+        self._scanned_at = float("-inf")
         self._files: _Files = {}
         self._by_name: Mapping[str, Definition] | None = None
         self._problems = Problems()
         self._hangs = False
 
     async def find(self, name: str) -> Definition | None:
-        """The definition that clients know as `name`.
+        """Return the definition that clients request as `name`, or None.
 
-        Raises FolderHangs when it is not known and the folder does not answer.
+        Raises FolderHangs when the name is unknown and the folder does not respond.
         """
-        found = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
-        if found is None and self._hangs:
-            raise self._hanging()
-        return found
+        definition = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
+        if definition is None and self._hangs:
+            raise self._hang_error()
+        return definition
 
     async def all(self) -> list[Definition]:
-        """Every usable definition, by name; FolderHangs if the folder has never answered."""
+        """Return every usable definition, sorted by name; raise FolderHangs before the first scan."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
 
     async def problems(self) -> Problems:
-        """Return the reasons why files, or the whole folder, do not serve now."""
+        """Return the reasons why files, or the whole folder, are unusable now."""
         with suppress(FolderHangs):
             await self._current()
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def conflicting(self, definition: Definition) -> frozenset[str]:
-        """The models that should have no node in common with this one (R2.81)."""
+        """Return the names of the models that must not share a node with this one (R2.81)."""
         if not definition.groups:
             return frozenset()
-        every = (await self._current()).values()
-        return frozenset(other.name for other in every if definition.conflicts_with(other))
+        definitions = (await self._current()).values()
+        return frozenset(candidate.name for candidate in definitions if definition.conflicts_with(candidate))
 
-    async def _current(self, every: float = LOOK_EVERY) -> Mapping[str, Definition]:
-        look = self._begin(every)
-        if look is not None and not await self._ended(look):
+    async def _current(self, interval: float = LOOK_EVERY) -> Mapping[str, Definition]:
+        scan = self._begin_scan(interval)
+        if scan is not None and not await self._wait_for_scan(scan):
             self._report_hanging()
         if self._by_name is None:
-            raise self._hanging()
+            raise self._hang_error()
         return self._by_name
 
-    def _begin(self, every: float) -> _Look | None:
-        """The look to wait for, a new one unless one is under way; None if the last one is recent enough."""
+    def _begin_scan(self, interval: float) -> _Scan | None:
+        """Return the running or a new scan to wait for; None if the last one is recent enough."""
         with self._lock:
             now = self._monotonic()
-            if now - self._looked_at < every:
+            if now - self._scanned_at < interval:
                 return None
-            if self._look is not None:
-                return self._look
-            look = self._look = _Look(now)
-        look.done.set_running_or_notify_cancel()  # a request that leaves must not cancel it
-        threading.Thread(target=self._carry_out, args=(look,), name="definitions", daemon=True).start()
-        return look
+            if self._scan is not None:
+                return self._scan
+            scan = self._scan = _Scan(now)
+        scan.done.set_running_or_notify_cancel()  # a cancelled request must not cancel the scan
+        threading.Thread(target=self._scan_folder, args=(scan,), name="definitions", daemon=True).start()
+        return scan
 
-    async def _ended(self, look: _Look) -> bool:
-        """Waits for the look; False when its time is over."""
-        left = look.began + self._limit - self._monotonic()
-        if look.done.done() or left <= 0:
-            return look.done.done()
-        waiting = asyncio.wrap_future(look.done)
+    async def _wait_for_scan(self, scan: _Scan) -> bool:
+        """Wait for the scan; return False after its time limit."""
+        remaining = scan.started_at + self._limit - self._monotonic()
+        if scan.done.done() or remaining <= 0:
+            return scan.done.done()
+        scan_future = asyncio.wrap_future(scan.done)
         try:
-            await asyncio.wait([waiting], timeout=left)
+            await asyncio.wait([scan_future], timeout=remaining)
         finally:
-            waiting.cancel()
-        return look.done.done()
+            scan_future.cancel()
+        return scan.done.done()
 
-    def _carry_out(self, look: _Look) -> None:
-        """One look, on a thread of its own."""
+    def _scan_folder(self, scan: _Scan) -> None:
+        """Scan the folder once. Runs on a thread of its own."""
         try:
             stamps, problem = self._stamps()
             files = self._read_files(stamps)
             by_name, broken = _indexed(files)
             with self._lock:
                 self._files, self._by_name = files, by_name
-                self._looked_at, self._look = look.began, None
+                self._scanned_at, self._scan = scan.started_at, None
             self._report(Problems(problem, broken))
             if self._hangs:
                 self._hangs = False
@@ -163,10 +164,10 @@ class Folder:
         except Exception as error:
             with self._lock:
                 self._by_name = self._by_name or {}
-                self._looked_at, self._look = look.began, None
-            self._report(Problems(_line(f"cannot be read: {yaml_text.reason_of(error)}")), error)
+                self._scanned_at, self._scan = scan.started_at, None
+            self._report(Problems(_displayable(f"cannot be read: {yaml_text.reason_of(error)}")), error)
         finally:
-            look.done.set_result(None)
+            scan.done.set_result(None)
 
     def _report_hanging(self) -> None:
         if not self._hangs:
@@ -177,26 +178,26 @@ class Folder:
                 self._limit,
             )
 
-    def _hanging(self) -> FolderHangs:
+    def _hang_error(self) -> FolderHangs:
         return FolderHangs(f"the models folder {self._path.name!r} of the control plane does not answer")
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
-        """Read the files that are new or changed; the others are kept as they were read."""
-        known = self._files
+        """Read the files that are new or changed; keep the results of the others."""
+        cached_files = self._files
         return {
-            name: known[name]
-            if name in known and known[name][0] == stamp
-            else (stamp, self._try(name, stamp))
+            name: cached_files[name]
+            if name in cached_files and cached_files[name][0] == stamp
+            else (stamp, self._read_file(name, stamp))
             for name, stamp in sorted(stamps.items())
         }
 
     def _stamps(self) -> tuple[dict[str, _Stamp], str]:
-        """Return the definitions that there are, and what is wrong with the folder."""
+        """Return a stamp for each definition file, and the folder's problem ("" if none)."""
         try:
             with os.scandir(self._path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
         except OSError as error:
-            return {}, _line(f"cannot be listed: {error.strerror}")
+            return {}, _displayable(f"cannot be listed: {error.strerror}")
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
@@ -211,36 +212,38 @@ class Folder:
             return None
         return (status.st_mtime_ns, status.st_size, status.st_ino)
 
-    def _try(self, name: str, stamp: _Stamp) -> Definition | Unusable:
+    def _read_file(self, name: str, stamp: _Stamp) -> Definition | Unusable:
         try:
             return replace(read(self._path / name), changed=stamp[0] // 1_000_000_000)
         except Unusable as error:
             return error
 
     def _report(self, problems: Problems, error: Exception | None = None) -> None:
-        """Keep the problems, and log those that the look before this one did not find."""
-        before, self._problems = self._problems, problems
-        if problems.folder not in ("", before.folder):
+        """Store the problems, and log those that the previous scan did not have."""
+        previous, self._problems = self._problems, problems
+        if problems.folder not in ("", previous.folder):
             logger.warning("The models folder %s %s", self._path, problems.folder, exc_info=error)
         for name, reason in problems.files.items():
-            if before.files.get(name) != reason:
+            if previous.files.get(name) != reason:
                 logger.warning("Model definition %s %s", name, reason)
 
 
 def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
-    """Return the definitions by model, and the reasons why files do not serve by file."""
+    """Return the definitions by model name, and the reasons for unusable files by file name."""
     by_name: dict[str, Definition] = {}
     broken: dict[str, str] = {}
     for name, (_, content) in files.items():
         if isinstance(content, Unusable):
-            broken[_line(name)] = _line(str(content))
+            broken[_displayable(name)] = _displayable(str(content))
         elif (first := by_name.setdefault(content.name, content)) is not content:
-            broken[_line(name)] = _line(f"defines {content.name!r} again; {first.source} stays in force")
+            broken[_displayable(name)] = _displayable(
+                f"defines {content.name!r} again; {first.source} stays in force"
+            )
     return by_name, broken
 
 
-def _line(text: str) -> str:
-    """Return the text as a page and a log can show it; names of files may be no text at all."""
+def _displayable(text: str) -> str:
+    """Return the text in a displayable form for pages and logs; file names may be undecodable bytes."""
     return names.plain(text[:1000])
 
 
@@ -250,20 +253,20 @@ def _folder(path: Path) -> Folder:
 
 
 def folder() -> Folder:
-    """The models folder of this process's settings."""
+    """Return the models folder of this process's settings."""
     return _folder(conf.cluster().models_path)
 
 
 async def find(name: str) -> Definition | None:
-    """The definition that clients know as `name`; FolderHangs if that cannot be told now."""
+    """Return the definition that clients request as `name`, or None; raise FolderHangs."""
     return await folder().find(name)
 
 
 async def every() -> list[Definition]:
-    """Every usable definition, by name; FolderHangs if that cannot be told now."""
+    """Return every usable definition, sorted by name; raise FolderHangs if the folder does not respond."""
     return await folder().all()
 
 
 async def problems() -> Problems:
-    """Return the reasons why files of the models folder, or all of it, do not serve now."""
+    """Return the reasons why files of the models folder, or the whole folder, are unusable now."""
     return await folder().problems()

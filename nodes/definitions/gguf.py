@@ -1,9 +1,9 @@
-"""The header of a GGUF file: the four figures of it that say how much memory the model needs.
+"""The header of a GGUF file: the four figures that determine the model's memory.
 
-Read here and not with the package `gguf`: its reader maps the whole file and builds an array for every value
-and tensor, so that a header costs seconds, it takes what the file says for granted, and it needs numpy,
-requests and tqdm. This one stops at the fourth figure, allocates nothing whose size the file chooses, and
-gives up after a bounded number of steps. What it has found until then counts.
+This module does not use the package `gguf`: its reader maps the whole file and builds an array for every
+value and tensor, so a header costs seconds; it trusts the file's contents; and it needs numpy, requests and
+tqdm. This reader stops at the fourth figure, allocates nothing whose size the file chooses, and gives up
+after a bounded number of steps. The figures that it has read by then count.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from localai_cluster import regular_files
 
 WANTED = ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv")
 MOST_STEPS = 1_000_000
-"""Keys and texts that are looked at; the largest vocabularies have a quarter of it."""
+"""Limit on the keys and texts that are read; the largest vocabularies have a quarter of it."""
 LONGEST_KEY = 1024
 LARGEST_FIGURE = 2**24
 _LONGEST_LIST = 4096
@@ -28,52 +28,52 @@ _TEXT, _LIST = 8, 9
 
 
 class NotReadable(ValueError):
-    """The file ends too early, or says what cannot be."""
+    """The file is truncated or has an impossible value."""
 
 
 def header(path: Path) -> dict[str, int] | None:
-    """The wanted figures by key, without the architecture's name before it; None if it is no GGUF file.
+    """Return the figures of `WANTED` by key, without the architecture's prefix; None if it is no GGUF file.
 
     Raises OSError.
     """
     with regular_files.open_file(path) as file:
         if file.read(4) != _MAGIC:
             return None
-        found: dict[str, int] = {}
+        figures: dict[str, int] = {}
         with contextlib.suppress(NotReadable):
-            _Header(file).collect(found)
-        return found
+            _Header(file).collect(figures)
+        return figures
 
 
 class _Header:
-    """A position in the pairs of a header."""
+    """A read position in the key-value pairs of a header."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._steps = file, 0
         self._end = os.fstat(file.fileno()).st_size
 
-    def collect(self, found: dict[str, int]) -> None:
-        """Fills `found` until nothing is missing; raises NotReadable where it cannot go on."""
+    def collect(self, figures: dict[str, int]) -> None:
+        """Add to `figures` until none is missing; raise NotReadable if parsing cannot continue."""
         if self._integer(4) not in _VERSIONS:
             raise NotReadable("another version")
         _tensors, pairs = self._integer(10), self._integer(10)
         for _ in range(pairs):
-            if len(found) == len(WANTED):
+            if len(figures) == len(WANTED):
                 return
             key, kind = self._key(), self._integer(4)
             figure = self._value(kind)
-            if key in WANTED and key not in found and figure is not None and 0 < figure <= LARGEST_FIGURE:
-                found[key] = figure
+            if key in WANTED and key not in figures and figure is not None and 0 < figure <= LARGEST_FIGURE:
+                figures[key] = figure
 
     def _key(self) -> str:
-        """The next key without the architecture."""
+        """Read the next key, without the architecture's prefix."""
         length = self._integer(10)
         if length > LONGEST_KEY:
             raise NotReadable("a key that is too long")
         return self._read(length).decode("utf-8", "replace").partition(".")[2]
 
     def _value(self, kind: int) -> int | None:
-        """The next value if it is a whole number; of a list of them the largest."""
+        """Read the next value. Return an integer, the maximum of a list of integers, or None."""
         if kind in _INTEGERS:
             return self._integer(kind)
         if kind == _LIST:

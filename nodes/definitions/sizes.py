@@ -1,7 +1,8 @@
-"""The files of a model that lie in the models folder: how large they are, and what a GGUF says of itself.
+"""The files of a model in the models folder: their sizes, and the header of a GGUF file.
 
-R2.42: only files are looked at. A model that is not there has an unknown size; nothing is asked for over the
-network. A folder that hangs costs a caller ten seconds (C37) and one thread a model, however often it asks.
+R2.42: only local files are read. A model that is absent has an unknown size; nothing is requested over the
+network. An unresponsive folder costs a caller ten seconds (C37), and one thread per model, however often
+callers retry.
 """
 
 import asyncio
@@ -23,14 +24,14 @@ from nodes.definitions.files import Definition
 logger = logging.getLogger(__name__)
 
 MEASURE_LIMIT = 10.0
-"""C37: seconds."""
+"""Seconds that a measurement may take (C37)."""
 MOST_FILES = 100_000
-"""Of one folder; what is beyond them does not count."""
+"""Limit on the files of one folder; files beyond it do not count."""
 NAMED = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
-"""R2.37: the options that name a file besides that of the model; each of the list `ADAPTERS` does too."""
+"""R2.37: the options, besides the model, that name a file. Each entry of the list `ADAPTERS` does too."""
 ADAPTERS = "LoraAdapters"
 SIDES = (".sha256", ".sha256.target")
-"""How names of checksums end that are kept beside a file."""
+"""Suffixes of checksum files that are kept beside a file."""
 _WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 _MOST_SHARDS = 1000
@@ -38,17 +39,17 @@ _MOST_SHARDS = 1000
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What was found of a model, in bytes; 0 = nothing."""
+    """The sizes of a model's files in bytes; 0 if there are none."""
 
     weights: int = 0
     payload: int = 0
-    """All its files."""
+    """Bytes of all its files."""
     header: dict[str, int] | None = None
-    """`gguf.header` of a model that is one file of that kind."""
+    """Result of `gguf.header` if the model is one GGUF file."""
 
 
 def measure(folder: Path, definition: Definition) -> ModelFiles:
-    """Looks at the files that the definition names; raises OSError."""
+    """Measure the files that the definition names; raise OSError."""
     options = definition.options
     named = [options.get(option) for option in ("Model", *NAMED)] + list(options.get(ADAPTERS, ()))
     paths = {path for text in named if (path := inside(folder, text)) is not None}
@@ -56,24 +57,24 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     model = inside(folder, definition.model)
     if model is None:
         return ModelFiles(payload=payload)
-    found = list(_files(model))
+    files = list(_files(model))
     if os.path.isdir(model):
-        return ModelFiles(_weights(found), payload)
+        return ModelFiles(_weights(files), payload)
     header = gguf.header(model) if os.path.isfile(model) else None
-    return ModelFiles(sum(size for _, size in found), payload, header)
+    return ModelFiles(sum(size for _, size in files), payload, header)
 
 
 def located(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the place of the model's file in this folder, whether or not it is there.
+    """Return the options with the path of the model's file in this folder, even if the file is absent.
 
-    Only for workers that share the folder; an engine with a model of its own looks at the name only.
+    Only for workers that share the folder; an engine with a model of its own uses the name only.
     """
     path = inside(folder, model)
     return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
 def inside(folder: Path, text: object) -> Path | None:
-    """The path in the folder that an option's text means; None if it leads out of it."""
+    """Return the path in the folder that an option's text names; None if it leads out of the folder."""
     if not isinstance(text, str) or "\0" in text:
         return None
     path = PurePosixPath(text)
@@ -83,23 +84,23 @@ def inside(folder: Path, text: object) -> Path | None:
 
 
 def _files(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, size) of the file and its shards, or of every file below the folder; nothing if it is absent."""
+    """Yield (name, size) of the file and its shards, or of every file in the folder."""
     if not os.path.isdir(path):
-        for one in shards(path):
-            yield from _size(one)
+        for shard in shards(path):
+            yield from _size(shard)
         return
-    left = MOST_FILES
-    for base, _, found in os.walk(path):
-        names = without_side_files(found)
-        for name in names[:left]:
+    remaining = MOST_FILES
+    for base, _, file_names in os.walk(path):
+        names = without_side_files(file_names)
+        for name in names[:remaining]:
             yield from _size(Path(base, name))
-        left -= len(names)
-        if left <= 0:
+        remaining -= len(names)
+        if remaining <= 0:
             return
 
 
 def shards(path: Path) -> list[Path]:
-    """The parts of a model that was divided; any other file alone."""
+    """Return the paths of all shards of a sharded model; any other file alone."""
     if (shard := _SHARD.fullmatch(path.name)) is None:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
@@ -108,13 +109,13 @@ def shards(path: Path) -> list[Path]:
 
 
 def without_side_files(names: Sequence[str]) -> list[str]:
-    """The names in a folder, in order, without those of checksums kept beside a file (T-STG-11).
+    """Return the names of a folder, sorted, without the checksum files kept beside a file (T-STG-11).
 
-    Such a file with no other beside it is one like any other.
+    A checksum file without a matching file counts as an ordinary file.
     """
-    there = frozenset(names)
-    sides = {name + suffix for name in there for suffix in SIDES}
-    return sorted(there - sides)
+    all_names = frozenset(names)
+    sides = {name + suffix for name in all_names for suffix in SIDES}
+    return sorted(all_names - sides)
 
 
 def _size(path: Path) -> Iterator[tuple[str, int]]:
@@ -127,7 +128,10 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _weights(files: list[tuple[str, int]]) -> int:
-    """R2.41: of a folder all files of weights; of GGUF variants the largest one, its shards together."""
+    """Return the bytes of a folder's weights (R2.41).
+
+    They are all weight files, or, among GGUF variants, the largest one with its shards.
+    """
     weights = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, int] = defaultdict(int)
     for name, size in weights:
@@ -138,15 +142,15 @@ def _weights(files: list[tuple[str, int]]) -> int:
 
 
 class Sizes:
-    """The files of one models folder. Safe to use from several threads and loops."""
+    """The file sizes of one models folder. Thread-safe, and usable from several event loops."""
 
     def __init__(self, folder: Path, *, limit: float = MEASURE_LIMIT) -> None:
         self._folder, self._limit = folder, limit
         self._lock = threading.Lock()
-        self._under_way: dict[str, Future[ModelFiles]] = {}
+        self._running: dict[str, Future[ModelFiles]] = {}
 
     async def of(self, definition: Definition) -> ModelFiles:
-        """What is found within the time limit; nothing is known of a folder that cannot be read (R2.40)."""
+        """Measure a model's files within the time limit; all sizes are 0 for an unreadable folder (R2.40)."""
         waiting = asyncio.wrap_future(self._begin(definition))
         try:
             done, _ = await asyncio.wait([waiting], timeout=self._limit)
@@ -158,22 +162,24 @@ class Sizes:
         return ModelFiles()
 
     def _begin(self, definition: Definition) -> "Future[ModelFiles]":
-        """The look that is under way, or a new one on a thread of its own."""
+        """Return the running measurement, or start one on a thread of its own."""
         with self._lock:
-            if (running := self._under_way.get(definition.name)) is not None:
+            if (running := self._running.get(definition.name)) is not None:
                 return running
-            made = self._under_way[definition.name] = Future[ModelFiles]()
-        made.set_running_or_notify_cancel()  # a load that leaves must not cancel it
-        threading.Thread(target=self._carry_out, args=(definition, made), name="sizes", daemon=True).start()
-        return made
+            measurement = self._running[definition.name] = Future[ModelFiles]()
+        measurement.set_running_or_notify_cancel()  # a cancelled load must not cancel the measurement
+        threading.Thread(
+            target=self._measure_files, args=(definition, measurement), name="sizes", daemon=True
+        ).start()
+        return measurement
 
-    def _carry_out(self, definition: Definition, made: "Future[ModelFiles]") -> None:
-        found = ModelFiles()
+    def _measure_files(self, definition: Definition, measurement: "Future[ModelFiles]") -> None:
+        files = ModelFiles()
         try:
-            found = measure(self._folder, definition)
+            files = measure(self._folder, definition)
         except Exception:
             logger.exception("The files of %s cannot be measured", definition.name)
         finally:
             with self._lock:
-                del self._under_way[definition.name]
-            made.set_result(found)
+                del self._running[definition.name]
+            measurement.set_result(files)

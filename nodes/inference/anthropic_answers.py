@@ -1,7 +1,7 @@
-"""Anthropic's Messages: whole answers, the events of a stream, and refusals. Pure.
+"""Anthropic's Messages: complete responses, stream events and error bodies. Pure.
 
-An answer is blocks, each with its place. What the prompt took is known at the end only, so the first event
-says 0 of it and the last but one has the figures, which count for the whole answer.
+A response is a list of numbered blocks. The prompt's token count is available at the end only, so the first
+event reports 0 and the last but one has the figures, which apply to the whole response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,22 +28,22 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By status; any other one is an `api_error`."""
+"""Error types by HTTP status; every other status is an `api_error`."""
 
 
 def _error(error: ClusterError) -> dict[str, Any]:
-    """The envelope; it has no place for the field, so the text names it."""
+    """Return the error envelope. It has no attribute for the field, so the text names it."""
     kind = _TYPES.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": wire.naming_field(error)}}
 
 
 def refused(error: ClusterError) -> Answer:
-    """A refusal in Anthropic's envelope."""
+    """Return the error response in Anthropic's envelope."""
     return Answer(orjson.dumps(_error(error)), error.status, wire.error_answer(error).headers)
 
 
 def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """The answer's body."""
+    """Return the response body."""
     content = [_content(head, block) for block in blocks.of(deltas)]
     reason = next((delta.finish for delta in deltas if delta.finish), "stop")
     return orjson.dumps(_message(head, content, _reason(reason), _usage(total(deltas, 1))))
@@ -68,10 +68,13 @@ def _reason(finish: str) -> str:
     return _REASONS.get(finish, "end_turn")
 
 
-def _usage(taken: Usage) -> dict[str, int]:
-    """Remembered tokens do not count as the prompt's, and are told only if the engine said so."""
-    told = {"input_tokens": taken.prompt - (taken.cached or 0), "output_tokens": taken.completion}
-    return told if taken.cached is None else told | {"cache_read_input_tokens": taken.cached}
+def _usage(usage: Usage) -> dict[str, int]:
+    """Return the usage in Anthropic's form.
+
+    Cached tokens are excluded from the prompt's, and present only if the engine reported them.
+    """
+    fields = {"input_tokens": usage.prompt - (usage.cached or 0), "output_tokens": usage.completion}
+    return fields if usage.cached is None else fields | {"cache_read_input_tokens": usage.cached}
 
 
 def _content(head: Head, block: Block) -> dict[str, Any]:
@@ -89,7 +92,7 @@ _DELTAS = {
 
 
 def _opening(head: Head, block: Block) -> dict[str, Any]:
-    """A block before anything is said of it."""
+    """Return the empty form of a block, which opens it."""
     if block.kind is BlockKind.THOUGHT:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind is BlockKind.TEXT:
@@ -104,39 +107,39 @@ def _event(kind: str, **content: Any) -> bytes:
 
 
 class MessageEvents:
-    """The stream of one answer."""
+    """The stream of one response."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
         self._blocks = Blocks()
-        self._begun = False
+        self._has_started = False
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas."""
-        return b"".join(event for delta in deltas for event in self._of(delta))
+        """Return the events of these deltas."""
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[bytes]:
-        made = []
-        if not self._begun:
-            self._begun = True
-            made.append(_event("message_start", message=_message(self._head, [], None, _usage(Usage()))))
-        made.extend(self._step(step) for step in self._blocks.steps(delta))
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
+        events = []
+        if not self._has_started:
+            self._has_started = True
+            events.append(_event("message_start", message=_message(self._head, [], None, _usage(Usage()))))
+        events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
-            made.append(_event("message_delta", delta=end, usage=_usage(total([delta], 1))))
-        return made
+            events.append(_event("message_delta", delta=end, usage=_usage(total([delta], 1))))
+        return events
 
-    def _step(self, step: BlockStep) -> bytes:
-        place, kind = step.block.number, step.block.kind
+    def _render_step(self, step: BlockStep) -> bytes:
+        index, kind = step.block.number, step.block.kind
         if step.change is BlockChange.OPENED:
-            return _event("content_block_start", index=place, content_block=_opening(self._head, step.block))
+            return _event("content_block_start", index=index, content_block=_opening(self._head, step.block))
         if step.change is BlockChange.CLOSED:
-            return _event("content_block_stop", index=place)
+            return _event("content_block_stop", index=index)
         delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
-        return _event("content_block_delta", index=place, delta=delta)
+        return _event("content_block_delta", index=index, delta=delta)
 
     def failed(self, error: ClusterError, /) -> bytes:
-        """The event of an answer that cannot go on."""
+        """Return the event that ends a failed response."""
         return b"event: error\ndata: " + orjson.dumps(_error(error)) + b"\n\n"
 
 

@@ -1,7 +1,7 @@
-"""Anthropic's `POST /v1/messages/count_tokens`: the tokens of a conversation, by the model's own tokenizer.
+"""Anthropic's `POST /v1/messages/count_tokens`: count a conversation's tokens with the model's own tokenizer.
 
-What the engine counts is the prompt that the definition's template makes. Without one the engine is given the
-conversation too and may use the model's own template; the reference's engines count the plain texts.
+The engine counts the prompt that the definition's template renders. Without a template the engine also
+receives the conversation and may use the model's own template; the reference's engines count the plain texts.
 """
 
 import orjson
@@ -20,14 +20,14 @@ from nodes.routing.request import InferenceRequest
 
 
 async def count_tokens(request: InferenceRequest) -> Answer:
-    """Answers the count."""
+    """Respond with the number of tokens."""
     body = wire.typed(wire.json_object(request.body), CountBody)
     definition = await defined(body.model)
     request.model = definition.name
     prompt = await templated(definition, body.conversation)
     options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
     if prompt.rendered is None:
-        texts = [said.content for said in prompt.messages]
+        texts = [message.content for message in prompt.messages]
         options.Prompt = "\n".join([*texts, prompt.tools] if prompt.tools else texts)
 
     async def work(engine: BackendClient) -> int:

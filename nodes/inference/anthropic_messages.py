@@ -1,7 +1,7 @@
-"""Conversations in Anthropic's form: what their blocks may be, and what an engine is told of them. Pure.
+"""Conversations in Anthropic's form: validation, and conversion to messages for engines. Pure.
 
-A user's message may hold results of tools, which engines know as messages of their own. Where and for how
-long a prefix is to be remembered (`cache_control`), sources of texts and signatures of thoughts are ignored.
+A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
+(`cache_control`), sources of texts and signatures of thoughts are ignored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,34 +78,36 @@ System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 def said(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
-    """The messages as engines know them; raises InvalidInput for a block in the wrong message."""
+    """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
     if system:
         yield Utterance("system", system if isinstance(system, str) else _text(system))
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
             yield Utterance(message.role, message.content)
         else:
-            yield from _of(message.role, message.content, f"messages[{number}].content")
+            yield from _convert_message(message.role, message.content, f"messages[{number}].content")
 
 
-_NOT_ANSWERED = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
-_NOT_ASKED = (ResultBlock, ImageBlock)
+_ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
+_USER_BLOCKS = (ResultBlock, ImageBlock)
 
 
-def _of(role: str, blocks: Sequence[Block], where: str) -> Iterator[Utterance]:
-    misplaced = _NOT_ASKED if role == "assistant" else _NOT_ANSWERED
-    for place, block in enumerate(blocks):
+def _convert_message(role: str, blocks: Sequence[Block], field_path: str) -> Iterator[Utterance]:
+    misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
+    for index, block in enumerate(blocks):
         if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
-            raise wrong(f"{where}[{place}]", f"this kind of block is not for messages of the role {role}")
+            raise wrong(
+                f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
+            )
     if role == "assistant":
-        yield _answer(blocks)
+        yield _assistant_message(blocks)
         return
-    yield from (_result(block) for block in blocks if isinstance(block, ResultBlock))
+    yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
     if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
         yield Utterance(role, _text(blocks))
 
 
-def _answer(blocks: Sequence[Block]) -> Utterance:
+def _assistant_message(blocks: Sequence[Block]) -> Utterance:
     calls = [
         ToolCall(block.id, CalledFunction(block.name, as_json(block.input)))
         for block in blocks
@@ -119,7 +121,7 @@ def _answer(blocks: Sequence[Block]) -> Utterance:
     )
 
 
-def _result(block: ResultBlock) -> Utterance:
+def _tool_message(block: ResultBlock) -> Utterance:
     content = block.content or ""
     text = content if isinstance(content, str) else _text(content)
     return Utterance("tool", text, tool_call_id=block.tool_use_id)
@@ -130,18 +132,18 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def images(messages: Sequence[Turn]) -> tuple[str, ...]:
-    """Base64 of the images, also of those that tools have made; raises InvalidInput for a broken one."""
+    """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
     return tuple(
-        openai_messages.checked(image.source.data, where)
+        openai_messages.checked(image.source.data, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
-        for image, where in _images(message.content, f"messages[{number}].content")
+        for image, field_path in _images(message.content, f"messages[{number}].content")
     )
 
 
-def _images(blocks: Sequence[Block], where: str) -> Iterator[tuple[ImageBlock, str]]:
-    for place, block in enumerate(blocks):
+def _images(blocks: Sequence[Block], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
+    for index, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
-            yield block, f"{where}[{place}]"
+            yield block, f"{field_path}[{index}]"
         elif isinstance(block, ResultBlock) and isinstance(block.content, list):
-            yield from _images(block.content, f"{where}[{place}].content")
+            yield from _images(block.content, f"{field_path}[{index}].content")

@@ -67,19 +67,19 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def conversation(self) -> Conversation:
-        """What an engine is told; raises InvalidInput, which names the wrong field."""
+        """The conversation for the engine; raises InvalidInput, which names the wrong field."""
         tools = [
-            Tool(Function(one.name, one.description, one.input_schema, one.strict))
-            for one in self.tools or ()
+            Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
+            for tool in self.tools or ()
         ]
         choice = self.tool_choice
-        told, told_choice = chosen(tools, _choice(choice), "input_schema")
-        one_call = choice is not None and choice.disable_parallel_tool_use
+        tools_json, choice_json = chosen(tools, _choice(choice), "input_schema")
+        is_single_call = choice is not None and choice.disable_parallel_tool_use
         return Conversation(
             messages=tuple(anthropic_messages.said(self.system, self.messages)),
-            tools=told,
-            tool_choice=told_choice,
-            parallel_tool_calls=False if told and one_call else None,
+            tools=tools_json,
+            tool_choice=choice_json,
+            parallel_tool_calls=False if tools_json and is_single_call else None,
             images=anthropic_messages.images(self.messages),
         )
 
@@ -103,7 +103,7 @@ REFUSED = {
 
 
 def read(fields: Mapping[str, Any]) -> Generation:
-    """The request; raises InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, MessagesBody)
     return Generation(

@@ -1,6 +1,6 @@
-"""What kind of sound a file or a stream is. Pure.
+"""Detection of audio formats, and the WAV header for streams. Pure.
 
-Nothing is converted here: an answer has the format that its engine makes.
+Nothing is converted here: a response has the format that its engine produces.
 """
 
 import struct
@@ -13,15 +13,15 @@ KINDS = {
     "aac": b"audio/aac",
     "pcm": b"audio/pcm",
 }
-"""Formats by their name in requests, and their content types."""
+"""Content types by the format's name in requests."""
 UNKNOWN = b"application/octet-stream"
 USUAL_RATE = 16000
-"""Samples a second of a stream that does not say."""
+"""Sample rate in Hz of a stream that reports none."""
 _ENDLESS = 0xFFFFFFFF
 
 
 def format_of(head: bytes) -> str:
-    """The format of a file by its first bytes, "" for one that is not among `KINDS`."""
+    """Return the format of a file by its first bytes, "" for one that is not among `KINDS`."""
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         return "wav"
     if head[:4] in (b"OggS", b"fLaC"):
@@ -29,7 +29,7 @@ def format_of(head: bytes) -> str:
     if head[:3] == b"ID3":
         return "mp3"
     if len(head) > 1 and head[0] == 0xFF:
-        # The layer of an MPEG frame: none is AAC's.
+        # The layer bits of an MPEG frame: they are 0 for AAC.
         if head[1] & 0xF6 == 0xF0:
             return "aac"
         if head[1] & 0xE0 == 0xE0:
@@ -38,7 +38,7 @@ def format_of(head: bytes) -> str:
 
 
 def wav_head(rate: int) -> bytes:
-    """The head of a WAV of 16 bits and one channel whose length is not known yet."""
+    """Return the header of a mono 16-bit WAV of unknown length; `rate` is in Hz."""
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI",
         *(b"RIFF", _ENDLESS, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", _ENDLESS),

@@ -1,7 +1,7 @@
-"""`POST /v1/audio/speech` and `/tts`: a text as sound.
+"""`POST /v1/audio/speech` and `/tts`: text to speech.
 
-The engine writes a file on its worker, which is fetched and sent on; with `stream` its sound is sent while it
-is made.
+The engine writes a file on its worker, which is fetched and forwarded. With `stream` the audio is forwarded
+while the engine produces it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,7 +27,7 @@ from nodes.inference.worker_files import open_files
 from nodes.routing.request import InferenceRequest
 
 LONGEST_INPUT = 64 * 1024
-"""Characters."""
+"""Limit on the input in characters."""
 REFUSED = {"stream_format": "`stream` sends sound as it is made"}
 _HEAD = 16
 _RATES = range(1000, 400_000)
@@ -56,13 +56,13 @@ Spoken = FileAnswer | ByteStream
 
 
 def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
-    """The handler of a route; §6.3 says which of them tells the node."""
+    """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> Spoken:
         body = parse(wire.json_object(request.body))
         definition = await defined(body.model)
         request.model = definition.name
-        asked = _asked(body, definition.model)
+        call = _engine_request(body, definition.model)
 
         def headers() -> tuple[Header, ...]:
             return tuple(node_header(request)) if tells_node else ()
@@ -70,26 +70,28 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
         if body.stream:
             kind = audio_formats.KINDS[body.response_format or "wav"]
             return ByteStream(
-                lambda sink: _stream(request, asked, body.response_format != "pcm", sink),
+                lambda sink: _stream(request, call, body.response_format != "pcm", sink),
                 lambda: [(b"content-type", kind), *headers()],
             )
-        file = await gateway.current().run(request, lambda engine: _spoken(request, engine, asked))
-        found = audio_formats.format_of(file.read(_HEAD))
-        if body.response_format not in (None, found):
+        file = await gateway.current().run(request, lambda engine: _synthesize(request, engine, call))
+        format_name = audio_formats.format_of(file.read(_HEAD))
+        if body.response_format not in (None, format_name):
             file.close()
-            made = found or "another format"
-            raise InvalidInput(f"response_format: this model's engine makes {made}", field="response_format")
-        return FileAnswer(file, audio_formats.KINDS.get(found, audio_formats.UNKNOWN), headers())
+            actual_format = format_name or "another format"
+            raise InvalidInput(
+                f"response_format: this model's engine makes {actual_format}", field="response_format"
+            )
+        return FileAnswer(file, audio_formats.KINDS.get(format_name, audio_formats.UNKNOWN), headers())
 
     return answer
 
 
 def parse(fields: Mapping[str, Any]) -> SpeechBody:
-    """Checks a request's fields; raises InvalidInput that names the first wrong one."""
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     if fields.get("stream_format") != "audio":
         openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, SpeechBody)
-    # Engines read such a voice from their machine.
+    # Engines read such a voice from their own file system.
     if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):
         raise InvalidInput("voice: a name is needed, no path or address", field="voice")
     if body.stream and body.response_format not in (None, "wav", "pcm"):
@@ -99,25 +101,25 @@ def parse(fields: Mapping[str, Any]) -> SpeechBody:
     return body
 
 
-def _asked(body: SpeechBody, model: str) -> TTSRequest:
-    asked = TTSRequest(text=body.input, model=model, voice=body.voice or "", ModelIdentity=model)
+def _engine_request(body: SpeechBody, model: str) -> TTSRequest:
+    call = TTSRequest(text=body.input, model=model, voice=body.voice or "", ModelIdentity=model)
     if body.language:
-        asked.language = body.language
+        call.language = body.language
     if body.instructions:
-        asked.instructions = body.instructions
-    # The protocol has no fields for these; an engine may look here.
+        call.instructions = body.instructions
+    # The protocol has no fields for these; an engine may read them from `params`.
     if body.speed is not None:
-        asked.params["speed"] = f"{body.speed:g}"
+        call.params["speed"] = f"{body.speed:g}"
     if body.response_format:
-        asked.params["response_format"] = body.response_format
-    return asked
+        call.params["response_format"] = body.response_format
+    return call
 
 
-async def _spoken(request: InferenceRequest, engine: BackendClient, asked: TTSRequest) -> IO[bytes]:
+async def _synthesize(request: InferenceRequest, engine: BackendClient, template: TTSRequest) -> IO[bytes]:
     assert request.replica is not None
     async with open_files(request.replica.node_id, request.deadline) as files:
         call = TTSRequest()
-        call.CopyFrom(asked)
+        call.CopyFrom(template)
         call.dst = await files.temp()
         result = await engine.speak(call, request.deadline - clock.monotonic())
         if not result.success:
@@ -125,21 +127,21 @@ async def _spoken(request: InferenceRequest, engine: BackendClient, asked: TTSRe
         return await files.fetch(call.dst)
 
 
-async def _stream(request: InferenceRequest, asked: TTSRequest, head: bool, sink: ByteSink) -> None:
+async def _stream(request: InferenceRequest, call: TTSRequest, has_header: bool, sink: ByteSink) -> None:
     async def work(engine: BackendClient) -> None:
-        replies = engine.speak_stream(asked)
+        replies = engine.speak_stream(call)
         first = request.deadline - clock.monotonic()
         try:
             async with silence(conf.cluster().stream_stall, first) as limit:
                 rate = audio_formats.USUAL_RATE
                 async for reply in replies:
-                    # Only the engine's time counts, not that of a client who reads slowly.
+                    # Only the engine's time counts, not the time of a slow client.
                     limit.pause()
                     rate = _rate(reply) or rate
                     if reply.audio:
-                        before = audio_formats.wav_head(rate) if head and not request.begun else b""
+                        header = audio_formats.wav_head(rate) if has_header and not request.begun else b""
                         request.begun = True
-                        await sink(before + reply.audio)
+                        await sink(header + reply.audio)
                     limit.begin()
         except TimeoutError:
             raise DeadlineExceeded("the engine has sent nothing for too long") from None
@@ -152,10 +154,10 @@ async def _stream(request: InferenceRequest, asked: TTSRequest, head: bool, sink
 
 
 def _rate(reply: Reply) -> int:
-    """Samples a second, if this reply says so."""
+    """Return the sample rate in Hz that this reply reports, else 0."""
     try:
-        told = orjson.loads(reply.message)
+        metadata = orjson.loads(reply.message)
     except orjson.JSONDecodeError:
         return 0
-    rate = told.get("sample_rate") if isinstance(told, dict) else None
+    rate = metadata.get("sample_rate") if isinstance(metadata, dict) else None
     return int(rate) if isinstance(rate, int | float) and int(rate) in _RATES else 0

@@ -1,6 +1,6 @@
-"""`POST /v1/audio/transcriptions`: a file of sound in a form, its text as the answer.
+"""`POST /v1/audio/transcriptions`: an audio file in a form, its transcript as the response.
 
-The file goes from the form to the worker of the picked replica, whose engine reads it there.
+The file is copied from the form to the worker of the picked replica, whose engine reads it there.
 """
 
 import re
@@ -28,10 +28,10 @@ from nodes.inference.worker_files import open_files
 from nodes.routing.request import InferenceRequest
 
 LARGEST_BODY = 100 * 1024 * 1024
-"""Bytes of a form with a file of sound."""
+"""Limit on the bytes of a form with an audio file."""
 MOST_PROMPT = 16 * 1024
 MANY = "timestamp_granularities"
-"""The field that may have several values; clients write `[]` behind its name."""
+"""The field that may have several values; clients append `[]` to its name."""
 _ENDING = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
 
 
@@ -50,11 +50,11 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
-    """Answers one request."""
+    """Transcribe the file of one request."""
     upload, body = _read(request)
     definition = await defined(body.model)
     request.model = definition.name
-    asked = TranscriptRequest(
+    call_options = TranscriptRequest(
         language=body.language or "",
         prompt=body.prompt or "",
         temperature=body.temperature or 0,
@@ -64,26 +64,26 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     )
     if body.stream:
         return EventStream(
-            request, audio_transcripts.told(), lambda sink: _stream(request, upload, asked, sink)
+            request, audio_transcripts.told(), lambda sink: _stream(request, upload, call_options, sink)
         )
 
     async def work(engine: BackendClient) -> TranscriptResult:
-        async with _sent(request, upload, asked) as call:
+        async with _stored_call(request, upload, call_options) as call:
             return await engine.transcribe(call, request.deadline - clock.monotonic())
 
     result = await gateway.current().run(request, work)
-    many = body.timestamp_granularities or ["segment"]
-    made, kind = audio_transcripts.rendered(
-        body.response_format or "json", result, "word" in many, "segment" in many
+    granularities = body.timestamp_granularities or ["segment"]
+    content, kind = audio_transcripts.rendered(
+        body.response_format or "json", result, "word" in granularities, "segment" in granularities
     )
-    return Answer(made, headers=tuple(node_header(request)), kind=kind)
+    return Answer(content, headers=tuple(node_header(request)), kind=kind)
 
 
 def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
-    given: dict[str, object] = {name: values[-1] for name, values in fields.items()}
-    given[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
-    body = wire.typed(given, TranscriptionBody, texts=True)
+    values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
+    values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
+    body = wire.typed(values_by_name, TranscriptionBody, texts=True)
     upload = request.form.files.get("file")
     if upload is None or not upload.size:
         raise InvalidInput("file: a file of sound is needed", field="file")
@@ -95,53 +95,55 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
 
 
 @asynccontextmanager
-async def _sent(
-    request: InferenceRequest, upload: Upload, asked: TranscriptRequest
+async def _stored_call(
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
 ) -> AsyncIterator[TranscriptRequest]:
-    """The call, with the file on the worker of the picked replica for as long as it is needed there."""
+    """Yield the call while the audio file is stored on the worker of the picked replica."""
     assert request.replica is not None
-    # The client's name may be anything; of it only the ending helps an engine.
+    # The client's file name is untrusted; only its extension is useful to an engine.
     ending = _ENDING.search(upload.name.rpartition(".")[2])
     name = f"audio.{ending[0].lower()}" if ending else "audio"
     async with open_files(request.replica.node_id, request.deadline) as files:
         call = TranscriptRequest()
-        call.CopyFrom(asked)
+        call.CopyFrom(call_options)
         call.dst = await files.put(name, upload.file, upload.size)
         yield call
 
 
-async def _stream(request: InferenceRequest, upload: Upload, asked: TranscriptRequest, sink: Sink) -> None:
+async def _stream(
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest, sink: Sink
+) -> None:
     async def work(engine: BackendClient) -> None:
-        async with _sent(request, upload, asked) as call:
+        async with _stored_call(request, upload, call_options) as call:
             try:
-                whole = await _pieces(engine, request, call, sink)
+                transcript = await _forward_pieces(engine, request, call, sink)
             except Unimplemented:
                 result = await engine.transcribe(call, request.deadline - clock.monotonic())
-                whole = audio_transcripts.text_of(result)
-                await sink(TextDelta(0, whole))
-            await sink(TextDelta(0, reasoning=whole, finish="stop"))
+                transcript = audio_transcripts.text_of(result)
+                await sink(TextDelta(0, transcript))
+            await sink(TextDelta(0, reasoning=transcript, finish="stop"))
 
     await gateway.current().run(request, work)
 
 
-async def _pieces(
+async def _forward_pieces(
     engine: BackendClient, request: InferenceRequest, call: TranscriptRequest, sink: Sink
 ) -> str:
-    """Tells pieces as they come; answers all of the text if the engine said it."""
-    replies, whole = engine.transcribe_stream(call), ""
+    """Send pieces as they arrive; return the complete text if the engine reports it, else ""."""
+    replies, transcript = engine.transcribe_stream(call), ""
     first = request.deadline - clock.monotonic()
     try:
         async with silence(conf.cluster().stream_stall, first) as limit:
             async for reply in replies:
-                # Only the engine's time counts, not that of a client who reads slowly.
+                # Only the engine's time counts, not the time of a slow client.
                 limit.pause()
                 if reply.delta:
                     await sink(TextDelta(0, reply.delta))
                 if reply.HasField("final_result"):
-                    whole = audio_transcripts.text_of(reply.final_result)
+                    transcript = audio_transcripts.text_of(reply.final_result)
                 limit.begin()
     except TimeoutError:
         raise DeadlineExceeded("the engine has sent nothing for too long") from None
     finally:
         replies.cancel()
-    return whole
+    return transcript

@@ -1,6 +1,6 @@
-"""What is told of a transcript: JSON in OpenAI's two forms, text, subtitles, and events. Pure.
+"""Renderings of a transcript: JSON in OpenAI's two forms, text, subtitles and events. Pure.
 
-Engines say times in nanoseconds, as the reference's do.
+Engines report times in nanoseconds, as the reference's do.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
 
 
 def rendered(form: str, result: TranscriptResult, words: bool, segments: bool) -> tuple[bytes, bytes]:
-    """Body and content type. `words` and `segments` say which of them `verbose_json` has."""
+    """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
         return orjson.dumps(_verbose(result, words, segments)), _JSON
     if form == "text":
@@ -30,37 +30,37 @@ def rendered(form: str, result: TranscriptResult, words: bool, segments: bool) -
 
 
 def text_of(result: TranscriptResult) -> str:
-    """All of the text; some engines say only segments."""
+    """Return the complete text; some engines report segments only."""
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
 
 def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Mapping[str, Any]:
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "task": "transcribe",
         "language": result.language,
         "duration": result.duration or _seconds(max((part.end for part in result.segments), default=0)),
         "text": text_of(result),
     }
     if words:
-        told["words"] = [
+        document["words"] = [
             {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
             for part in result.segments
             for word in part.words
         ]
     if segments:
-        told["segments"] = [_segment(part) for part in result.segments]
-    return told
+        document["segments"] = [_segment(part) for part in result.segments]
+    return document
 
 
 def _segment(part: TranscriptSegment) -> Mapping[str, Any]:
-    told = {
+    document = {
         "id": part.id,
         "start": _seconds(part.start),
         "end": _seconds(part.end),
         "text": part.text,
         "tokens": list(part.tokens),
     }
-    return told | ({"speaker": part.speaker} if part.speaker else {})
+    return document | ({"speaker": part.speaker} if part.speaker else {})
 
 
 def _seconds(nanoseconds: int) -> float:
@@ -83,23 +83,26 @@ def _clock(nanoseconds: int, point: str) -> str:
 
 
 def told() -> Telling:
-    """How a transcript is streamed: its pieces, then all of it."""
+    """Return the event stream of a transcript: its pieces, then the complete text."""
     return Telling(_Pieces(), DONE)
 
 
 class _Pieces(Chunks):
-    """The last delta has the engine's own whole text as `reasoning`, if it said one."""
+    """The stream of one transcript.
+
+    The last delta holds the engine's complete text, if any, in `reasoning`.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        made = b""
+        events = b""
         for delta in deltas:
             if delta.text:
                 self._pieces.append(delta.text)
-                made += event({"type": "transcript.text.delta", "delta": delta.text})
+                events += event({"type": "transcript.text.delta", "delta": delta.text})
             if delta.finish:
-                whole = delta.reasoning or "".join(self._pieces).strip()
-                made += event({"type": "transcript.text.done", "text": whole})
-        return made
+                transcript = delta.reasoning or "".join(self._pieces).strip()
+                events += event({"type": "transcript.text.done", "text": transcript})
+        return events

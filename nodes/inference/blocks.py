@@ -1,8 +1,8 @@
-"""One answer as blocks, one after the other: thoughts, text, calls of tools. Pure.
+"""One response as a sequence of blocks: thoughts, text, tool calls. Pure.
 
-Anthropic's dialect and OpenAI's newer one have it so: a block opens, is said piece by piece, closes, and only
-then the next one opens. Engines send the pieces of a call together, but nothing makes them: what comes for
-another block while a call is open waits for the end of the answer.
+Anthropic's dialect and OpenAI's Responses have this structure: a block opens, receives its pieces, closes,
+and only then the next block opens. Engines usually send the pieces of a call together, but need not: while a
+call is open, pieces of other blocks are held back until the end of the response.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from nodes.inference.generation import NO_ARGUMENTS, TextDelta, ToolPiece
 
 
 class BlockKind(Enum):
-    """What a block is."""
+    """The kinds of blocks."""
 
     THOUGHT = "thought"
     TEXT = "text"
@@ -25,23 +25,23 @@ class BlockKind(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A block so far; `number` is its place in the answer."""
+    """One block with the pieces received so far; `number` is its index in the response."""
 
     number: int
     kind: BlockKind
     call: ToolPiece
-    """Of a call, its first piece."""
+    """The first piece of a tool call; its index is -1 for other blocks."""
     parts: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def content(self) -> str:
-        """All that was said of it: text, or the arguments of a call."""
+        """The text, or the arguments of a call, received so far."""
         return "".join(self.parts)
 
 
 class BlockChange(Enum):
-    """What a step does to its block."""
+    """The effects of a step on its block."""
 
     OPENED = "opened"
     SAID = "said"
@@ -50,7 +50,7 @@ class BlockChange(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """What happens to a block; `text` is what is said."""
+    """One change of a block; `text` is the added text."""
 
     change: BlockChange
     block: Block
@@ -75,7 +75,7 @@ _NO_CALL = ToolPiece(-1)
 
 
 class Blocks:
-    """The blocks that deltas make."""
+    """Assembles the deltas of one response into blocks. At most one block is open at a time."""
 
     def __init__(self) -> None:
         self.made: list[Block] = []
@@ -83,22 +83,22 @@ class Blocks:
         self._held: dict[tuple[BlockKind, int], list[_Piece]] = {}
 
     def steps(self, delta: TextDelta) -> Iterator[BlockStep]:
-        """What the delta adds, in order; after the last one everything is closed."""
+        """Yield the steps that the delta causes, in order; the last delta closes every block."""
         for piece in _pieces(delta):
             if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
                 self._held.setdefault(piece.key, []).append(piece)
             else:
-                yield from self._with(piece)
+                yield from self._add_piece(piece)
         if not delta.finish:
             return
         for pieces in self._held.values():
             for piece in pieces:
-                yield from self._with(piece)
-        yield from self._closed(cut=delta.finish == "length")
+                yield from self._add_piece(piece)
+        yield from self._close_block(is_truncated=delta.finish == "length")
 
-    def _with(self, piece: _Piece) -> Iterator[BlockStep]:
+    def _add_piece(self, piece: _Piece) -> Iterator[BlockStep]:
         if piece.key != self._open:
-            yield from self._closed()
+            yield from self._close_block()
             self.made.append(Block(len(self.made), piece.kind, piece.call))
             self._open = piece.key
             yield BlockStep(BlockChange.OPENED, self.made[-1])
@@ -108,11 +108,11 @@ class Blocks:
         if piece.text or piece.logprobs:
             yield BlockStep(BlockChange.SAID, block, piece.text, piece.logprobs)
 
-    def _closed(self, *, cut: bool = False) -> Iterator[BlockStep]:
+    def _close_block(self, *, is_truncated: bool = False) -> Iterator[BlockStep]:
         if self._open:
             self._open = None
             block = self.made[-1]
-            if block.kind is BlockKind.CALL and not (block.content or cut):
+            if block.kind is BlockKind.CALL and not (block.content or is_truncated):
                 block.parts.append(NO_ARGUMENTS)
                 yield BlockStep(BlockChange.SAID, block, NO_ARGUMENTS)
             yield BlockStep(BlockChange.CLOSED, block)
@@ -128,7 +128,7 @@ def _pieces(delta: TextDelta) -> Iterator[_Piece]:
 
 
 def of(deltas: Iterable[TextDelta]) -> list[Block]:
-    """The blocks of a whole answer."""
+    """Return the blocks of a complete response."""
     blocks = Blocks()
     for delta in deltas:
         for _ in blocks.steps(delta):
@@ -137,9 +137,9 @@ def of(deltas: Iterable[TextDelta]) -> list[Block]:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object; an answer that was cut off may have left less than one."""
+    """Return the arguments of a call as an object, or {} if a truncated response left invalid JSON."""
     try:
-        read = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return {}
-    return read if isinstance(read, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -1,8 +1,8 @@
-"""Answers of bytes that are no text: a file that is there already, or sound while it is made.
+"""Binary responses: an existing file, or audio while the engine produces it.
 
-A reader who takes nothing for as long as an engine may say nothing counts as one that has left. What fails
-after the first byte cannot be told any more: the connection ends without the end of the body. So ends sound
-that is being made when this process stops; before its first byte that is a refusal.
+A client that reads nothing for as long as an engine may be silent counts as disconnected. A failure after the
+first byte cannot be reported: the connection ends without the end of the body. A stop of this process ends
+running audio in the same way; before the first byte it is an error response.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from nodes.inference.streams import Outgoing
 PIECE = 256 * 1024
 
 ByteSink = Callable[[bytes], Awaitable[None]]
-"""Takes pieces; it may take its time."""
+"""Consumer of pieces; it may block the producer."""
 
 
 class FileAnswer:
-    """A file as the answer. It is closed when it has been sent, or cannot be."""
+    """A file as the response. It is closed when it has been sent, or sending has failed."""
 
     def __init__(self, file: IO[bytes], kind: bytes, headers: tuple[Header, ...] = ()) -> None:
         self._file = file
@@ -34,7 +34,7 @@ class FileAnswer:
         self._headers = [(b"content-type", kind), (b"content-length", str(self._size).encode()), *headers]
 
     async def play(self, send: Send) -> int:
-        """Sends it without the end of the body; returns the status."""
+        """Send the file without the end of the body; return the status."""
         self._file.seek(0)
         with self._file:
             async with _reader(send) as out:
@@ -45,25 +45,25 @@ class FileAnswer:
 
 
 class ByteStream:
-    """Bytes while they are made. `work` makes them; `headers` are asked for at the first one."""
+    """Bytes sent while `work` produces them. `headers` is called at the first piece."""
 
     def __init__(
         self, work: Callable[[ByteSink], Awaitable[None]], headers: Callable[[], list[Header]]
     ) -> None:
         self._work = work
         self._headers = headers
-        self._begun = False
+        self._has_started = False
 
     async def play(self, send: Send) -> int:
-        """Sends them without the end of the body; returns the status.
+        """Send the bytes without the end of the body; return the status.
 
-        Raises what kept the answer from beginning, and Disconnected for what ended it too early.
+        Before the first byte every error is raised; after it, Disconnected ends the response early.
         """
         async with _reader(send) as out:
 
             async def sink(piece: bytes) -> None:
-                if not self._begun:
-                    self._begun = True
+                if not self._has_started:
+                    self._has_started = True
                     await out.head(self._headers())
                 await out.body(piece)
 
@@ -71,7 +71,7 @@ class ByteStream:
                 with until_stop():
                     await self._work(sink)
             except ClusterError:
-                if self._begun:
+                if self._has_started:
                     raise wire.Disconnected from None
                 raise
         return 200

@@ -1,4 +1,4 @@
-"""Which model a request is meant for: the definition of its name."""
+"""Lookup of the model definition for the name in a request."""
 
 from localai_cluster.errors import NotFound
 from nodes.definitions import folder
@@ -12,11 +12,13 @@ class ModelNotFound(NotFound):
 
 
 _DEFAULT_TAG = ":latest"
-"""What Ollama's clients may add to a name. A model whose name really ends so comes first."""
+"""The tag that Ollama's clients may append to a name. A model whose name really ends with it takes
+precedence.
+"""
 
 
 async def defined(name: str) -> Definition:
-    """The definition of a model, which may have another name; raises ModelNotFound."""
+    """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
     definition = await folder.find(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
         definition = await folder.find(name.removesuffix(_DEFAULT_TAG))

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: the body that is accepted, the calls to the engine, the answer."""
+"""`POST /v1/embeddings`: the request body, the calls to the engine, the response."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ from nodes.routing.request import InferenceRequest
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
 AT_ONCE = 8
-"""How many texts of one request its replica works on at the same time."""
+"""Limit on the concurrent texts of one request on its replica."""
 
 
 class WrongDimensions(InvalidInput):
@@ -62,50 +62,52 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def inputs(self) -> list[Input]:
-        """The input as a list; raises InvalidInput for one of several kinds."""
+        """The input as a list; raises InvalidInput for a list of mixed kinds."""
         if isinstance(self.input, str):
             return [self.input]
-        ids = [one for one in self.input if isinstance(one, int)]
+        ids = [item for item in self.input if isinstance(item, int)]
         if ids and len(ids) == len(self.input):
             return [tuple(ids)]
         if ids:
             raise InvalidInput("input: token ids and texts are mixed", field="input")
-        return [one if isinstance(one, str) else tuple(one) for one in self.input if not isinstance(one, int)]
+        return [
+            item if isinstance(item, str) else tuple(item) for item in self.input if not isinstance(item, int)
+        ]
 
 
 def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
-    """Checks a request's fields; raises InvalidInput that names the first wrong one."""
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     body = wire.typed(fields, EmbeddingsBody)
-    texts = [one for one in body.inputs if isinstance(one, str)]
+    texts = [item for item in body.inputs if isinstance(item, str)]
     if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
         raise InvalidInput(f"a text of input must not exceed {MAX_TEXT_BYTES} bytes", field="input")
     return body
 
 
 async def embed(request: InferenceRequest) -> Answer:
-    """Answers one request."""
+    """Create the embeddings of one request."""
     body = parse(wire.json_object(request.body))
     results = await vectors(request, body)
     return Answer(render(body, results), headers=tuple(node_header(request)))
 
 
 async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
-    """What a replica makes of each input; raises InvalidInput unless that is what was asked for."""
+    """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
     definition = await defined(body.model)
     request.model = definition.name
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
     results = await gateway.current().run(
-        request, lambda engine: _ask_engine(engine, options, body.inputs, request.deadline)
+        request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
     )
     for result in results:
         _check(result, body.dimensions)
     return results
 
 
-async def _ask_engine(
+async def _call_engine(
     engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
 ) -> Sequence[EmbeddingResult]:
-    """One call for each text, a few at a time; the first failure ends the rest."""
+    """Make one call for each text, up to `AT_ONCE` concurrently; the first failure cancels the others."""
     if len(texts) == 1:
         return [await _call(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
@@ -137,16 +139,16 @@ async def _call_each(
 async def _call(
     engine: BackendClient, options: PredictOptions, text: Input, deadline: float
 ) -> EmbeddingResult:
-    left = deadline - clock.monotonic()
-    if left <= 0:
+    remaining = deadline - clock.monotonic()
+    if remaining <= 0:
         raise DeadlineExceeded
     call = PredictOptions(Embeddings=text) if isinstance(text, str) else PredictOptions(EmbeddingTokens=text)
     call.MergeFrom(options)
-    return await engine.embedding(call, left)
+    return await engine.embedding(call, remaining)
 
 
 def _check(result: EmbeddingResult, dimensions: int | None) -> None:
-    """Raises InvalidInput unless the model gives one vector for each text, of the requested length."""
+    """Raise InvalidInput unless the model returns one vector for each text, of the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
         raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
     if dimensions is not None and dimensions != len(result.embeddings):
@@ -157,7 +159,7 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
 
 
 def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
-    """The answer's body."""
+    """Return the response body."""
     tokens = tokens_of(results)
     form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else vector
     data = [
@@ -170,15 +172,18 @@ def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
 
 
 def tokens_of(results: Sequence[EmbeddingResult]) -> int:
-    """All tokens of the inputs."""
+    """Return the number of tokens of all inputs."""
     return sum(result.prompt_tokens or result.tokens for result in results)
 
 
 def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
-    """Single precision, as the engine sent it: printed in the fewest digits that read as the same number."""
+    """Return the vector in single precision, as the engine sent it.
+
+    It prints in the fewest digits that parse to the same number.
+    """
     return np.array(numbers, dtype=np.float32)
 
 
 def _base64(numbers: Sequence[float]) -> str:
-    """Little-endian float32, as the openai client decodes it."""
+    """Return base64 of little-endian float32, as the openai client decodes it."""
     return base64.b64encode(vector(numbers).astype("<f4").tobytes()).decode()

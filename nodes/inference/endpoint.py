@@ -1,17 +1,16 @@
-"""What every inference route does: credential, body, the work, and its end when the client leaves.
+"""Common processing of all inference routes: credential, body, handler, and cancellation on disconnect.
 
-A handler answers at once, or with something that is played here, as an `EventStream`: one that fails before
-its first byte is a refusal like any other. A process that stops ends the work on answers that have not begun
-by a 503 (`end_all`).
+A handler returns a complete answer or one that is played here, such as an `EventStream`. A stream that fails
+before its first byte becomes an ordinary error response. A stopping process ends the work on answers that
+have not begun with a 503 (`end_all`).
 
-Errors of authentication come before errors of content, and a request without any credential is refused
-before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
-the replica checks a stored key. If this process has not seen the key confirmed lately, it reads no more than
-the first part of a body before a statement of its own confirms the key, and nothing at all from an address
-that is over its limit of failures; the pick checks the key again. A request that ends before its pick has the
-key checked by such a statement too. A wrong key is counted for its address after that. A request without a
-key may come from the page: then its session is looked up, and its token checked; one that is not there counts
-as a wrong key.
+Authentication errors come before content errors. A request without any credential is refused before its body
+is read. A form, which may be large, is read for a confirmed caller only. The statement that picks the replica
+checks a stored key. If this process has no recent confirmation of the key, it reads at most the first part of
+a body before a separate statement confirms the key, and nothing at all from an address over its failure
+limit; the pick checks the key again. A request that ends before its pick has its key checked by such a
+statement too. After that a wrong key counts against its address. A request without a key may come from the
+page: its session is looked up and its token checked. A missing session counts as a wrong key.
 """
 
 import asyncio
@@ -50,10 +49,10 @@ class TooLarge(ClusterError):
 
 
 class Played(Protocol):
-    """An answer that is sent while it is made or read."""
+    """An answer that is sent while it is produced or read."""
 
     async def play(self, send: Send) -> int:
-        """Sends it without the end of the body; returns the status it came to."""
+        """Send the answer without the end of the body; return its status."""
 
 
 Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
@@ -64,10 +63,10 @@ _stopped: set["asyncio.Task[Any]"] = set()
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are.
+    """The ASGI application of one route. Without a `limit` its body has the default limit.
 
-    With `form` the body is a form with files, which the handler finds in `request.form`. `refused` is the
-    envelope of the route's dialect.
+    With `form` the body is a form with files, passed to the handler in `request.form`. `refused` renders
+    errors in the envelope of the route's dialect.
     """
 
     method: str
@@ -77,8 +76,8 @@ class Endpoint:
     refused: Callable[[ClusterError], Answer] = wire.error_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; sends nothing to a client that has left."""
-        began, status = clock.monotonic(), 0
+        """Process one request; send nothing to a disconnected client."""
+        started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
             client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
         )
@@ -91,18 +90,18 @@ class Endpoint:
                     await body.answer(send, answer)
                     status = answer.status
                 else:
-                    # Only now: the end of a body looks like the client's leaving.
+                    # Not earlier: the end of a body looks like a disconnect.
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                     status = answer
         finally:
             request.form.close()
             body.release()
-            metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - began)
+            metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - started_at)
 
     async def _answer(
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | int:
-        """The answer, or the status of one that has been streamed."""
+        """Return the answer, or the status of a streamed one."""
         try:
             await identify(request, scope)
             if scope["method"] != self.method:
@@ -145,14 +144,14 @@ class Endpoint:
                 answer = await self.handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
-            # A refusal of the content says something about the cluster, so only a known caller may read it.
+            # A content error reveals facts about the cluster, so only a confirmed caller may read it.
             if error.status < 500 and not isinstance(error, NotAuthenticated):
                 await confirm(request)
             raise
 
 
 def _is_confirmed(request: InferenceRequest) -> bool:
-    """Return True if the caller is known, or its key was confirmed a moment ago."""
+    """Return True if the caller is confirmed, or its key was confirmed recently."""
     return not request.key_hash or request.key_hash in gateway.current().picker.confirmed_keys
 
 
@@ -162,7 +161,10 @@ def _is_suspect(request: InferenceRequest) -> bool:
 
 
 async def _confirm_early(request: InferenceRequest) -> None:
-    """Confirm the key before the body is read. The pick checks it again: it may be revoked meanwhile."""
+    """Confirm the key before the body is read.
+
+    The pick checks it again, because it may be revoked meanwhile.
+    """
     key_hash = request.key_hash
     await confirm(request)
     request.key_hash = key_hash
@@ -174,7 +176,7 @@ def _too_large(limit: int) -> TooLarge:
 
 @contextlib.contextmanager
 def until_stop() -> Iterator[None]:
-    """What `end_all` cancels in here is Unavailable."""
+    """Convert a cancellation by `end_all` inside this context into Unavailable."""
     task = asyncio.current_task()
     assert task is not None
     _unanswered.add(task)
@@ -191,7 +193,7 @@ def until_stop() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Ends the work on all answers that have not begun, and on sound: this process is about to stop."""
+    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
     for task in list(_unanswered):
         _stopped.add(task)
         task.cancel()
@@ -201,7 +203,7 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
 async def identify(request: InferenceRequest, scope: Scope) -> None:
-    """Fills in the caller, or a stored key to confirm; raises NotAuthenticated without either."""
+    """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
     def header(name: str) -> str:
@@ -224,17 +226,17 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
 
 
 async def confirm(request: InferenceRequest) -> None:
-    """Has the database confirm a key that no pick has confirmed yet; raises NotAuthenticated."""
+    """Confirm the request's key in the database unless a pick has confirmed it; raise NotAuthenticated."""
     if request.key_hash:
         request.model = ""  # nothing is picked
         await gateway.current().picker.acquire(request)
 
 
 async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
-    """The result of `work`. When the client leaves first, `work` is cancelled and awaited."""
+    """Return the result of `work`. If the client disconnects first, cancel and await `work`."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wire.disconnected(receive))
-    watch.add_done_callback(lambda left: left.cancelled() or task.cancel())
+    watch.add_done_callback(lambda watcher: watcher.cancelled() or task.cancel())
     try:
         return await task
     except asyncio.CancelledError:

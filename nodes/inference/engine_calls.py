@@ -1,6 +1,6 @@
-"""Between a generation and an engine: the options of a call, and what the engine's replies say. Pure.
+"""Conversion between a generation and an engine: the options of a call, and the engine's replies. Pure.
 
-What goes where is written down in `docs/inference.md`, for the author of an engine.
+`docs/inference.md` documents each field for authors of engines.
 """
 
 import codecs
@@ -19,14 +19,16 @@ from nodes.inference.generation import Conversation, Generation, Sampling, TextD
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
-"""Trailing metadata by which an engine may say how much of a prompt it remembered, and why it ended."""
+"""Trailing metadata in which an engine may report the number of cached prompt tokens and the finish
+reason.
+"""
 _COUNT = re.compile("[0-9]{1,10}")
 _REASONS = ("stop", "length", "tool_calls")
-"""What is believed of it: clients read no other numbers and reasons."""
+"""The accepted finish reasons; clients handle no others. `_COUNT` is the accepted form of a token count."""
 SCHEMA = "json_schema"
-"""Metadata of a request: the schema of which `Grammar` was made, for an engine that reads schemas itself."""
+"""Request metadata: the schema that `Grammar` was compiled from, for engines that read schemas themselves."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
-"""What the reference sends when neither the request nor the definition says anything."""
+"""The reference's values for options that neither the request nor the definition sets."""
 _NUMBERS = {
     "temperature": "Temperature",
     "top_p": "TopP",
@@ -40,8 +42,8 @@ _NUMBERS = {
 }
 _LARGEST_SEED = 2**31 - 1
 _ANY_SEED = -1
-"""As the reference has it, in definitions and in requests."""
-_ASKED_AS = {
+"""The reference's value for a random seed, in definitions and in requests."""
+_REQUEST_FIELDS = {
     "Grammar": "response_format",
     "json_schema": "response_format",
     "Images": "messages",
@@ -53,7 +55,7 @@ _ASKED_AS = {
     "Logprobs": "logprobs",
     "TopLogprobs": "top_logprobs",
 }
-"""What a client calls the fields that an engine may begin a refusal with."""
+"""Field names in requests, by the name that an engine's error message may start with."""
 
 
 class LogprobsUnsupported(InvalidInput):
@@ -65,7 +67,7 @@ class LogprobsUnsupported(InvalidInput):
 def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
-    """What all calls of a request have in common; `seed` counts where no other is named."""
+    """Return the options common to all calls of a request; `seed` is the default seed."""
     defaults = {**_DEFAULTS, "seed": seed, **definition.answering.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
@@ -75,7 +77,7 @@ def sampling_options(
         Logprobs=int(sampling.logprobs),
         TopLogprobs=sampling.top_logprobs,
         LogitBias=orjson.dumps(dict(sampling.logit_bias)).decode() if sampling.logit_bias else "",
-        # As the reference sends them always.
+        # Constants that the reference always sends.
         TailFreeSamplingZ=1.0,
         MirostatETA=0.1,
         MirostatTAU=5.0,
@@ -87,17 +89,17 @@ def sampling_options(
         options.Grammar = gbnf.of(orjson.loads(sampling.grammar))
         options.Metadata[SCHEMA] = sampling.grammar
     for name, field in _NUMBERS.items():
-        asked = getattr(sampling, name, None)
-        value = defaults.get(name) if asked is None else asked
+        requested = getattr(sampling, name, None)
+        value = defaults.get(name) if requested is None else requested
         if value is not None:
             setattr(options, field, value)
-    said = defaults["seed"] if sampling.seed is None else sampling.seed
-    options.Seed = int(seed if said == _ANY_SEED else said) & _LARGEST_SEED
+    requested_seed = defaults["seed"] if sampling.seed is None else sampling.seed
+    options.Seed = int(seed if requested_seed == _ANY_SEED else requested_seed) & _LARGEST_SEED
     return options
 
 
 def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int) -> PredictOptions:
-    """The options of one call: the answer of this number to this prompt. Each has another seed."""
+    """Return the options of the `answer`-th call for this prompt. Each call has a different seed."""
     call = PredictOptions()
     call.CopyFrom(options)
     call.Seed = (options.Seed + answer) & _LARGEST_SEED
@@ -112,14 +114,14 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     call.UseTokenizerTemplate = True
     call.Messages.extend(
         Message(
-            role=said.role,
-            content=said.content,
-            name=said.name,
-            tool_call_id=said.tool_call_id,
-            reasoning_content=said.reasoning,
-            tool_calls=said.tool_calls,
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            tool_call_id=message.tool_call_id,
+            reasoning_content=message.reasoning,
+            tool_calls=message.tool_calls,
         )
-        for said in prompt.messages
+        for message in prompt.messages
     )
     call.Tools, call.ToolChoice = prompt.tools, prompt.tool_choice
     if prompt.parallel_tool_calls is not None:
@@ -127,24 +129,26 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: InvalidInput, asked: Generation) -> InvalidInput:
-    """The same refusal with the field of the request that it is about, as the client calls it. An engine's is
-    about the one whose name its text begins with, or else the prompt, such as one that is too long.
+def named(refusal: InvalidInput, generation: Generation) -> InvalidInput:
+    """Return the refusal with its field renamed to the client's name for it.
+
+    An engine's refusal concerns the field whose name starts its text, else the prompt, for example if the
+    prompt is too long.
     """
     field = refusal.field
     if isinstance(refusal, Rejected):
-        prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
-        field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+        prompt = "messages" if isinstance(generation.prompts[0], Conversation) else "prompt"
+        field = _REQUEST_FIELDS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
     if field:
-        refusal.field = asked.names.get(field, field)
+        refusal.field = generation.names.get(field, field)
     return refusal
 
 
 class Reading:
-    """Makes deltas of the replies to one call, in order.
+    """Converts the replies of one call into deltas, in order.
 
-    An engine that parses its own output sends it as `chat_deltas`; from the first of them on, the raw text
-    beside them is left out. A character may be cut between two replies.
+    An engine that parses its own output sends it as `chat_deltas`; from the first of them on, the raw text of
+    the replies is ignored. A character may be split across two replies.
     """
 
     def __init__(self, choice: int, sampling: Sampling, limit: int) -> None:
@@ -152,17 +156,17 @@ class Reading:
         self._wants_logprobs = sampling.logprobs
         self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._parsed = self._called = self._told_logprobs = False
+        self._is_parsed = self._has_calls = self._has_sent_logprobs = False
         self._prompt = self._completion = 0
 
     def delta(self, reply: Reply) -> TextDelta | None:
-        """What the reply adds; None if that is nothing to be told."""
+        """Return the new content of the reply; None if it has none."""
         self._prompt = max(self._prompt, reply.prompt_tokens)
         self._completion = max(self._completion, reply.tokens)
-        self._parsed = self._parsed or bool(reply.chat_deltas)
-        text = "" if self._parsed else self._decoder.decode(reply.message)
-        if not (self._parsed or self._wants_logprobs):
-            # Nearly every token, and looking at all fields takes twice as long as all the rest.
+        self._is_parsed = self._is_parsed or bool(reply.chat_deltas)
+        text = "" if self._is_parsed else self._decoder.decode(reply.message)
+        if not (self._is_parsed or self._wants_logprobs):
+            # Fast path for nearly every token: reading all fields takes twice as long as everything else.
             return TextDelta(self._choice, text) if text else None
         text += "".join(part.content for part in reply.chat_deltas)
         reasoning = "".join(part.reasoning_content for part in reply.chat_deltas)
@@ -172,47 +176,47 @@ class Reading:
             for piece in part.tool_calls
         )
         logprobs = _logprobs(reply.logprobs) if self._wants_logprobs and reply.logprobs else ()
-        self._called = self._called or bool(tools)
+        self._has_calls = self._has_calls or bool(tools)
         if not (text or reasoning or tools or logprobs):
             return None
-        if self._wants_logprobs and text and not (logprobs or self._told_logprobs):
+        if self._wants_logprobs and text and not (logprobs or self._has_sent_logprobs):
             raise LogprobsUnsupported(field="logprobs")
-        self._told_logprobs = self._told_logprobs or bool(logprobs)
+        self._has_sent_logprobs = self._has_sent_logprobs or bool(logprobs)
         return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
     def last(self, cached: str = "", finish: str = "") -> TextDelta:
-        """The end of the choice, with what the engine said of remembered tokens and of the reason."""
-        text = "" if self._parsed else self._decoder.decode(b"", final=True)
-        remembered = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
-        usage = Usage(self._prompt, self._completion, remembered)
-        ended = finish if finish in _REASONS else self._finish()
-        return TextDelta(self._choice, text, finish=ended, usage=usage)
+        """Return the final delta of the choice, with the engine's cached tokens and finish reason."""
+        text = "" if self._is_parsed else self._decoder.decode(b"", final=True)
+        cached_count = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
+        usage = Usage(self._prompt, self._completion, cached_count)
+        finish_reason = finish if finish in _REASONS else self._finish()
+        return TextDelta(self._choice, text, finish=finish_reason, usage=usage)
 
     def _finish(self) -> str:
-        if self._called:
+        if self._has_calls:
             return "tool_calls"
         return "length" if 0 < self._limit <= self._completion else "stop"
 
 
 def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
-    """OpenAI's form, as the contract has it; what is anything else is left out."""
+    """Parse log probabilities in OpenAI's form, as the contract specifies; skip everything else."""
     try:
-        told = orjson.loads(raw)
+        document = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return ()
-    content = told.get("content") if isinstance(told, dict) else told
+    content = document.get("content") if isinstance(document, dict) else document
     return tuple(
-        token | {"top_logprobs": [other for other, _ in _tokens(one.get("top_logprobs"))]}
-        for token, one in _tokens(content)
+        token | {"top_logprobs": [alternative for alternative, _ in _tokens(entry.get("top_logprobs"))]}
+        for token, entry in _tokens(content)
     )
 
 
 def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Each token of a list in OpenAI's form, without its alternatives, and what the engine said of it."""
-    for one in listed if isinstance(listed, list) else ():
-        if not isinstance(one, dict) or "token" not in one:
+    """Yield each token of a list, without its alternatives, and the engine's original entry."""
+    for entry in listed if isinstance(listed, list) else ():
+        if not isinstance(entry, dict) or "token" not in entry:
             continue
-        token, logprob = str(one["token"]), one.get("logprob") or 0.0
+        token, logprob = str(entry["token"]), entry.get("logprob") or 0.0
         if isinstance(logprob, int | float):
-            told = one.get("bytes") or list(token.encode())
-            yield {"token": token, "logprob": float(logprob), "bytes": told}, one
+            token_bytes = entry.get("bytes") or list(token.encode())
+            yield {"token": token, "logprob": float(logprob), "bytes": token_bytes}, entry

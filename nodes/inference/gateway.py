@@ -1,9 +1,8 @@
-"""From a model's name to an engine's answer: pick or load, call, count out, and go on elsewhere if the
-replica is dead.
+"""The gateway from a model's name to an engine: pick or load a replica, call it, count out, retry elsewhere.
 
-Each web process has one `Gateway`, on the loop that serves; `manage.py serve` (or ASGI's lifespan) calls
-`start` and `stop`. What a request counts in, it counts out in a `finally`, so success, error, disconnect
-and cancellation end alike.
+Each web process has one `Gateway` on the serving event loop; `manage.py serve` (or ASGI's lifespan) calls
+`start` and `stop`. A request is counted out in a `finally`, so success, error, disconnect and cancellation
+all release the replica. If a replica is dead, the next one is tried.
 """
 
 import asyncio
@@ -38,24 +37,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_REPLICAS = 4
-"""Replicas that one request tries: the first and three more."""
+"""Limit on the replicas that one request tries."""
 MAX_LOADS = 3
-"""C34: loads that ended without an error after which a request that still finds no replica gives up."""
+"""Loads that succeed without yielding a replica before a request gives up (C34)."""
 PROBE_SECONDS = 2.0
-"""C19: limit of the health call that decides whether a replica is dead."""
+"""Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
 
 Work = Callable[[BackendClient], Awaitable[T]]
-"""What a replica is asked for; it must answer by the request's `deadline`."""
+"""The calls to one engine; they must finish by the request's `deadline`."""
 
 
 def wait_until() -> float:
-    """When a request that arrives now stops waiting for a load (C32)."""
+    """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
     budget = conf.cluster().model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
 class Gateway:
-    """Replicas, engines and loads as one web process sees them."""
+    """Access of one web process to replicas, engines and loads."""
 
     def __init__(
         self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: Prefixes | None = None
@@ -65,17 +64,17 @@ class Gateway:
         self._clients = clients
         self._loads = loads
         self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
-        """Health calls under way, which all requests share that failed there at the same moment."""
+        """Running health calls, by (address, token); concurrent failures there share one call."""
 
     async def run(self, request: InferenceRequest, work: "Work[T]") -> T:
-        """Has one replica do `work`; raises ClusterErrors.
+        """Run `work` on one replica; raise ClusterErrors.
 
         A replica that did no work (dead, busy, or holding another model) is replaced by the next one or by a
-        load. A replica whose connection broke halfway is replaced once only: the request itself may have
-        killed it. Any other error is the answer, and so is each one once the answer has begun.
+        load. A replica whose connection broke during the call is replaced only once, because the request
+        itself may have crashed it. Any other error is raised, and every error is once the response has begun.
 
-        The request's time limit begins with its first replica and covers everything after that: further
-        replicas get the time that is left. Of a streamed answer it is the limit of the first piece.
+        The request's deadline is set with its first replica and covers all further replicas. For a streamed
+        response it is the limit of the first piece.
         """
         request.wait_until, losses = wait_until(), 0
         for attempt in range(1, MAX_REPLICAS + 1):
@@ -86,24 +85,24 @@ class Gateway:
                 return await work(self._clients.get(replica.address, replica.token))
             except BackendError as error:
                 await self._check(replica, error)
-                lost = isinstance(error, Lost)
-                losses += lost
-                over = attempt == MAX_REPLICAS or losses > 1 or request.begun
-                if over or not (error.repeatable or lost):
+                is_lost = isinstance(error, Lost)
+                losses += is_lost
+                is_last = attempt == MAX_REPLICAS or losses > 1 or request.begun
+                if is_last or not (error.repeatable or is_lost):
                     raise
                 logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
-                # That replica may serve and still have its prompt: the next pick is to find another one.
+                # That replica may stay in service and match the prefix, so the next picks ignore prefixes.
                 request.route_plainly()
             finally:
                 self.picker.release(replica)
         raise AssertionError("the last attempt returns or raises")
 
     async def _acquire(self, request: InferenceRequest) -> Replica:
-        loaded = 0
+        loads = 0
         while (replica := await self._pick(request)) is None:
-            if loaded == MAX_LOADS:
+            if loads == MAX_LOADS:
                 raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
-            loaded += await self._loads.wait(request)
+            loads += await self._loads.wait(request)
         return replica
 
     async def _pick(self, request: InferenceRequest) -> Replica | None:
@@ -115,13 +114,13 @@ class Gateway:
         return replica
 
     async def _check(self, replica: Replica, error: BackendError) -> None:
-        """Takes the replica out of service when the error or a probe shows that it cannot serve."""
-        wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
-        dead = isinstance(error, Refused | Lost) and not await self._answers(replica)
-        if not (wrong_model or dead):
+        """Exclude the replica from picks if the error or a probe shows that it cannot serve."""
+        has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
+        is_dead = isinstance(error, Refused | Lost) and not await self._answers(replica)
+        if not (has_wrong_model or is_dead):
             return
         try:
-            removed = await self.picker.lose(replica, strange=wrong_model)
+            removed = await self.picker.lose(replica, strange=has_wrong_model)
         except pool.UNREACHABLE as unreachable:
             raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
@@ -131,19 +130,23 @@ class Gateway:
                 replica.address,
                 error.message,
             )
-        if dead:
+        if is_dead:
             self._clients.forget(replica.address, replica.token)
 
     async def _answers(self, replica: Replica) -> bool:
-        """R2.13: one call for all; what it says is not kept, for a failure is newer than any success."""
+        """Return True if the replica's engine responds (R2.13).
+
+        Concurrent requests share one call. The result is not cached, because a failure is newer than any
+        success.
+        """
         key = (replica.address, replica.token)
         probe = self._probes.get(key)
         if probe is None:
-            probe = self._probes[key] = asyncio.create_task(self._healthy(replica))
+            probe = self._probes[key] = asyncio.create_task(self._is_healthy(replica))
             probe.add_done_callback(lambda _: self._probes.pop(key, None))
         return await asyncio.shield(probe)
 
-    async def _healthy(self, replica: Replica) -> bool:
+    async def _is_healthy(self, replica: Replica) -> bool:
         try:
             return await self._clients.get(replica.address, replica.token).health(PROBE_SECONDS)
         except BackendError:
@@ -164,19 +167,19 @@ _running: _Running | None = None
 
 
 def current() -> Gateway:
-    """The gateway of this process; raises Unavailable before it is started."""
+    """Return the gateway of this process; raise Unavailable before `start`."""
     if _running is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
     return _running.gateway
 
 
 def hints() -> Hints:
-    """Wakes who waits for an operation in this process; before the gateway is started nothing does."""
+    """Return the wake-ups of waiting requests; an unused instance before `start`."""
     return _running.loads.hints if _running is not None else Hints()
 
 
 async def start() -> None:
-    """Opens the pool, announces this process, and makes it able to serve."""
+    """Open the pool, register this process and start its gateway."""
     global _running
     shared = await pool.open_shared()
     by_prefix = prefix_service.begin(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
@@ -196,13 +199,13 @@ async def start() -> None:
 
 
 async def end_waits() -> None:
-    """Answers all requests that wait for a load with a 503; the loads themselves go on."""
+    """End all requests that wait for a load with a 503; the loads themselves continue."""
     if _running is not None:
         await _running.loads.close()
 
 
 async def stop() -> None:
-    """Releases everything; requests must have ended before."""
+    """Stop the gateway and release everything; requests must have ended before."""
     global _running
     running, _running = _running, None
     if running is None:
@@ -221,14 +224,14 @@ async def stop() -> None:
 async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         try:
-            _heard(channel, payload, hints, prefixes)
+            _handle_notification(channel, payload, hints, prefixes)
         except Exception:
-            # One that is not understood must not end the listening to all others.
+            # A malformed notification must not end the subscription to all others.
             logger.exception("a notification on %s is passed over: %r", channel, payload)
 
 
-def _heard(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
-    # After a reconnect, "", all of them.
+def _handle_notification(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
+    # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
         known.shared().forget(payload)
     if channel in (OPERATIONS, ""):

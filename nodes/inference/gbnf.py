@@ -1,10 +1,10 @@
-"""From a JSON schema to GBNF, the grammars of llama.cpp, which engines read in `Grammar`. Pure.
+"""Conversion of a JSON schema to GBNF, the grammars of llama.cpp that engines read in `Grammar`. Pure.
 
-Start reading at `of`. Every answer that follows the grammar is JSON of the schema's shape: types, properties
-in the schema's order, lists and their lengths, values to choose from, references, texts of a known form. One
-that leaves no value by its `const` and `enum` is refused. What
-takes a grammar too many words is left out: bounds of numbers (but the sign), `pattern`, `not`, `uniqueItems`.
-An engine that knows better finds the schema beside the grammar.
+The entry point is `of`. Every text that the grammar accepts is JSON of the schema's shape: types, properties
+in the schema's order, lists and their lengths, enumerated values, references, texts of a supported format. A
+schema whose `const` and `enum` exclude every value is refused. Constraints that would need a huge grammar are
+omitted: bounds of numbers (except the sign), `pattern`, `not`, `uniqueItems`. An engine with better support
+finds the schema beside the grammar.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from nodes.inference import schemas
 from nodes.inference.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text, written
 
 MOST_REPEATS = 1000
-"""A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
+"""Largest supported bound; a larger one is ignored, because llama.cpp refuses larger repetition counts."""
 MOST_STEPS = 20_000
-"""Parts of a schema, each counted as often as choices beside it repeat it."""
+"""Limit on the parts of a schema; a part counts once for each copy that a neighbouring choice causes."""
 MOST_COPIED = 1_000_000
-"""Characters that a grammar repeats from its schema, and entries that are put together, in all. References
-and choices repeat them, so a small schema could become a grammar that no memory holds.
+"""Limit on the characters copied from the schema and the entries merged, in total. References and choices
+copy them, so a small schema could otherwise expand to a grammar that exceeds memory.
 """
 MOST_CHARACTERS = 20_000
-"""Places of all texts together whose lengths are bounded; engines make a rule for each. The bounds of texts
-beyond that are left out.
+"""Limit on the sum of the length bounds of all texts; engines create a rule for each character. Length bounds
+beyond the limit are omitted.
 """
 
 
@@ -54,12 +54,12 @@ def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
 
 
 def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
-    """Items with commas between them."""
+    """Return a comma-separated list of items."""
     if most == 0:
         return _NOTHING
     most = None if most is None else max(most, least)
-    more = All((item, Many(All((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1)))
-    return more if least else _optional(more)
+    items = All((item, Many(All((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1)))
+    return items if least else _optional(items)
 
 
 _DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
@@ -80,7 +80,7 @@ _FORMATS: Mapping[str, Grammar] = {
 }
 _WHOLE = Any_((Text("0"), All((Chars("1-9"), Many(_DIGIT, 0, 15)))))
 _PLAIN: Mapping[str, Grammar] = {
-    # Few of them: free to write spaces, a small model may write nothing else until its tokens are spent.
+    # Bounded: with unlimited white space a small model may emit nothing else until its tokens are used up.
     "space": _optional(Any_((Text(" "), All((Text("\n"), Many(Text(" "), 0, 16)))))),
     "character": Any_(
         (
@@ -106,7 +106,7 @@ _PLAIN: Mapping[str, Grammar] = {
     "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
-"""What may stand beside a reference and changes nothing."""
+"""Keywords beside a reference that do not change its meaning."""
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _JOINED = frozenset({"properties", "required", "allOf"})
 _CHOICES = frozenset({"anyOf", "oneOf"})
@@ -114,15 +114,15 @@ _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 
 def of(schema: Mapping[str, Any]) -> str:
-    """The grammar's text; its rule `root` is what the schema describes, which `schemas.check` has passed."""
+    """Return the grammar's text with rule `root` for the schema. `schemas.check` must accept it first."""
     return "\n".join(f"{name} ::= {written(part)}" for name, part in rules(schema).items())
 
 
 def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
-    """The rules by name; raises InvalidInput if there would be too many."""
-    made = _Rules(schema)
-    made.add("root", made.of(schema))
-    return made.rules
+    """Return the rules by name; raise InvalidInput if a limit is exceeded."""
+    builder = _Rules(schema)
+    builder.add("root", builder.of(schema))
+    return builder.rules
 
 
 class _Contradiction(InvalidInput):
@@ -133,7 +133,7 @@ class _Contradiction(InvalidInput):
 
 
 class _Rules:
-    """The rules that the parts of one schema need."""
+    """Builds the rules for the parts of one schema, within the limits."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -145,23 +145,23 @@ class _Rules:
         self.rules[name] = part
         return Reference(name)
 
-    def _named(self, part: Grammar) -> Reference:
+    def _add_rule(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
     def _check(self) -> None:
         if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
             raise InvalidInput("the schema combines too many choices", field="response_format")
 
-    def _exactly(self, value: Any) -> Text:
+    def _literal(self, value: Any) -> Text:
         text = _json(value)
         self._copied += len(text)
         self._check()
         return Text(text)
 
     def _text(self, part: Mapping[str, Any]) -> Grammar:
-        known = part.get("format")
-        if isinstance(known, str) and known in _FORMATS:
-            return _FORMATS[known]
+        format_name = part.get("format")
+        if isinstance(format_name, str) and format_name in _FORMATS:
+            return _FORMATS[format_name]
         least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
         self._characters += max(least, most or 0)
         if (not least and most is None) or self._characters > MOST_CHARACTERS:
@@ -169,47 +169,51 @@ class _Rules:
         return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
 
     def of(self, part: Any) -> Grammar:
-        """What a schema, or a part of one, describes; anything where it is not to be understood."""
+        """Return the grammar of a schema or a part of one; unsupported parts accept any value."""
         self._steps += 1
         self._check()
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
-            alone = part.keys() <= _BESIDE
-            return self._referred(part["$ref"]) if alone else self.of(self._unfolded(part))
+            has_no_siblings = part.keys() <= _BESIDE
+            return (
+                self._reference_rule(part["$ref"])
+                if has_no_siblings
+                else self.of(self._resolve_reference(part))
+            )
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
                 return self._choice({key: value for key, value in part.items() if key != name}, part[name])
         if isinstance(part.get("allOf"), list):
-            rest = {key: value for key, value in part.items() if key != "allOf"}
-            return self.of(self._both((rest, *part["allOf"])))
+            siblings = {key: value for key, value in part.items() if key != "allOf"}
+            return self.of(self._merge_all((siblings, *part["allOf"])))
         if lists := _values(part):
-            return Any_(tuple(map(self._exactly, self._common(lists))))
+            return Any_(tuple(map(self._literal, self._common_values(lists))))
         return self._of_type(part, part.get("type"))
 
-    def _choice(self, rest: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
-        """One of the options that the rest leaves possible."""
-        possible: list[Grammar] = []
+    def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
+        """Return a choice of the options that are consistent with the sibling keywords."""
+        alternatives: list[Grammar] = []
         for option in options:
             with contextlib.suppress(_Contradiction):
-                possible.append(self.of(self._both((rest, option))))
-        if not possible:
+                alternatives.append(self.of(self._merge_all((siblings, option))))
+        if not alternatives:
             raise _Contradiction
-        return Any_(tuple(possible))
+        return Any_(tuple(alternatives))
 
-    def _common(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
-        """The values that are in all lists."""
-        first, *others = [{_key(value): value for value in values} for values in lists]
-        self._copied += sum(len(key) for values in (first, *others) for key in values)
+    def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
+        """Return the values that are in all lists."""
+        first, *other_lists = [{_key(value): value for value in values} for values in lists]
+        self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
         self._check()
-        common = [value for key, value in first.items() if all(key in values for values in others)]
+        common = [value for key, value in first.items() if all(key in values for values in other_lists)]
         if not common:
             raise _Contradiction
         return common
 
     def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
         if isinstance(kind, list) and kind:
-            return Any_(tuple(self._of_type(part, one) for one in kind))
+            return Any_(tuple(self._of_type(part, option) for option in kind))
         if kind == "object" or (kind is None and any(name in part for name in _OF_OBJECTS)):
             return self._object(part)
         if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
@@ -222,92 +226,101 @@ class _Rules:
             )
         return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
 
-    def _referred(self, reference: str) -> Reference:
+    def _reference_rule(self, reference: str) -> Reference:
         if reference not in self._references:
-            self._references[reference] = self._named(self.of(schemas.referred(self._schema, reference)))
+            self._references[reference] = self._add_rule(self.of(schemas.referred(self._schema, reference)))
         return self._references[reference]
 
-    def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
-        """One schema that says what all of them say, as far as they do not contradict each other."""
-        given = [part for part in parts if isinstance(part, Mapping) and part]
-        if len(given) == 1:
-            return given[0]
-        both: Mapping[str, Any] = {}
-        for part in given:
-            both = self._joined(both, self._unfolded(part))
-        return both
+    def _merge_all(self, parts: Iterable[Any]) -> Mapping[str, Any]:
+        """Return one schema with the constraints of all parts, as far as they do not conflict."""
+        schemas_to_merge = [part for part in parts if isinstance(part, Mapping) and part]
+        if len(schemas_to_merge) == 1:
+            return schemas_to_merge[0]
+        merged: Mapping[str, Any] = {}
+        for part in schemas_to_merge:
+            merged = self._merge(merged, self._resolve_reference(part))
+        return merged
 
-    def _unfolded(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same without a reference, which would hide what stands beside it."""
+    def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema with its reference resolved and merged with the sibling keywords."""
         if not isinstance(part.get("$ref"), str):
             return part
-        found = schemas.referred(self._schema, part["$ref"])
-        beside = {key: value for key, value in part.items() if key != "$ref"}
-        return self._joined(self._unfolded(found), beside) if isinstance(found, Mapping) else beside
+        target = schemas.referred(self._schema, part["$ref"])
+        siblings = {key: value for key, value in part.items() if key != "$ref"}
+        return (
+            self._merge(self._resolve_reference(target), siblings)
+            if isinstance(target, Mapping)
+            else siblings
+        )
 
-    def _joined(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
-        joined = {**one, **other}
-        for name in _JOINED & one.keys() & other.keys():
-            if isinstance(one[name], Mapping) and isinstance(other[name], Mapping):
-                joined[name] = {**one[name], **other[name]}
-            elif isinstance(one[name], list) and isinstance(other[name], list):
-                joined[name] = [*one[name], *other[name]]
-        for name in _CHOICES & one.keys() & other.keys():
-            joined[name] = one[name]
-            joined["allOf"] = [*joined.get("allOf", ()), {name: other[name]}]
-        if (lists := _values(one)) and (more := _values(other)):
-            joined.pop("const", None)
-            joined["enum"] = self._common((*lists, *more))
-        self._copied += len(joined) + sum(
-            len(joined[name]) for name in _JOINED & joined.keys() if isinstance(joined[name], Mapping | list)
+    def _merge(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+        merged = {**first, **second}
+        for name in _JOINED & first.keys() & second.keys():
+            if isinstance(first[name], Mapping) and isinstance(second[name], Mapping):
+                merged[name] = {**first[name], **second[name]}
+            elif isinstance(first[name], list) and isinstance(second[name], list):
+                merged[name] = [*first[name], *second[name]]
+        for name in _CHOICES & first.keys() & second.keys():
+            merged[name] = first[name]
+            merged["allOf"] = [*merged.get("allOf", ()), {name: second[name]}]
+        if (lists := _values(first)) and (second_lists := _values(second)):
+            merged.pop("const", None)
+            merged["enum"] = self._common_values((*lists, *second_lists))
+        self._copied += len(merged) + sum(
+            len(merged[name]) for name in _JOINED & merged.keys() if isinstance(merged[name], Mapping | list)
         )
         self._check()
-        return joined
+        return merged
 
     def _object(self, part: Mapping[str, Any]) -> Grammar:
         properties = part.get("properties")
         required = part.get("required")
         listed = properties if isinstance(properties, Mapping) else {}
         needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-        known = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
-        extra = part.get("additionalProperties", not known)
+        all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
+        extra = part.get("additionalProperties", not all_properties)
         members = [
-            (name in needed, All((self._exactly(str(name)), Text(":"), _SPACE, self.of(value))))
-            for name, value in known.items()
+            (name in needed, All((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
+            for name, value in all_properties.items()
             if value is not False
         ]
-        others = None
+        extra_member = None
         if extra is not False:
-            others = self._named(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
-        return _enclosed("{", self._members(members, others), "}")
+            extra_member = self._add_rule(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
+        return _enclosed("{", self._members(members, extra_member), "}")
 
-    def _members(self, members: Sequence[tuple[bool, Grammar]], others: Reference | None) -> Grammar:
-        """From the last to the first: what may follow with a member before it, and with none."""
-        begun: Grammar = Many(All((_COMMA, others))) if others else _NOTHING
-        fresh: Grammar = _listed(others, 0, None) if others else _NOTHING
-        for needed, member in reversed(members):
-            here = self._named(member)
-            # Rules of their own: written out, what follows would double with each that may be left out.
-            follows = self._named(begun)
-            after, first = All((_COMMA, here, follows)), All((here, follows))
-            if needed:
-                begun, fresh = after, first
+    def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
+        """Return the grammar of an object's members, built from the last member to the first.
+
+        Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
+        """
+        after_member: Grammar = Many(All((_COMMA, extra_member))) if extra_member else _NOTHING
+        at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _NOTHING
+        for is_required, member in reversed(members):
+            member_rule = self._add_rule(member)
+            # Separate rules: written inline, the tail would double with each optional member.
+            tail = self._add_rule(after_member)
+            continued, first = All((_COMMA, member_rule, tail)), All((member_rule, tail))
+            if is_required:
+                after_member, at_start = continued, first
             else:
-                begun, fresh = Any_((after, follows)), Any_((first, self._named(fresh)))
-        return fresh
+                after_member, at_start = Any_((continued, tail)), Any_((first, self._add_rule(at_start)))
+        return at_start
 
     def _array(self, part: Mapping[str, Any]) -> Grammar:
         firsts = part.get("prefixItems")
         items = part.get("items", True)
         least, most = _bound(part.get("minItems")) or 0, _bound(part.get("maxItems"))
         if isinstance(firsts, list) and firsts:
-            exact = [item for one in firsts for item in (_COMMA, self.of(one))][1:]
-            more = max(least - len(firsts), 0)
-            rest = _NOTHING if items is False else Many(All((_COMMA, self._named(self.of(items)))), more)
-            return _enclosed("[", All((*exact, rest)), "]")
+            exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
+            missing = max(least - len(firsts), 0)
+            further_items = (
+                _NOTHING if items is False else Many(All((_COMMA, self._add_rule(self.of(items)))), missing)
+            )
+            return _enclosed("[", All((*exact, further_items)), "]")
         if items is False:
             return _enclosed("[", _NOTHING, "]")
-        return _enclosed("[", _listed(self._named(self.of(items)), least, most), "]")
+        return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:
@@ -318,21 +331,21 @@ def _at_least_zero(part: Mapping[str, Any]) -> bool:
 
 
 def _values(part: Mapping[str, Any]) -> list[list[Any]]:
-    """The lists, one for `const` and one for `enum`, that a value has to be in."""
+    """Return the value lists of `const` and `enum`; a value must be in each of them."""
     enum = part.get("enum")
     lists = [[part["const"]]] if "const" in part else []
     return [*lists, enum] if isinstance(enum, list) and enum else lists
 
 
 def _key(value: Any) -> str:
-    """The same for values that are equal in JSON, where 1 is 1.0 and not true."""
-    whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if whole else value, sort_keys=True)
+    """Return a key that is equal for equal JSON values; 1 equals 1.0, but not true."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
 
 
 def _bound(value: Any) -> int | None:
-    known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
-    return value if known else None
+    is_supported = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
+    return value if is_supported else None
 
 
 def _json(value: Any) -> str:

@@ -1,46 +1,46 @@
-"""What grammars of llama.cpp (GBNF) consist of, and how they are written. Pure; `gbnf.py` makes them."""
+"""The elements of llama.cpp grammars (GBNF) and their text. Pure; `gbnf.py` builds grammars from them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Exactly this."""
+    """A literal text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One of these characters, written as the inside of a class, as `a-z`."""
+    """One character of a class; `members` is the class without its brackets, for example `a-z`."""
 
     members: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the rule of this name says."""
+    """A reference to the rule of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class All:
-    """One after the other."""
+    """A sequence of parts."""
 
     parts: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Any_:
-    """One of them."""
+    """A choice of one of the options."""
 
     options: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """At least `least` and at most `most` of them; None: without end."""
+    """From `least` to `most` repetitions of the part; without an upper bound if `most` is None."""
 
     part: "Grammar"
     least: int = 0
@@ -54,7 +54,7 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\
 
 
 def written(part: Grammar) -> str:
-    """The right side of a rule."""
+    """Return the text of a rule's right-hand side."""
     match part:
         case Text(text):
             return f'"{text.translate(_ESCAPES)}"'

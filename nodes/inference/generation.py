@@ -1,9 +1,8 @@
-"""What every dialect of text generation has in common: one request, one stream of deltas.
+"""The common model of all text generation dialects: one request, one stream of deltas.
 
-A dialect is two pure functions: `read` makes a `Generation` of a request's fields, `events` and `whole` make
-bytes of deltas, piece by piece or all at once. None of them does I/O:
-`engine_calls` turns a generation into calls of an engine and their replies into deltas, `generating` runs
-them.
+A dialect is two pure functions without I/O: `read` parses a request's fields into a `Generation`; `events`
+and `whole` render deltas as bytes, incrementally or at once. `engine_calls` converts a generation to engine
+calls and their replies to deltas; `generating` runs them.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ class Utterance:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat is about; tools in OpenAI's form, as JSON."""
+    """The input of a chat; tools are JSON in OpenAI's form, "" without any."""
 
     messages: tuple[Utterance, ...]
     tools: str = ""
@@ -35,18 +34,20 @@ class Conversation:
     parallel_tool_calls: bool | None = None
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = ()
-    """Base64 of the media, in the order of the messages."""
+    """Base64 data of the media, in the order of the messages."""
     rendered: str | None = None
-    """What the template of the model's definition makes of messages and tools; engines are told this then."""
+    """The prompt that the definition's template rendered from messages and tools; it replaces them in engine
+    calls.
+    """
 
 
 Prompt = Conversation | str | tuple[int, ...]
-"""What is answered: a conversation, a text to go on from, or the token ids of one."""
+"""The input of a generation: a conversation, a text to continue, or its token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen; None: as the model's definition says."""
+    """Sampling parameters; None means the default of the model's definition."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -68,7 +69,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One request for text: each prompt is answered `n` times."""
+    """One request for text, with `n` choices for each prompt."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -77,13 +78,13 @@ class Generation:
     stream: bool = False
     usage_in_stream: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
-    """What this dialect calls fields of OpenAI's chat that an engine may refuse."""
+    """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
     echo: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer repeats of the request."""
+    """Fields of the request that the response repeats."""
 
     @property
     def choices(self) -> int:
-        """How many answers there are; those to the first prompt come first."""
+        """Number of choices of the request; the choices for the first prompt come first."""
         return len(self.prompts) * self.n
 
 
@@ -98,12 +99,12 @@ class ToolPiece:
 
 
 NO_ARGUMENTS = "{}"
-"""Said for the arguments of a call of which the engine says none: clients read JSON."""
+"""Arguments of a call for which the engine reported none: clients parse JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens, as the engine counted them; `cached` of the prompt's, None if it did not say."""
+    """Token counts of the engine; `cached` is part of `prompt`, None if the engine did not report it."""
 
     prompt: int = 0
     completion: int = 0
@@ -112,7 +113,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds: until an engine was asked, until its first piece, until its last one."""
+    """Durations in seconds: until the engine was called, until its first piece, until its last piece."""
 
     load: float = 0.0
     prompt: float = 0.0
@@ -121,9 +122,10 @@ class Took:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What is new of one choice. The last one of a choice says why it ended and what it took.
+    """The new content of one choice. The last delta of a choice has the finish reason, usage and durations.
 
-    Not frozen, though nothing changes it: one is made for each token, and that would take four times as long.
+    Immutable by convention, but not frozen: one is created per token, and a frozen one takes four times as
+    long.
     """
 
     choice: int
@@ -138,7 +140,7 @@ class TextDelta:
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes while it waits to be sent."""
+        """Approximate size in bytes while queued."""
         if not (self.tools or self.logprobs):
             return 64 + len(self.text) + len(self.reasoning)
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
@@ -147,12 +149,12 @@ class TextDelta:
 
 
 Sink = Callable[[TextDelta], Awaitable[None]]
-"""Takes deltas; it may take its time."""
+"""Consumer of deltas; it may block the producer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer says of itself beside the deltas."""
+    """Metadata of a response, apart from its deltas."""
 
     id: str
     created: int
@@ -160,39 +162,39 @@ class Head:
 
 
 class Events(Protocol):
-    """The stream of one answer, on its way into bytes."""
+    """Renders the stream of one response as bytes. Stateful: calls come in the order of the deltas."""
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas, which follow those before."""
+        """Return the events of the next deltas."""
         ...
 
     def failed(self, error: ClusterError, /) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Return the events that end a failed stream."""
         ...
 
 
 EVENTS = b"text/event-stream; charset=utf-8"
-"""The type of a stream of server-sent events."""
+"""Content type of server-sent events."""
 WORKING = b": working\n\n"
-"""A comment between two of them."""
+"""A server-sent comment, which clients ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """How one streamed answer is told."""
+    """The rendering of one streamed response."""
 
     events: Events
     done: bytes = b""
-    """What ends a stream that did not fail."""
+    """Bytes that end a successful stream."""
     kind: bytes = EVENTS
-    """The type of a stream."""
+    """Content type of the stream."""
     keep_alive: bytes = WORKING
-    """What may stand between two events and says nothing."""
+    """Bytes without meaning that may be sent between two events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to ask for text and to be told it."""
+    """One wire format for text generation: parsing of requests and rendering of responses."""
 
     read: Callable[[Mapping[str, Any]], Generation]
     events: Callable[[Head], Events]
@@ -200,16 +202,16 @@ class Dialect:
     done: bytes = b""
     kind: bytes = EVENTS
     keep_alive: bytes = WORKING
-    """As `Telling` has them."""
+    """`done`, `kind` and `keep_alive` are as in `Telling`."""
 
     def told(self, head: Head) -> Telling:
-        """How one answer is streamed."""
+        """Return the rendering of one streamed response."""
         return Telling(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass
 class FoldedChoice:
-    """All deltas of one choice together."""
+    """The merged deltas of one choice."""
 
     text: str = ""
     reasoning: str = ""
@@ -219,25 +221,25 @@ class FoldedChoice:
 
 
 def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
-    """The choices that the deltas make."""
-    made = [FoldedChoice() for _ in range(choices)]
-    texts: list[list[str]] = [[] for _ in made]
-    thoughts: list[list[str]] = [[] for _ in made]
+    """Merge the deltas into `choices` choices."""
+    merged = [FoldedChoice() for _ in range(choices)]
+    texts: list[list[str]] = [[] for _ in merged]
+    thoughts: list[list[str]] = [[] for _ in merged]
     for delta in deltas:
-        choice = made[delta.choice]
+        choice = merged[delta.choice]
         texts[delta.choice].append(delta.text)
         thoughts[delta.choice].append(delta.reasoning)
         choice.tools.extend(delta.tools)
         choice.logprobs.extend(delta.logprobs)
         choice.finish = delta.finish or choice.finish
-    for choice, text, thought in zip(made, texts, thoughts, strict=True):
+    for choice, text, thought in zip(merged, texts, thoughts, strict=True):
         choice.text, choice.reasoning = "".join(text), "".join(thought)
         choice.tools = joined(choice.tools)
-    return made
+    return merged
 
 
 def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
-    """Whole tool calls, in the order of their indices."""
+    """Merge pieces into complete tool calls, in the order of their indices."""
     calls: dict[int, list[ToolPiece]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
@@ -253,12 +255,12 @@ def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
 
 
 def total(deltas: Iterable[TextDelta], n: int) -> Usage:
-    """What the whole request took: a prompt counts once, however many answers it got."""
-    ended = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
-    firsts = [usage for choice, usage in ended if choice % n == 0]
-    known = [usage.cached for usage in firsts if usage.cached is not None]
+    """Return the usage of the whole request. A prompt counts once, regardless of its number of choices."""
+    usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
+    firsts = [usage for choice, usage in usages if choice % n == 0]
+    cached_counts = [usage.cached for usage in firsts if usage.cached is not None]
     return Usage(
         sum(usage.prompt for usage in firsts),
-        sum(usage.completion for _, usage in ended),
-        sum(known) if known and len(known) == len(firsts) else None,
+        sum(usage.completion for _, usage in usages),
+        sum(cached_counts) if cached_counts and len(cached_counts) == len(firsts) else None,
     )

@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`: images of a prompt, inside the answer."""
+"""`POST /v1/images/generations`: images of a prompt, embedded in the response."""
 
 import asyncio
 import base64
@@ -25,12 +25,12 @@ from nodes.routing.request import InferenceRequest
 
 MOST_IMAGES = 8
 LARGEST_ANSWER = 64 * 1024 * 1024
-"""Bytes of all images of a request, before base64."""
+"""Limit on the bytes of all images of a request, before base64."""
 LONGEST_PROMPT = 32 * 1024
 USUAL_SIZE, SMALLEST, LARGEST = 512, 16, 4096
-"""Pixels."""
+"""Default, minimum and maximum of each side in pixels."""
 USUAL_STEPS = 15
-"""As the reference sends it when nothing is said."""
+"""The reference's default number of steps."""
 _LARGEST_SEED = 2**31 - 1
 REFUSED = {
     "file": "images to begin from are not accepted",
@@ -85,18 +85,18 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 async def generate(request: InferenceRequest) -> Answer:
-    """Answers one request."""
+    """Generate the images of one request."""
     body = parse(wire.json_object(request.body))
     definition = await defined(body.model)
     request.model = definition.name
     calls = _calls(body, definition.model, definition.answering.defaults)
-    images = await gateway.current().run(request, lambda engine: _drawn(request, engine, calls))
-    made = await asyncio.to_thread(render, request.request_id, int(clock.now().timestamp()), images)
-    return Answer(made, headers=tuple(node_header(request)))
+    images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))
+    content = await asyncio.to_thread(render, request.request_id, int(clock.now().timestamp()), images)
+    return Answer(content, headers=tuple(node_header(request)))
 
 
 def parse(fields: Mapping[str, Any]) -> ImagesBody:
-    """Checks a request's fields; raises InvalidInput that names the first wrong one."""
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     if fields.get("response_format") == "url":
         raise InvalidInput(
@@ -108,19 +108,19 @@ def parse(fields: Mapping[str, Any]) -> ImagesBody:
 
 
 def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) -> list[GenerateImageRequest]:
-    """A call for each image; each has the next seed."""
+    """Return a call for each image; seeds are consecutive."""
     width, height = body.pixels
-    wanted, _, unwanted = body.prompt.partition("|")
-    given = defaults.get("seed") if body.seed is None else body.seed
-    seed = random.getrandbits(31) if given in (None, -1) else int(given or 0)
+    positive, _, negative = body.prompt.partition("|")
+    base_seed = defaults.get("seed") if body.seed is None else body.seed
+    seed = random.getrandbits(31) if base_seed in (None, -1) else int(base_seed or 0)
     return [
         GenerateImageRequest(
             width=width,
             height=height,
             step=body.step or body.steps or USUAL_STEPS,
             seed=(seed + number) & _LARGEST_SEED,
-            positive_prompt=wanted,
-            negative_prompt=body.negative_prompt or unwanted,
+            positive_prompt=positive,
+            negative_prompt=body.negative_prompt or negative,
             CLIPSkip=body.clip_skip or 0,
             ModelIdentity=model,
         )
@@ -128,29 +128,29 @@ def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) ->
     ]
 
 
-async def _drawn(
+async def _draw_images(
     request: InferenceRequest, engine: BackendClient, calls: Sequence[GenerateImageRequest]
 ) -> list[bytes]:
-    """The images, one after the other: one takes all of an engine."""
+    """Generate the images sequentially: each one occupies the whole engine."""
     assert request.replica is not None
     images: list[bytes] = []
     async with open_files(request.replica.node_id, request.deadline) as files:
-        for asked in calls:
+        for template in calls:
             call = GenerateImageRequest()
-            call.CopyFrom(asked)
+            call.CopyFrom(template)
             call.dst = await files.temp()
             result = await engine.draw(call, request.deadline - clock.monotonic())
             if not result.success:
                 raise BackendFailed(result.message or None)
-            left = LARGEST_ANSWER - sum(map(len, images))
+            remaining = LARGEST_ANSWER - sum(map(len, images))
             with await files.fetch(call.dst) as file:
-                images.append(file.read(left + 1))
-            if len(images[-1]) > left:
+                images.append(file.read(remaining + 1))
+            if len(images[-1]) > remaining:
                 raise BackendFailed(f"the images have more than {LARGEST_ANSWER} bytes")
     return images
 
 
 def render(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
-    """The answer's body."""
+    """Return the response body."""
     data = [{"b64_json": base64.b64encode(image).decode()} for image in images]
     return orjson.dumps({"id": identifier, "created": created, "data": data})

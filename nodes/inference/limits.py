@@ -1,7 +1,7 @@
-"""A limit on silence: work may take any time, as long as something happens.
+"""A limit on silence: work may take any time, as long as it makes progress.
 
-`asyncio.timeout` would need a new timer for every token. Here one timer looks now and then, so a limit may
-run out a little late, and to note that something has happened costs an assignment.
+`asyncio.timeout` would need a new timer for every token. Here one timer checks at intervals, so a limit may
+expire slightly late, and recording progress costs one assignment.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from localai_cluster import clock
 
 
 class SilenceLimit:
-    """The limit, from the inside of the work."""
+    """The silence limit, as the limited work controls it."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float, first: float) -> None:
         self._limit = limit
@@ -22,30 +22,30 @@ class SilenceLimit:
         self._set_timer()
 
     def begin(self) -> None:
-        """From now on silence counts."""
+        """Restart the limit: silence counts from now on."""
         self._until = clock.monotonic() + self._seconds
 
     def pause(self) -> None:
-        """Silence does not count until it begins again."""
+        """Suspend the limit until `begin`."""
         self._until = math.inf
 
     def _set_timer(self) -> None:
-        left = max(self._until - clock.monotonic(), 0)
-        self.timer = asyncio.get_running_loop().call_later(min(left, self._seconds), self._look)
+        remaining = max(self._until - clock.monotonic(), 0)
+        self.timer = asyncio.get_running_loop().call_later(min(remaining, self._seconds), self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if clock.monotonic() >= self._until:
-            self._limit.reschedule(0)  # has run out
+            self._limit.reschedule(0)  # expired
         else:
             self._set_timer()
 
 
 @asynccontextmanager
 async def silence(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
-    """Raises TimeoutError after `first` seconds of silence, or `seconds` once it has begun again."""
+    """Raise TimeoutError after `first` seconds of silence, or after `seconds` following a `begin`."""
     async with asyncio.timeout(None) as limit:
-        held = SilenceLimit(limit, seconds, first)
+        silence_limit = SilenceLimit(limit, seconds, first)
         try:
-            yield held
+            yield silence_limit
         finally:
-            held.timer.cancel()
+            silence_limit.timer.cancel()

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{model}`: the models that are defined, loaded or not."""
+"""`GET /v1/models` and `/v1/models/{model}`: all models with a definition, loaded or not."""
 
 from typing import Any
 
@@ -12,25 +12,25 @@ from nodes.inference.endpoint import confirm
 from nodes.routing.request import InferenceRequest
 
 ONE_MODEL = "/v1/models/"
-"""What stands before the name, which may have a `/` in it."""
+"""Path prefix of one model; the name after it may contain `/`."""
 
 
 async def list_models(request: InferenceRequest) -> Answer:
-    """Answers the list."""
+    """Respond with the list of models."""
     await confirm(request)
     data = [_entry(definition) for definition in await folder.every()]
     return Answer(orjson.dumps({"object": "list", "data": data}))
 
 
 async def one_model(request: InferenceRequest) -> Answer:
-    """Answers one of them; raises ModelNotFound."""
+    """Respond with one model; raise ModelNotFound."""
     await confirm(request)
     definition = await defined(request.path.removeprefix(ONE_MODEL))
     return Answer(orjson.dumps(_entry(definition)))
 
 
 def _entry(definition: Definition) -> dict[str, Any]:
-    """One model as clients of OpenAI know it; with what of its definition is not followed."""
+    """Return one model in OpenAI's form, with the warnings of its definition."""
     entry: dict[str, Any] = {
         "id": definition.name,
         "object": "model",

@@ -1,7 +1,7 @@
-"""Ollama's answers to `/api/chat` and `/api/generate`, one JSON object or one a line, and its refusals. Pure.
+"""Ollama's responses to `/api/chat` and `/api/generate`: one JSON object, or one per line, and errors. Pure.
 
-A line that is not the last one has a piece of the answer. Calls of tools are told at once, before the end,
-since their arguments are objects here. A blank before a line keeps the connection alive.
+Every line but the last has a piece of the response. Tool calls are sent complete, just before the last line,
+because their arguments are objects here. A blank before a line keeps the connection alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from nodes.inference.ollama_requests import read_chat, read_generate
 KIND = b"application/x-ndjson"
 
 Calls = list[dict[str, Any]]
-Said = Callable[[str, str, Calls], dict[str, Any]]
-"""A text, what was thought, and calls of tools, in the form of a route."""
+Renderer = Callable[[str, str, Calls], dict[str, Any]]
+"""Renders text, thoughts and tool calls in the form of a route."""
 
 
 def _as_message(text: str, thought: str, calls: Calls) -> dict[str, Any]:
@@ -38,41 +38,41 @@ def _as_response(text: str, thought: str, _: Calls) -> dict[str, Any]:
 
 
 def error_body(error: ClusterError) -> bytes:
-    """The envelope, which has a text only."""
+    """Return the error envelope, which has a text only."""
     return orjson.dumps({"error": wire.naming_field(error)})
 
 
 def refused(error: ClusterError) -> Answer:
-    """A refusal in Ollama's envelope."""
+    """Return the error response in Ollama's envelope."""
     return Answer(error_body(error), error.status, wire.error_answer(error).headers)
 
 
-def _line(head: Head, content: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {"model": head.generation.model, "created_at": moment(head.created), **content, **more}
+def _line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": head.generation.model, "created_at": moment(head.created), **content, **fields}
 
 
 def moment(seconds: int) -> str:
-    """A time as Ollama writes it."""
+    """Return a Unix time in Ollama's format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration as Ollama writes it."""
+    """Return a duration in Ollama's unit."""
     return int(seconds * 1_000_000_000)
 
 
 def _end(last: TextDelta) -> dict[str, Any]:
-    """Why it ended and what it took."""
-    took, taken = last.took or Took(), generation.total([last], 1)
+    """Return the finish reason, the durations and the token counts."""
+    durations, usage = last.took or Took(), generation.total([last], 1)
     return {
         "done": True,
         "done_reason": "length" if last.finish == "length" else "stop",
-        "total_duration": nanoseconds(took.load + took.prompt + took.answer),
-        "load_duration": nanoseconds(took.load),
-        "prompt_eval_count": taken.prompt,
-        "prompt_eval_duration": nanoseconds(took.prompt),
-        "eval_count": taken.completion,
-        "eval_duration": nanoseconds(took.answer),
+        "total_duration": nanoseconds(durations.load + durations.prompt + durations.answer),
+        "load_duration": nanoseconds(durations.load),
+        "prompt_eval_count": usage.prompt,
+        "prompt_eval_duration": nanoseconds(durations.prompt),
+        "eval_count": usage.completion,
+        "eval_duration": nanoseconds(durations.answer),
     }
 
 
@@ -81,60 +81,62 @@ def _calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
         {
             "id": piece.id or f"call_{head.id[:24]}_{piece.index}",
             "function": {
-                "index": place,
+                "index": index,
                 "name": piece.name,
                 "arguments": blocks.arguments(piece.arguments),
             },
         }
-        for place, piece in enumerate(pieces)
+        for index, piece in enumerate(pieces)
     ]
 
 
-def whole_in(said: Said) -> Callable[[Head, Sequence[TextDelta]], bytes]:
-    """Makes the body of a whole answer in this form."""
+def whole_in(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
+    """Return a function that renders a complete response in this form."""
 
-    def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    def render_whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: FoldedChoice = generation.folded(deltas, 1)[0]
         last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-        told = _line(head, said(choice.text, choice.reasoning, _calls(head, choice.tools)), **_end(last))
-        return orjson.dumps(told | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
+        document = _line(
+            head, render(choice.text, choice.reasoning, _calls(head, choice.tools)), **_end(last)
+        )
+        return orjson.dumps(document | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
 
-    return whole
+    return render_whole
 
 
 class OllamaLines:
-    """The stream of one answer."""
+    """The stream of one response."""
 
-    def __init__(self, head: Head, said: Said) -> None:
+    def __init__(self, head: Head, render: Renderer) -> None:
         self._head = head
-        self._said = said
+        self._render = render
         self._calls: list[ToolPiece] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The lines of these deltas."""
-        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._of(delta))
+        """Return the lines of these deltas."""
+        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._render_delta(delta))
 
     def failed(self, error: ClusterError, /) -> bytes:
-        """The line of an answer that cannot go on."""
+        """Return the line that ends a failed response."""
         return error_body(error) + b"\n"
 
-    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
-        made = []
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        lines = []
         self._calls.extend(delta.tools)
         if delta.text or delta.reasoning or delta.logprobs:
             logprobs = {"logprobs": delta.logprobs} if delta.logprobs else {}
-            piece = self._said(delta.text, delta.reasoning, [])
-            made.append(_line(self._head, piece, done=False, **logprobs))
+            piece = self._render(delta.text, delta.reasoning, [])
+            lines.append(_line(self._head, piece, done=False, **logprobs))
         if delta.finish:
             if calls := generation.joined(self._calls):
-                called = self._said("", "", _calls(self._head, calls))
-                made.append(_line(self._head, called, done=False))
-            made.append(_line(self._head, self._said("", "", []), **_end(delta)))
-        return made
+                calls_piece = self._render("", "", _calls(self._head, calls))
+                lines.append(_line(self._head, calls_piece, done=False))
+            lines.append(_line(self._head, self._render("", "", []), **_end(delta)))
+        return lines
 
 
-def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], said: Said) -> Dialect:
-    return Dialect(read, lambda head: OllamaLines(head, said), whole_in(said), kind=KIND, keep_alive=b" ")
+def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], render: Renderer) -> Dialect:
+    return Dialect(read, lambda head: OllamaLines(head, render), whole_in(render), kind=KIND, keep_alive=b" ")
 
 
 CHAT = _dialect(read_chat, _as_message)

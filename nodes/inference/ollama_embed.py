@@ -1,4 +1,4 @@
-"""Ollama's `POST /api/embed` and the older `/api/embeddings`: the same vectors as `/v1/embeddings` makes."""
+"""Ollama's `POST /api/embed` and the older `/api/embeddings`, with the vectors of `/v1/embeddings`."""
 
 from typing import Any
 
@@ -32,15 +32,15 @@ class OlderEmbedBody(msgspec.Struct, frozen=True):
 
 
 async def embed(request: InferenceRequest) -> Answer:
-    """Answers a vector for each text."""
-    began = clock.monotonic()
+    """Respond with a vector for each text."""
+    started_at = clock.monotonic()
     body = wire.typed(wire.json_object(request.body), EmbedBody)
-    asked = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
-    results = await embeddings.vectors(request, embeddings.parse(asked))
+    fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
+    results = await embeddings.vectors(request, embeddings.parse(fields))
     answer = {
         "model": body.model,
         "embeddings": [embeddings.vector(result.embeddings) for result in results],
-        "total_duration": nanoseconds(clock.monotonic() - began),
+        "total_duration": nanoseconds(clock.monotonic() - started_at),
         "load_duration": 0,
         "prompt_eval_count": embeddings.tokens_of(results),
     }
@@ -48,16 +48,16 @@ async def embed(request: InferenceRequest) -> Answer:
 
 
 async def embed_one(request: InferenceRequest) -> Answer:
-    """Answers the vector of one text."""
+    """Respond with the vector of one text."""
     body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
     try:
-        asked = embeddings.parse({"model": body.model, "input": body.prompt})
+        body_for_vectors = embeddings.parse({"model": body.model, "input": body.prompt})
     except InvalidInput as error:
         raise InvalidInput(error.message, field="prompt") from error
-    (result,) = await embeddings.vectors(request, asked)
+    (result,) = await embeddings.vectors(request, body_for_vectors)
     return _answer(request, {"embedding": embeddings.vector(result.embeddings)})
 
 
-def _answer(request: InferenceRequest, told: dict[str, Any]) -> Answer:
-    body = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+def _answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
+    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return Answer(body, headers=tuple(node_header(request)))

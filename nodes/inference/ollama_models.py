@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: `/api/tags`, `/api/show`, `/api/ps`, and `/api/version`."""
+"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, and `/api/version`."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from nodes.routing.request import InferenceRequest
 from operations.executor.work import in_thread
 
 VERSION = "0.12.0"
-"""Of Ollama's API that is spoken here: clients refuse older ones."""
+"""The implemented version of Ollama's API; clients refuse older versions."""
 _NEVER = "9999-12-31T00:00:00Z"
 
 
@@ -33,55 +33,59 @@ class ShowBody(msgspec.Struct, frozen=True):
 
 
 async def version(request: InferenceRequest) -> Answer:
-    """Answers the version."""
+    """Respond with the version."""
     await confirm(request)
     return Answer(orjson.dumps({"version": VERSION}))
 
 
 async def tags(request: InferenceRequest) -> Answer:
-    """Answers the models that are defined."""
+    """Respond with all models that have a definition."""
     await confirm(request)
-    models = [_entry(one) | {"modified_at": moment(one.changed)} for one in await folder.every()]
+    models = [
+        _entry(definition) | {"modified_at": moment(definition.changed)}
+        for definition in await folder.every()
+    ]
     return Answer(orjson.dumps({"models": models}))
 
 
 async def running(request: InferenceRequest) -> Answer:
-    """Answers the models that are loaded somewhere."""
+    """Respond with the models that have a loaded replica."""
     await confirm(request)
     try:
         loaded = await in_thread(_loaded)
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        _entry(one) | {"size": loaded[one.name], "size_vram": loaded[one.name], "expires_at": _NEVER}
-        for one in await folder.every()
-        if one.name in loaded
+        _entry(definition)
+        | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
+        for definition in await folder.every()
+        if definition.name in loaded
     ]
     return Answer(orjson.dumps({"models": models}))
 
 
 def _loaded() -> dict[str, int]:
-    """Memory of all replicas of each model."""
+    """Return the total GPU memory of the replicas of each model, in bytes."""
     rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
     return dict(rows)
 
 
 async def show(request: InferenceRequest) -> Answer:
-    """Answers what is known of one model; raises ModelNotFound."""
+    """Respond with the details of one model; raise ModelNotFound."""
     await confirm(request)
     body = wire.typed(wire.json_object(request.body), ShowBody)
-    one = await defined(body.model or body.name or "")
-    context = one.options.get("ContextSize")
+    definition = await defined(body.model or body.name or "")
+    context = definition.options.get("ContextSize")
     return Answer(
         orjson.dumps(
             {
                 "modelfile": "",
                 "parameters": "",
-                "template": one.answering.template,
-                "details": _entry(one)["details"],
+                "template": definition.answering.template,
+                "details": _entry(definition)["details"],
                 "model_info": {"general.context_length": context} if context else {},
-                "capabilities": _capabilities(one),
-                "modified_at": moment(one.changed),
+                "capabilities": _capabilities(definition),
+                "modified_at": moment(definition.changed),
             }
         )
     )
@@ -94,7 +98,7 @@ def _capabilities(definition: Definition) -> list[str]:
 
 
 def _entry(definition: Definition) -> dict[str, Any]:
-    """One model. Its files are not measured for a list."""
+    """Return one model. Its size is 0, because its files are not measured for a list."""
     return {
         "name": definition.name,
         "model": definition.name,

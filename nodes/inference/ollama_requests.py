@@ -1,7 +1,7 @@
 """Ollama's `POST /api/chat` and `/api/generate`: the requests. Pure.
 
-Streaming is the default. What a model is loaded with follows from its definition, so such options are
-ignored, and so is `keep_alive`: when a model leaves its node is decided by the cluster.
+Streaming is the default. Load options are ignored, because the definition determines them. `keep_alive` is
+ignored too, because the cluster decides when a model is unloaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from nodes.inference.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFun
 from nodes.inference.tools import Tools, as_json, chosen
 
 _NO_LIMITS = (-1, -2)
-"""As many tokens as the model likes, or as its context has room for."""
+"""Values of `num_predict` without a limit of their own: unlimited, and up to the context size."""
 _NAMES = {"response_format": "format"}
 
 
@@ -74,8 +74,8 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
-    def asked(self, prompt: Prompt, names: Mapping[str, str]) -> Generation:
-        """This prompt, answered as the body says."""
+    def to_generation(self, prompt: Prompt, names: Mapping[str, str]) -> Generation:
+        """Return the generation of this prompt with the body's parameters."""
         return Generation(
             model=self.model,
             prompts=(prompt,),
@@ -131,65 +131,66 @@ REFUSED = {
 
 
 def read_chat(fields: Mapping[str, Any]) -> Generation:
-    """A chat; raises InvalidInput, which names the first wrong field."""
+    """Parse a chat; raise InvalidInput, which names the first wrong field."""
     body = wire.typed(fields, OllamaChatBody)
     tools, choice = chosen(body.tools or (), None)
     images = tuple(
-        openai_messages.checked(image, f"messages[{number}].images[{place}]")
+        openai_messages.checked(image, f"messages[{number}].images[{index}]")
         for number, message in enumerate(body.messages)
-        for place, image in enumerate(message.images or ())
+        for index, image in enumerate(message.images or ())
     )
-    said = tuple(_said(body.messages))
-    return body.asked(Conversation(said, tools, choice, images=images), _NAMES)
+    utterances = tuple(_utterances(body.messages))
+    return body.to_generation(Conversation(utterances, tools, choice, images=images), _NAMES)
 
 
 def read_generate(fields: Mapping[str, Any]) -> Generation:
-    """One prompt; raises InvalidInput, which names the first wrong field."""
+    """Parse one prompt; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, GenerateBody)
     if body.raw:
         if body.images:
             raise InvalidInput("images: not with `raw`", field="images")
-        return body.asked(body.prompt, _NAMES)
+        return body.to_generation(body.prompt, _NAMES)
     system = (Utterance("system", body.system),) if body.system else ()
     images = (
-        openai_messages.checked(image, f"images[{place}]") for place, image in enumerate(body.images or ())
+        openai_messages.checked(image, f"images[{index}]") for index, image in enumerate(body.images or ())
     )
-    asked = Conversation((*system, Utterance("user", body.prompt)), images=tuple(images))
-    return body.asked(asked, _NAMES | {"messages": "prompt"})
+    conversation = Conversation((*system, Utterance("user", body.prompt)), images=tuple(images))
+    return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
 
 
-def _said(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
-    """The messages as engines know them. Results of tools have no ids of their own: they come in the order of
-    the calls.
+def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form.
+
+    Tool results may lack ids; such results are matched with the calls in order.
     """
-    unanswered: list[str] = []
+    unanswered_ids: list[str] = []
     for number, message in enumerate(messages):
         calls = [
             ToolCall(
-                call.id or f"call_{number}_{place}",
+                call.id or f"call_{number}_{index}",
                 CalledFunction(call.function.name, as_json(call.function.arguments)),
             )
-            for place, call in enumerate(message.tool_calls or ())
+            for index, call in enumerate(message.tool_calls or ())
         ]
-        answered = ""
+        answered_id = ""
         if message.role == "tool":
-            answered = message.tool_call_id or (unanswered[0] if unanswered else f"call_{number}")
-            unanswered = [one for one in unanswered if one != answered]
+            answered_id = message.tool_call_id or (unanswered_ids[0] if unanswered_ids else f"call_{number}")
+            unanswered_ids = [call_id for call_id in unanswered_ids if call_id != answered_id]
         elif message.role == "assistant":
-            unanswered = [call.id for call in calls]
+            unanswered_ids = [call.id for call in calls]
         yield Utterance(
             message.role,
             message.content or "",
             name=message.tool_name or "",
-            tool_call_id=answered,
+            tool_call_id=answered_id,
             reasoning=message.thinking or "",
             tool_calls=as_json(calls) if calls else "",
         )
 
 
 def _schema(format: str | dict[str, Any] | None) -> str:
-    """The JSON schema of the answer, "" if it may be any text."""
+    """Return the JSON schema of the response, "" if any text is allowed."""
     if not isinstance(format, dict):
         return as_json({"type": "object"}) if format else ""
     schemas.check([(format, "format")])

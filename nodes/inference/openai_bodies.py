@@ -1,8 +1,7 @@
-"""What the bodies of OpenAI's two ways to ask for text have in common, and what is made of it. Pure.
+"""The common fields of OpenAI's chat and completion bodies, and their conversion. Pure.
 
-A field that is not here is ignored, as OpenAI's own server does with fields that only concern itself
-(`store`, `service_tier`, `user` …). One that asks for what no engine here can do is refused by name
-(`refuse`).
+Unknown fields are ignored, as OpenAI's own server does with fields that only concern itself (`store`,
+`service_tier`, `user` …). A field that requires an unsupported feature is refused by name (`refuse`).
 """
 
 import re
@@ -16,9 +15,9 @@ from nodes.inference import schemas
 from nodes.inference.generation import Sampling, Usage
 
 MOST_CHOICES = 32
-"""Answers of one request, all prompts together."""
+"""Limit on the choices of one request, all prompts together."""
 LARGEST_BODY = 8 * 1024 * 1024
-"""Bytes of the body of a request for text."""
+"""Limit on the bytes of the body of a request for text."""
 MOST_STOPS = 16
 MOST_BIASES = 1024
 _TOKEN = re.compile("[0-9]{1,10}")
@@ -65,14 +64,14 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def streams_usage(self) -> bool:
-        """Whether the stream ends with what it took."""
+        """True if the stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def sampling(
     body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
 ) -> Sampling:
-    """What a body says of it."""
+    """Return the sampling parameters of a body; raise InvalidInput."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
@@ -97,19 +96,19 @@ def sampling(
 
 
 def refuse(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raises InvalidInput for the first field of `reasons` that asks for something."""
+    """Raise InvalidInput for the first field of `reasons` that has a non-empty value."""
     for name, reason in reasons.items():
         if fields.get(name) not in (None, False, [], {}):
             raise InvalidInput(f"{name}: {reason}", field=name)
 
 
-def usage(taken: Usage) -> dict[str, Any]:
-    """OpenAI's form; what the engine remembered only if it said so."""
-    told: dict[str, Any] = {
-        "prompt_tokens": taken.prompt,
-        "completion_tokens": taken.completion,
-        "total_tokens": taken.prompt + taken.completion,
+def usage(tokens: Usage) -> dict[str, Any]:
+    """Return the usage in OpenAI's form, with cached tokens only if the engine reported them."""
+    fields: dict[str, Any] = {
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.completion,
+        "total_tokens": tokens.prompt + tokens.completion,
     }
-    if taken.cached is not None:
-        told["prompt_tokens_details"] = {"cached_tokens": taken.cached}
-    return told
+    if tokens.cached is not None:
+        fields["prompt_tokens_details"] = {"cached_tokens": tokens.cached}
+    return fields

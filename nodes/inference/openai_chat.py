@@ -1,4 +1,4 @@
-"""OpenAI's chat, `POST /v1/chat/completions`: a request in, events or one answer out. Pure."""
+"""OpenAI's chat, `POST /v1/chat/completions`: parsing of requests, rendering of responses. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -71,7 +71,7 @@ REFUSED = {
 
 
 def read(fields: Mapping[str, Any]) -> Generation:
-    """The request; raises InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
@@ -109,7 +109,7 @@ def _conversation(body: ChatBody) -> Conversation:
 
 
 def _schema(body: ChatBody) -> str:
-    """The JSON schema of the answer, "" if it may be any text."""
+    """Return the JSON schema of the response, "" if any text is allowed."""
     if isinstance(body.response_format, AnyJson):
         return as_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
@@ -120,31 +120,31 @@ def _schema(body: ChatBody) -> str:
 
 
 def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """The answer's body."""
-    asked = head.generation
+    """Return the response body."""
+    request = head.generation
     choices = [
         {
             "index": index,
             "message": _message(head, index, choice),
-            "logprobs": {"content": choice.logprobs, "refusal": None} if asked.sampling.logprobs else None,
+            "logprobs": {"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
             "finish_reason": choice.finish,
         }
-        for index, choice in enumerate(generation.folded(deltas, asked.choices))
+        for index, choice in enumerate(generation.folded(deltas, request.choices))
     ]
     return orjson.dumps(
         {
             "id": head.id,
             "object": "chat.completion",
             "created": head.created,
-            "model": asked.model,
+            "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.usage(generation.total(deltas, asked.n)),
+            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
         }
     )
 
 
 def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
-    # As OpenAI has it: an answer that only calls tools has no content.
+    # As in OpenAI's API, a response with tool calls only has no content.
     content = None if choice.tools and not choice.text else choice.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.reasoning:
@@ -162,83 +162,87 @@ def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
 
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
-    """The same in a stream and in a whole answer."""
+    """Return a call id that is equal in a stream and in a complete response."""
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
 def _missing(finish: str) -> str:
-    """What stands for the arguments of a call of which the engine says none; it may have been cut off."""
+    """Return the default for missing arguments of a call: an empty object, or "" after truncation."""
     return "" if finish == "length" else NO_ARGUMENTS
 
 
 class ChatChunks(Chunks):
-    """What the events so far leave to be said."""
+    """The chunks of one streamed chat response."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._calls: dict[tuple[int, int], bool] = {}
-        """By choice and index, whether any arguments were told."""
+        """(choice, call index) -> True if any arguments were sent."""
         self._ended: list[TextDelta] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas."""
-        return b"".join(event(chunk) for delta in deltas for chunk in self._of(delta))
+        """Return the events of these deltas."""
+        return b"".join(event(chunk) for delta in deltas for chunk in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
-        made = []
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            made.append(self._chunk(delta.choice, {"role": "assistant", "content": ""}))
-        if news := self._news(delta):
-            made.append(self._chunk(delta.choice, news, logprobs=delta.logprobs))
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        chunks = []
+        if delta.choice not in self._started_choices:
+            self._started_choices.add(delta.choice)
+            chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
+        if content := self._content(delta):
+            chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
         if delta.finish:
-            if _missing(delta.finish) and (bare := self._without_arguments(delta.choice)):
-                made.append(self._chunk(delta.choice, {"tool_calls": bare}))
-            made.append(self._chunk(delta.choice, {}, finish=delta.finish))
+            if _missing(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
+                chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
+            chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
             self._ended.append(delta)
             if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
-                made.append(self._usage())
-        return made
+                chunks.append(self._usage())
+        return chunks
 
-    def _news(self, delta: TextDelta) -> dict[str, Any]:
-        news: dict[str, Any] = {}
+    def _content(self, delta: TextDelta) -> dict[str, Any]:
+        content: dict[str, Any] = {}
         if delta.text or delta.logprobs:
-            news["content"] = delta.text
+            content["content"] = delta.text
         if delta.reasoning:
-            news["reasoning_content"] = delta.reasoning
+            content["reasoning_content"] = delta.reasoning
         if delta.tools:
-            news["tool_calls"] = [self._tool(delta.choice, piece) for piece in delta.tools]
-        return news
+            content["tool_calls"] = [self._tool(delta.choice, piece) for piece in delta.tools]
+        return content
 
     def _tool(self, choice: int, piece: ToolPiece) -> dict[str, Any]:
         function: dict[str, Any] = {"arguments": piece.arguments}
-        told: dict[str, Any] = {"index": piece.index, "function": function}
+        call: dict[str, Any] = {"index": piece.index, "function": function}
         if piece.name:
             function["name"] = piece.name
-        known = self._calls.get((choice, piece.index))
-        self._calls[choice, piece.index] = bool(known or piece.arguments)
-        if known is None:
-            told |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
-        return told
+        has_arguments = self._calls.get((choice, piece.index))
+        self._calls[choice, piece.index] = bool(has_arguments or piece.arguments)
+        if has_arguments is None:
+            call |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
+        return call
 
     def _without_arguments(self, choice: int) -> list[dict[str, Any]]:
-        bare = [index for (of, index), told in self._calls.items() if of == choice and not told]
-        return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in bare]
+        indices = [
+            index
+            for (call_choice, index), has_arguments in self._calls.items()
+            if call_choice == choice and not has_arguments
+        ]
+        return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in indices]
 
-    def _chunk(
+    def _choice_chunk(
         self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
         if self._head.generation.sampling.logprobs:
             choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
-        return self._with([choice], None)
+        return self._chunk([choice], None)
 
     def _usage(self) -> dict[str, Any]:
-        taken = generation.total(self._ended, self._head.generation.n)
-        return self._with([], openai_bodies.usage(taken))
+        usage = generation.total(self._ended, self._head.generation.n)
+        return self._chunk([], openai_bodies.usage(usage))
 
-    def _with(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "chat.completion.chunk",

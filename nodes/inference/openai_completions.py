@@ -1,4 +1,4 @@
-"""OpenAI's older way to ask for text, `POST /v1/completions`: the model goes on from a prompt. Pure."""
+"""OpenAI's legacy completions, `POST /v1/completions`: the model continues a prompt. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -14,10 +14,10 @@ from nodes.inference.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whol
 from nodes.inference.openai_events import DONE, Chunks, event
 
 DEFAULT_TOKENS = 16
-"""Tokens of an answer when the request sets no limit, as OpenAI documents."""
+"""Default limit on the tokens of a choice, as OpenAI documents."""
 
 MOST_TOKENS = 256 * 1024
-"""Token ids of a prompt: making objects of millions would hold all other requests up."""
+"""Limit on the token ids of a prompt: decoding millions would block all other requests."""
 
 Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
 Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 def read(fields: Mapping[str, Any]) -> Generation:
-    """The request; raises InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
@@ -73,58 +73,59 @@ def read(fields: Mapping[str, Any]) -> Generation:
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (prompt,)
-    if all(isinstance(one, int) for one in prompt):
-        return (tuple(one for one in prompt if isinstance(one, int)),)
-    made = [one if isinstance(one, str) else tuple(one) for one in prompt if not isinstance(one, int)]
-    if len(made) < len(prompt) or len({type(one) for one in made}) > 1:
+    if all(isinstance(item, int) for item in prompt):
+        return (tuple(item for item in prompt if isinstance(item, int)),)
+    prompts = [item if isinstance(item, str) else tuple(item) for item in prompt if not isinstance(item, int)]
+    if len(prompts) < len(prompt) or len({type(item) for item in prompts}) > 1:
         raise InvalidInput(
             "prompt: a list has only texts, only token ids, or only lists of them", field="prompt"
         )
-    return tuple(made)
+    return tuple(prompts)
 
 
 def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """The answer's body."""
-    asked = head.generation
+    """Return the response body."""
+    request = head.generation
     choices = [
         {
             "index": index,
             "text": choice.text,
-            "logprobs": _logprobs(choice.logprobs, 0) if asked.sampling.logprobs else None,
+            "logprobs": _logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             "finish_reason": choice.finish,
         }
-        for index, choice in enumerate(generation.folded(deltas, asked.choices))
+        for index, choice in enumerate(generation.folded(deltas, request.choices))
     ]
     return orjson.dumps(
         {
             "id": head.id,
             "object": "text_completion",
             "created": head.created,
-            "model": asked.model,
+            "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.usage(generation.total(deltas, asked.n)),
+            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
         }
     )
 
 
 def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
-    """The older form; `offset` is the place of the first token in the text."""
-    places = []
+    """Return log probabilities in the legacy form; `offset` is the first token's position in the text."""
+    offsets = []
     for token in tokens:
-        places.append(offset)
+        offsets.append(offset)
         offset += len(token["token"])
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [
-            {other["token"]: other["logprob"] for other in token["top_logprobs"]} for token in tokens
+            {alternative["token"]: alternative["logprob"] for alternative in token["top_logprobs"]}
+            for token in tokens
         ],
-        "text_offset": places,
+        "text_offset": offsets,
     }
 
 
 class CompletionChunks(Chunks):
-    """What the events so far leave to be said."""
+    """The chunks of one streamed completion."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -132,10 +133,10 @@ class CompletionChunks(Chunks):
         self._ended: list[TextDelta] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas."""
-        return b"".join(part for delta in deltas for part in self._of(delta))
+        """Return the events of these deltas."""
+        return b"".join(part for delta in deltas for part in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         choice = {
@@ -144,15 +145,15 @@ class CompletionChunks(Chunks):
             "logprobs": logprobs,
             "finish_reason": delta.finish or None,
         }
-        made, asked = [self._with([choice])], self._head.generation
+        events, request = [self._chunk([choice])], self._head.generation
         if delta.finish:
             self._ended.append(delta)
-            if asked.usage_in_stream and len(self._ended) == asked.choices:
-                taken = generation.total(self._ended, asked.n)
-                made.append(self._with([], openai_bodies.usage(taken)))
-        return made
+            if request.usage_in_stream and len(self._ended) == request.choices:
+                usage = generation.total(self._ended, request.n)
+                events.append(self._chunk([], openai_bodies.usage(usage)))
+        return events
 
-    def _with(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "text_completion",

@@ -14,17 +14,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """One event."""
+    """Return one event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 class Chunks(ABC):
-    """The stream of one answer."""
+    """The stream of one response."""
 
     @abstractmethod
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas."""
+        """Return the events of these deltas."""
 
     def failed(self, error: ClusterError, /) -> bytes:
-        """The same envelope as a refusal's, then the end."""
+        """Return an event with the ordinary error envelope, then the end of the stream."""
         return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE

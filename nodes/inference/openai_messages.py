@@ -1,6 +1,6 @@
-"""The messages of a chat in OpenAI's form: what they may be, and what an engine is told of them. Pure.
+"""The messages of a chat in OpenAI's form: validation, and conversion to messages for engines. Pure.
 
-Text parts of a message are joined; images and audio travel beside the messages, in order, as base64.
+Text parts of a message are joined; images and audio are passed separately, in order, as base64.
 """
 
 import base64
@@ -91,16 +91,16 @@ Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MO
 
 
 def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
-    """The messages as engines know them; raises InvalidInput for one that says nothing."""
+    """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+        field_path = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
-            raise wrong(f"{where}.tool_call_id", "a tool's message needs it")
+            raise wrong(f"{field_path}.tool_call_id", "a tool's message needs it")
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
-            raise wrong(f"{where}.content", f"a {message.role}'s message needs it")
+            raise wrong(f"{field_path}.content", f"a {message.role}'s message needs it")
         yield Utterance(
-            # No template knows OpenAI's newer word.
+            # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
             content=_text(message.content) or message.refusal or "",
             name=message.name or "",
@@ -122,17 +122,19 @@ def _text(content: str | list[Part] | None) -> str:
 
 
 def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Base64 of the images; raises InvalidInput for one that is not in the request itself, or broken."""
+    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     return tuple(
-        image_of(part.image_url.url, where) for part, where in _parts(messages) if isinstance(part, ImagePart)
+        image_of(part.image_url.url, field_path)
+        for part, field_path in _parts(messages)
+        if isinstance(part, ImagePart)
     )
 
 
 def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
-    """Base64 of the sounds; raises InvalidInput for a broken one."""
+    """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
     return tuple(
-        checked(part.input_audio.data, where)
-        for part, where in _parts(messages)
+        checked(part.input_audio.data, field_path)
+        for part, field_path in _parts(messages)
         if isinstance(part, AudioPart)
     )
 
@@ -140,24 +142,27 @@ def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
     for number, message in enumerate(messages):
         if isinstance(message.content, list):
-            for place, part in enumerate(message.content):
-                yield part, f"messages[{number}].content[{place}]"
+            for index, part in enumerate(message.content):
+                yield part, f"messages[{number}].content[{index}]"
 
 
-def image_of(url: str, where: str) -> str:
-    """Base64 of the image at this URL, which has to hold it; `where` the request has it."""
+def image_of(url: str, field_path: str) -> str:
+    """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
+
+    `where` is the path of the URL in the request.
+    """
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise wrong(where, "only images inside the request are accepted, as data:image/png;base64,…")
-    return checked(data, where)
+        raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
+    return checked(data, field_path)
 
 
-def checked(data: str, where: str) -> str:
-    """The same base64; raises InvalidInput if it is none."""
+def checked(data: str, field_path: str) -> str:
+    """Return `data` unchanged; raise InvalidInput if it is empty or not base64."""
     try:
-        empty = not base64.b64decode(data, validate=True)
+        is_empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise wrong(where, "this is not base64") from None
-    if empty:
-        raise wrong(where, "this is empty")
+        raise wrong(field_path, "this is not base64") from None
+    if is_empty:
+        raise wrong(field_path, "this is empty")
     return data

@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of the inference routes; the generated document includes them."""
+"""OpenAPI descriptions of the inference routes, included in the generated document."""
 
 from localai_cluster.web.openapi import Operation, schema_of
 from nodes.inference import openapi_dialects, openapi_media, openapi_text
@@ -54,7 +54,7 @@ def _json(schema: Operation) -> Operation:
 
 
 def error_answers(*statuses: int) -> dict[str, Operation]:
-    """Refusals with these statuses, in the envelope of inference."""
+    """Return the error responses for these statuses, in the envelope of inference."""
     return {str(status): {"description": _MEANINGS[status], "content": _json(_ERROR)} for status in statuses}
 
 

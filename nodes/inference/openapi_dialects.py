@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of what speaks Anthropic's, OpenAI's newer and Ollama's dialect."""
+"""OpenAPI descriptions of the routes in Anthropic's, OpenAI's Responses and Ollama's dialects."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -103,13 +103,13 @@ _LISTED = {"name": TEXT, "model": TEXT, "size": COUNT, "digest": TEXT, "details"
 
 @dataclass(frozen=True)
 class _Route:
-    """One route; what is empty is not there."""
+    """One route; empty attributes are omitted from its description."""
 
     name: str
     summary: str
     answer: Operation
     error: Operation | None = None
-    """Its envelope; None: OpenAI's."""
+    """Its error envelope; None means OpenAI's."""
     body: type[msgspec.Struct] | None = None
     description: str = ""
     stream: str = ""
@@ -226,14 +226,14 @@ _OLLAMA = {
 def routes(
     security: list[dict[str, list[str]]], refusals: dict[str, Operation]
 ) -> dict[str, dict[str, Operation]]:
-    """Every route of these."""
-    made = {}
+    """Return the operations of all these routes, by path and method."""
+    operations = {}
     for path, route in _WITH_PREFIX.items():
         for prefix, suffix in (("/v1", ""), ("", "_without_prefix")):
-            made[prefix + path] = {"POST": _operation(route, suffix, security, refusals)}
+            operations[prefix + path] = {"POST": _operation(route, suffix, security, refusals)}
     for path, route in _OLLAMA.items():
-        made[path] = {"POST" if route.body else "GET": _operation(route, "", security, refusals)}
-    return made
+        operations[path] = {"POST" if route.body else "GET": _operation(route, "", security, refusals)}
+    return operations
 
 
 def _operation(
@@ -242,7 +242,7 @@ def _operation(
     content: Operation = {"application/json": {"schema": route.answer}}
     if route.stream:
         content[route.stream] = {"schema": TEXT}
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": route.name + suffix,
         "tags": ["inference"],
         "summary": route.summary,
@@ -255,8 +255,8 @@ def _operation(
     }
     if route.body:
         body = {"application/json": {"schema": schema_of(route.body)}}
-        told["requestBody"] = {"required": True, "content": body}
-    return told
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
 
 
 def _refusal(refusal: Operation, envelope: Operation | None) -> Operation:

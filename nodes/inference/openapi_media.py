@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of what takes or gives sound and images."""
+"""OpenAPI descriptions of the routes for audio and images."""
 
 from localai_cluster.web.multipart import KIND as FORM
 from localai_cluster.web.openapi import Operation, schema_of
@@ -36,7 +36,7 @@ _IMAGES: Operation = {
     },
 }
 UNPROVED = "Tried with scripted engines only, so far with no real one."
-"""Part of each description: the examples have no engine that hears, speaks or draws."""
+"""Part of each description: the examples have no engine for audio or images."""
 _SPEAK = (
     "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
     " after the first byte ends the connection. " + UNPROVED
@@ -57,12 +57,12 @@ def _form() -> Operation:
 def routes(
     security: list[dict[str, list[str]]], refusals: dict[str, Operation]
 ) -> dict[str, dict[str, Operation]]:
-    """Every route of these, with and without its prefix."""
+    """Return the operations of all these routes, with and without the `/v1` prefix, by path and method."""
 
     def operation(
         name: str, summary: str, description: str, body: dict[str, Operation], answer: dict[str, Operation]
     ) -> dict[str, Operation]:
-        told: Operation = {
+        content: Operation = {
             "operationId": name,
             "tags": ["inference"],
             "summary": summary,
@@ -71,7 +71,7 @@ def routes(
             "requestBody": {"required": True, "content": body},
             "responses": {"200": {"description": "The answer.", "content": answer}, **refusals},
         }
-        return {"POST": told}
+        return {"POST": content}
 
     transcript: dict[str, Operation] = {
         "application/json": {"schema": _TRANSCRIPT},
@@ -80,9 +80,9 @@ def routes(
     }
     speech: dict[str, Operation] = {"application/json": {"schema": schema_of(SpeechBody)}}
     images: dict[str, Operation] = {"application/json": {"schema": schema_of(ImagesBody)}}
-    made = {"/tts": operation("speak", "Say a text", _SPEAK, speech, _SOUND)}
+    operations = {"/tts": operation("speak", "Say a text", _SPEAK, speech, _SOUND)}
     for prefix, suffix in (("/v1", ""), ("", "_without_prefix")):
-        made |= {
+        operations |= {
             f"{prefix}/audio/transcriptions": operation(
                 "transcribe" + suffix,
                 "Write down speech",
@@ -101,4 +101,4 @@ def routes(
                 {"application/json": {"schema": _IMAGES}},
             ),
         }
-    return made
+    return operations

@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of what is answered with text, tokens or documents."""
+"""OpenAPI descriptions of the routes that return text, tokens or documents."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ _ANYTHING: Operation = {"type": "object", "nullable": True}
 
 
 def record(*absent: str, **properties: Operation) -> Operation:
-    """An object; `absent` names what may be missing."""
+    """Return the schema of an object; `absent` names its optional properties."""
     required = [name for name in properties if name not in absent]
     return {"type": "object", "required": required, "properties": properties}
 
 
 def many(items: Operation) -> Operation:
-    """A list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": items}
 
 
 def word(word: str) -> Operation:
-    """Always this text."""
+    """Return the schema of a constant text."""
     return {"type": "string", "enum": [word]}
 
 
@@ -79,7 +79,7 @@ _STREAM = (
     " refusal with its status; after that it is an event with `error`. Comments keep the connection alive."
 )
 
-# Path -> operation id, summary, description, the body, the answer, whether it may be streamed.
+# Path -> operation id, summary, description, request body, response, True if it can stream.
 _ROUTES: dict[str, tuple[str, str, str, type[Any], Operation, bool]] = {
     "/chat/completions": ("create_chat_completion", "Answer a conversation", _STREAM, ChatBody, _CHAT, True),
     "/completions": ("create_completion", "Go on from a text", _STREAM, CompletionBody, _COMPLETION, True),
@@ -113,11 +113,11 @@ _ROUTES: dict[str, tuple[str, str, str, type[Any], Operation, bool]] = {
 def routes(
     security: list[dict[str, list[str]]], refusals: dict[str, Operation]
 ) -> dict[str, dict[str, Operation]]:
-    """Every route of these, with and without its prefix."""
-    made = {}
-    for path, (name, summary, description, body, answer, streams) in _ROUTES.items():
+    """Return the operations of all these routes, with and without the `/v1` prefix, by path and method."""
+    operations = {}
+    for path, (name, summary, description, body, answer, can_stream) in _ROUTES.items():
         content: Operation = {"application/json": {"schema": answer}}
-        if streams:
+        if can_stream:
             content["text/event-stream"] = {"schema": TEXT}
         for prefix, suffix in (("/v1", ""), ("", "_without_prefix")):
             operation: Operation = {
@@ -132,5 +132,5 @@ def routes(
                 },
                 "responses": {"200": {"description": "The answer.", "content": content}, **refusals},
             }
-            made[prefix + path] = {"POST": operation}
-    return made
+            operations[prefix + path] = {"POST": operation}
+    return operations

@@ -1,4 +1,4 @@
-"""`POST /v1/rerank`: documents in the order of their relevance to a query, as Jina's clients ask for it."""
+"""`POST /v1/rerank`: documents in the order of their relevance to a query, in Jina's form."""
 
 from typing import Annotated, Any
 
@@ -37,33 +37,33 @@ class RerankBody(msgspec.Struct, frozen=True):
     @property
     def texts(self) -> list[str]:
         """The documents' texts."""
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 async def rerank(request: InferenceRequest) -> Answer:
-    """Answers one request."""
+    """Rank the documents of one request."""
     body = wire.typed(wire.json_object(request.body), RerankBody)
     definition = await defined(body.model)
     request.model = definition.name
-    asked = RerankRequest(
+    call = RerankRequest(
         query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
     )
 
     async def work(engine: BackendClient) -> RerankResult:
-        return await engine.rerank(asked, request.deadline - clock.monotonic())
+        return await engine.rerank(call, request.deadline - clock.monotonic())
 
     result = await gateway.current().run(request, work)
     return Answer(orjson.dumps(render(body, result)), headers=tuple(node_header(request)))
 
 
 def render(body: RerankBody, result: RerankResult) -> dict[str, Any]:
-    """The answer: the best first, no more than were asked for, whatever the engine sends."""
-    best = sorted(result.results, key=lambda one: one.relevance_score, reverse=True)
-    told = []
-    for one in best[: body.top_n]:
-        entry: dict[str, Any] = {"index": one.index, "relevance_score": one.relevance_score}
+    """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
+    best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
+    entries = []
+    for document in best[: body.top_n]:
+        entry: dict[str, Any] = {"index": document.index, "relevance_score": document.relevance_score}
         if body.return_documents is not False:
-            entry["document"] = {"text": one.text}
-        told.append(entry)
+            entry["document"] = {"text": document.text}
+        entries.append(entry)
     usage = {"total_tokens": result.usage.total_tokens, "prompt_tokens": result.usage.prompt_tokens}
-    return {"model": body.model, "usage": usage, "results": told}
+    return {"model": body.model, "usage": usage, "results": entries}

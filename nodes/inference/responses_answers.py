@@ -1,7 +1,7 @@
-"""OpenAI's Responses: whole answers and the events of a stream. Pure.
+"""OpenAI's Responses: complete responses and the events of a stream. Pure.
 
-An answer is items: what the model thought, a message, calls of tools. Events carry their type twice, as the
-name of the event and inside, and a number that counts them.
+A response consists of items: thoughts, a message, tool calls. Events carry their type twice, as the event's
+name and inside, and a sequence number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from nodes.inference.responses_requests import read
 Content = dict[str, Any]
 
 _PREFIXES = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
-_SAID = {
+_EVENT_NAMES = {
     BlockKind.THOUGHT: "response.reasoning_text",
     BlockKind.TEXT: "response.output_text",
     BlockKind.CALL: "response.function_call_arguments",
@@ -27,26 +27,29 @@ _SAID = {
 
 
 def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-    """The answer's body."""
+    """Return the response body."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return orjson.dumps(_ended(head, blocks.of(deltas), last))
+    return orjson.dumps(_final_response(head, blocks.of(deltas), last))
 
 
-def _ended(head: Head, made: Sequence[Block], last: TextDelta) -> Content:
-    """The response of an answer that has come to its end."""
-    cut = last.finish == "length"
-    status = "incomplete" if cut else "completed"
-    items = [_item(head, block, status if block is made[-1] else "completed") for block in made]
+def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Content:
+    """Return the final `response` object."""
+    is_truncated = last.finish == "length"
+    status = "incomplete" if is_truncated else "completed"
+    items = [
+        _item(head, block, status if block is response_blocks[-1] else "completed")
+        for block in response_blocks
+    ]
     return _response(
         head,
         status,
         items,
-        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        incomplete_details={"reason": "max_output_tokens"} if is_truncated else None,
         usage=_usage(total([last], 1)),
     )
 
 
-def _response(head: Head, status: str, output: Sequence[Content], **more: Any) -> Content:
+def _response(head: Head, status: str, output: Sequence[Content], **fields: Any) -> Content:
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -61,18 +64,18 @@ def _response(head: Head, status: str, output: Sequence[Content], **more: Any) -
         "store": False,
         "usage": None,
         **head.generation.echo,
-        **more,
+        **fields,
     }
 
 
-def _usage(taken: Usage) -> Content:
-    """The form has a place for what engines do not tell: 0 stands there."""
+def _usage(usage: Usage) -> Content:
+    """Return the usage. Required fields that engines do not report are 0."""
     return {
-        "input_tokens": taken.prompt,
-        "input_tokens_details": {"cached_tokens": taken.cached or 0, "cache_write_tokens": 0},
-        "output_tokens": taken.completion,
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached or 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": taken.prompt + taken.completion,
+        "total_tokens": usage.prompt + usage.completion,
     }
 
 
@@ -81,7 +84,7 @@ def _identity(head: Head, block: Block) -> str:
 
 
 def _item(head: Head, block: Block, status: str) -> Content:
-    """An item of the output; one in progress has nothing in it yet."""
+    """Return an item of the output; an item in progress is empty."""
     identity = _identity(head, block)
     parts = [] if status == "in_progress" else [_part(head, block)]
     if block.kind is BlockKind.THOUGHT:
@@ -100,15 +103,15 @@ def _item(head: Head, block: Block, status: str) -> Content:
 
 
 def _part(head: Head, block: Block) -> Content:
-    """The only part of a message or a thought, with all that was said."""
+    """Return the only part of a message or a thought, with its content so far."""
     if block.kind is BlockKind.THOUGHT:
         return {"type": "reasoning_text", "text": block.content}
-    told: Content = {"type": "output_text", "text": block.content, "annotations": []}
-    return told | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
+    part: Content = {"type": "output_text", "text": block.content, "annotations": []}
+    return part | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
 
 
 class ResponseEvents:
-    """The stream of one answer."""
+    """The stream of one response."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -116,42 +119,42 @@ class ResponseEvents:
         self._number = 0
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """The events of these deltas."""
-        return b"".join(event for delta in deltas for event in self._of(delta))
+        """Return the events of these deltas."""
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def failed(self, error: ClusterError, /) -> bytes:
-        """An `error`, which clients raise, and the response as it stands."""
-        told = orjson.loads(wire.error_answer(error).body)["error"]
-        made = [self._begun()] if not self._number else []
-        flat = {name: told[name] for name in ("code", "message", "param")}
-        made.append(self._event("error", **flat, error=told))
+        """Return an `error` event, which clients raise, and the response with the content so far."""
+        error_fields = orjson.loads(wire.error_answer(error).body)["error"]
+        events = [self._start_events()] if not self._number else []
+        flat_fields = {name: error_fields[name] for name in ("code", "message", "param")}
+        events.append(self._event("error", **flat_fields, error=error_fields))
         items = [_item(self._head, block, "incomplete") for block in self._blocks.made]
-        reason = {"code": "server_error", "message": told["message"]}
-        made.append(
+        reason = {"code": "server_error", "message": error_fields["message"]}
+        events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
         )
-        return b"".join(made)
+        return b"".join(events)
 
-    def _of(self, delta: TextDelta) -> Iterator[bytes]:
+    def _render_delta(self, delta: TextDelta) -> Iterator[bytes]:
         if not self._number:
-            yield self._begun()
-        # All of them first: only the very last block can be incomplete.
+            yield self._start_events()
+        # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
-            cut = delta.finish == "length" and step.block is self._blocks.made[-1]
-            yield from self._step(step, "incomplete" if cut else "completed")
+            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _ended(self._head, self._blocks.made, delta)
+            response = _final_response(self._head, self._blocks.made, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
-    def _begun(self) -> bytes:
+    def _start_events(self) -> bytes:
         response = _response(self._head, "in_progress", [])
         names = ("response.created", "response.in_progress")
         return b"".join(self._event(name, response=response) for name in names)
 
-    def _step(self, step: BlockStep, status: str) -> Iterator[bytes]:
-        """`status` is that of an item that ends here."""
-        block, name = step.block, _SAID[step.block.kind]
-        place = {"item_id": _identity(self._head, block), "output_index": block.number}
+    def _render_step(self, step: BlockStep, status: str) -> Iterator[bytes]:
+        """Yield the events of one step; `status` is the final status of an item that the step closes."""
+        block, name = step.block, _EVENT_NAMES[step.block.kind]
+        position = {"item_id": _identity(self._head, block), "output_index": block.number}
         inner = {} if block.kind is BlockKind.CALL else {"content_index": 0}
         if step.change is BlockChange.OPENED:
             blank = Block(block.number, block.kind, block.call)
@@ -159,26 +162,26 @@ class ResponseEvents:
             yield self._event("response.output_item.added", output_index=block.number, item=item)
             if inner:
                 part = _part(self._head, blank)
-                yield self._event("response.content_part.added", **place, **inner, part=part)
+                yield self._event("response.content_part.added", **position, **inner, part=part)
         elif step.change is BlockChange.SAID:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
-            yield self._event(f"{name}.delta", **place, **inner, delta=step.text, **logprobs)
+            yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
         else:
-            yield self._event(f"{name}.done", **place, **inner, **_said(block))
+            yield self._event(f"{name}.done", **position, **inner, **_final_content(block))
             if inner:
                 part = _part(self._head, block)
-                yield self._event("response.content_part.done", **place, **inner, part=part)
+                yield self._event("response.content_part.done", **position, **inner, part=part)
             item = _item(self._head, block, status)
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        told = orjson.dumps({"type": kind, "sequence_number": self._number, **content})
+        content_json = orjson.dumps({"type": kind, "sequence_number": self._number, **content})
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
 
 
-def _said(block: Block) -> Mapping[str, Any]:
-    """All that was said of a block, under the name that its last event has for it."""
+def _final_content(block: Block) -> Mapping[str, Any]:
+    """Return a block's content under the names that its last event uses."""
     if block.kind is BlockKind.CALL:
         return {"name": block.call.name, "arguments": block.content}
     if block.kind is BlockKind.THOUGHT:

@@ -1,7 +1,7 @@
-"""The input of OpenAI's Responses: items, and what an engine is told of them. Pure.
+"""The input of OpenAI's Responses: validation of items, and conversion to messages for engines. Pure.
 
-A conversation is a list of items of several kinds. Calls that follow one another, and what the model thought
-and said before them, are one message to an engine. What only OpenAI's servers could read is ignored.
+A conversation is a list of items of several kinds. Consecutive calls, and the thoughts and text before them,
+become one message for an engine. Content that only OpenAI's servers can read is ignored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,42 +49,42 @@ _NEEDED = {
 }
 
 
-def said(instructions: str | None, asked: str | Sequence[Item]) -> Iterator[Utterance]:
-    """The messages as engines know them; raises InvalidInput for an item that lacks something."""
+def said(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
     if instructions:
         yield Utterance("system", instructions)
-    if isinstance(asked, str):
-        yield Utterance("user", asked)
+    if isinstance(input_items, str):
+        yield Utterance("user", input_items)
         return
     answer: list[Item] = []
-    for number, item in enumerate(asked):
+    for number, item in enumerate(input_items):
         for name in _NEEDED[item.type]:
             if getattr(item, name) is None:
                 raise wrong(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
-        own = item.type in ("function_call", "reasoning") or item.role == "assistant"
-        if not own or _begins_another(item, answer):
-            yield from _answer(answer)
+        is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        if not is_assistant_item or _starts_response(item, answer):
+            yield from _assistant_message(answer)
             answer = []
-        if own:
+        if is_assistant_item:
             answer.append(item)
         else:
-            yield _other(item)
-    yield from _answer(answer)
+            yield _input_message(item)
+    yield from _assistant_message(answer)
 
 
-def _begins_another(item: Item, answer: Sequence[Item]) -> bool:
-    """Whether it is a message of another answer than these items: only thoughts go before one."""
-    return item.type == "message" and any(one.type != "reasoning" for one in answer)
+def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
+    """Return True if the item starts a new response: in one response only thoughts may precede a message."""
+    return item.type == "message" and any(previous_item.type != "reasoning" for previous_item in answer)
 
 
-def _other(item: Item) -> Utterance:
+def _input_message(item: Item) -> Utterance:
     if item.type == "function_call_output":
         return Utterance("tool", _text(item.output), tool_call_id=item.call_id or "")
     return Utterance("user" if item.role == "user" else "system", _text(item.content))
 
 
-def _answer(items: Sequence[Item]) -> Iterator[Utterance]:
-    """The message that the items of one earlier answer make; thoughts alone make none."""
+def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
+    """Yield the message for the items of one earlier response; thoughts alone yield none."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
         for item in items
@@ -106,15 +106,15 @@ def _text(content: Contents | None) -> str:
     return "\n".join(text for text in texts if text is not None)
 
 
-def images(asked: str | Sequence[Item]) -> tuple[str, ...]:
-    """Base64 of the images; raises InvalidInput for one that is not in the request itself, or broken."""
-    if isinstance(asked, str):
+def images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
+    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
+    if isinstance(input_items, str):
         return ()
     return tuple(
-        openai_messages.image_of(part.image_url or "", f"input[{number}].{name}[{place}]")
-        for number, item in enumerate(asked)
+        openai_messages.image_of(part.image_url or "", f"input[{number}].{name}[{index}]")
+        for number, item in enumerate(input_items)
         for name, content in (("content", item.content), ("output", item.output))
         if isinstance(content, list)
-        for place, part in enumerate(content)
+        for index, part in enumerate(content)
         if part.type == "input_image"
     )

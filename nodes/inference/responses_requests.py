@@ -1,6 +1,7 @@
 """OpenAI's Responses, `POST /v1/responses`: the request. Pure.
 
-The cluster keeps no answers: what names an earlier one, or asks that this one be kept, is refused.
+The cluster stores no responses: a request that refers to an earlier response, or requires storing this one,
+is refused.
 """
 
 from collections.abc import Mapping
@@ -94,21 +95,21 @@ REFUSED = {
 
 
 def read(fields: Mapping[str, Any]) -> Generation:
-    """The request; raises InvalidInput, which names the first wrong field."""
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, ResponsesBody)
     tools = [
-        Tool(Function(one.name, one.description, one.parameters, one.strict)) for one in body.tools or ()
+        Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in body.tools or ()
     ]
-    told, choice = chosen(tools, _choice(body.tool_choice), "parameters")
+    tools_json, choice = chosen(tools, _choice(body.tool_choice), "parameters")
     return Generation(
         model=body.model,
         prompts=(
             Conversation(
                 messages=tuple(responses_items.said(body.instructions, body.input)),
-                tools=told,
+                tools=tools_json,
                 tool_choice=choice,
-                parallel_tool_calls=body.parallel_tool_calls if told else None,
+                parallel_tool_calls=body.parallel_tool_calls if tools_json else None,
                 images=responses_items.images(body.input),
             ),
         ),
@@ -131,7 +132,7 @@ def _choice(choice: Literal["none", "auto", "required"] | FlatChoice | None) -> 
 
 
 def _schema(text: TextConfig | None) -> str:
-    """The JSON schema of the answer, "" if it may be any text."""
+    """Return the JSON schema of the response, "" if any text is allowed."""
     if text is None or text.format is None or text.format.type == "text":
         return ""
     if text.format.type == "json_object":
@@ -143,7 +144,7 @@ def _schema(text: TextConfig | None) -> str:
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """What an answer repeats; OpenAI's defaults where the request is silent."""
+    """Return the fields that the response repeats, with OpenAI's defaults for omitted ones."""
     format = body.text.format if body.text is not None else None
     return {
         "instructions": body.instructions,

@@ -1,10 +1,9 @@
-"""JSON schemas and grammars that clients send, for tools and for the format of an answer: what may reach an
-engine. Pure.
+"""Validation of clients' JSON schemas and grammars before they reach an engine. Pure.
 
-An engine makes a grammar of a schema, so one that refers to itself, or to a place outside of it, could keep
-it busy without end, and one with a billion items takes all memory. It reads a grammar by functions that call
-themselves for each parenthesis, so a deep one would end every process that it is tried on. How deep a body
-may be nested is checked before (`localai_cluster/nesting.py`).
+An engine compiles a schema into a grammar. A schema with a recursive or external reference could keep it busy
+without end, and one with a billion items would exhaust its memory. The engine parses a grammar recursively,
+one call per parenthesis, so a deeply nested grammar would crash every process that tries it. The nesting
+depth of a body is checked before (`localai_cluster/nesting.py`).
 """
 
 import re
@@ -15,37 +14,39 @@ from localai_cluster.errors import InvalidInput
 from localai_cluster.web.wire import wrong
 
 MOST_STEPS = 10_000
-"""Parts of all schemas of a request, counted again wherever a reference names them. Values of an `enum`
-count, and so do the items that a list must or may have: an engine makes rules for each of them.
+"""Limit on the parts of all schemas of a request, counted again at every reference. Values of an `enum`
+count, and so do the items that a list must or may have: an engine creates rules for each of them.
 """
 DEEPEST_SCHEMA = 128
-"""Parts inside each other, counted on through references: who reads a schema calls itself for each."""
+"""Limit on the nesting depth of a schema, including references: readers of a schema recurse per level."""
 LONGEST_REFERENCE = 512
-"""Characters: a reference is looked up again at each step that meets it."""
+"""Limit on the characters of a reference: it is resolved again at each step that reaches it."""
 _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
-"""Values that are no schemas may look like references, and definitions count where they are named."""
+"""Skipped keywords: their values are not schemas but may look like references. Definitions count where they
+are referenced.
+"""
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
-"""What stands in these has names of the client's own, which may be any of `_SKIPPED`."""
+"""Keywords whose values map names of the client's choice, which may be any of `_SKIPPED`, to schemas."""
 
 
 MOST_GRAMMAR = 256 * 1024
-"""Characters of a grammar."""
+"""Limit on the characters of a grammar."""
 DEEPEST_GRAMMAR = 128
-"""Parentheses inside each other."""
-# Texts, classes of characters and comments, whose parentheses are only characters. What is never closed goes
-# to the end, where engines refuse it; a pattern that tried again from its next sign would take minutes.
+"""Limit on the nesting depth of parentheses in a grammar."""
+# Literals, character classes and comments, whose parentheses are only characters. An unclosed one extends to
+# the end, where engines refuse it; a pattern that backtracked to the next character would take minutes.
 _NO_PARENTHESES = re.compile(r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL)
 
 
 def check_grammar(grammar: str) -> None:
-    """Raises InvalidInput for one that could end its engine."""
+    """Raise InvalidInput for a grammar that could crash its engine."""
     if grammar.lstrip().startswith(("{", "%")):
         raise InvalidInput("grammar: is not GBNF; a schema goes to `response_format`", field="grammar")
     if len(grammar) > MOST_GRAMMAR:
         raise InvalidInput(f"grammar: has more than {MOST_GRAMMAR} characters", field="grammar")
     level = 0
     for sign in re.findall("[()]", _NO_PARENTHESES.sub(" ", grammar)):
-        # Below 0 the engine refuses it; what follows must not count as less deep.
+        # Below 0 the engine refuses the grammar; the text after it must not count as less deep.
         level = level + 1 if sign == "(" else max(level - 1, 0)
         if level > DEEPEST_GRAMMAR:
             raise InvalidInput(
@@ -54,24 +55,24 @@ def check_grammar(grammar: str) -> None:
 
 
 def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
-    """Raises InvalidInput, naming a schema's field, unless every reference leads somewhere and none back."""
+    """Raise InvalidInput, with the schema's field, unless every reference resolves and none is recursive."""
     steps = 0.0
     for schema, field in schemas:
-        # Each step is a part of the schema the references that led to it, and how deep it is.
-        waiting: list[tuple[Any, frozenset[str], int]] = [(schema, frozenset(), 1)]
-        while waiting:
-            part, behind, level = waiting.pop()
+        # Each entry is a part of the schema, the references on the path to it, and its depth.
+        pending: list[tuple[Any, frozenset[str], int]] = [(schema, frozenset(), 1)]
+        while pending:
+            part, ancestors, level = pending.pop()
             steps += _weight(part)
-            # Each that waits is one more at least.
-            if steps + len(waiting) > MOST_STEPS:
+            # Each pending entry is at least one more step.
+            if steps + len(pending) > MOST_STEPS:
                 raise wrong(field, f"the schema has more than {MOST_STEPS} parts, values and items")
             if level > DEEPEST_SCHEMA:
                 raise wrong(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
-                found = _resolved(schema, reference, behind, field)
-                waiting.append((found, behind | {reference}, level + 1))
-            waiting.extend((inner, behind, level + 1) for inner in _inside(part))
+                target = _resolve(schema, reference, ancestors, field)
+                pending.append((target, ancestors | {reference}, level + 1))
+            pending.extend((inner, ancestors, level + 1) for inner in _inside(part))
 
 
 def _weight(part: Any) -> float:
@@ -87,32 +88,32 @@ def _weight(part: Any) -> float:
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    """The schemas, and the lists of them, that a part consists of."""
+    """Yield the subschemas of a part, and the lists of them."""
     if isinstance(part, list):
         yield from (inner for inner in part if isinstance(inner, dict | list))
         return
     for name, inner in part.items():
         if name in _MAPS and isinstance(inner, dict):
-            yield from (one for one in inner.values() if isinstance(one, dict | list))
+            yield from (subschema for subschema in inner.values() if isinstance(subschema, dict | list))
         elif name not in _SKIPPED and isinstance(inner, dict | list):
             yield inner
 
 
-def _resolved(schema: Mapping[str, Any], reference: str, behind: frozenset[str], field: str) -> Any:
-    if reference in behind:
+def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
+    if reference in ancestors:
         raise wrong(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:
         raise wrong(field, f"a reference has more than {LONGEST_REFERENCE} characters")
-    found = referred(schema, reference)
-    if not reference.startswith("#") or not isinstance(found, dict):
+    target = referred(schema, reference)
+    if not reference.startswith("#") or not isinstance(target, dict):
         raise wrong(field, f"the schema has no {reference[:100]!r}")
-    return found
+    return target
 
 
 def referred(schema: Mapping[str, Any], reference: str) -> Any:
-    """The part of the schema that a reference such as `#/$defs/city` leads to; None if there is none."""
-    found: Any = schema
+    """Return the part of the schema for a reference such as `#/$defs/city`; None if there is none."""
+    target: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        target = target.get(name) if isinstance(target, dict) else None
+    return target

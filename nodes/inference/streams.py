@@ -1,12 +1,12 @@
-"""An answer that is sent while it is made: what waits for a slow reader, and the events on the wire.
+"""Streamed responses: the buffer for slow clients, and the events on the wire.
 
-The engine's replies go through a `Pipe` to what sends them. Its place is bounded, so a slow reader costs no
-more than that and, as most answers fit in, does not hold the engine up. A reader who takes nothing for as
-long as an engine may say nothing counts as one that has left.
+The engine's replies pass through a `Pipe` to the sender. Its size is bounded, so a slow client costs no more
+than that; most responses fit in, so it does not block the engine. A client that reads nothing for as long as
+an engine may be silent counts as disconnected.
 
-Status and headers leave with the first delta: until then a failure is an ordinary refusal. An engine that
-thinks longer than `QUIET` gets a 200 and keep-alives, so that no proxy ends the connection; what fails after
-that is an event of the dialect.
+Status and headers are sent with the first delta: until then a failure is an ordinary error response. If an
+engine is silent for longer than `QUIET`, the client gets a 200 and keep-alives, so that no proxy closes the
+connection; later failures are an event of the dialect.
 """
 
 import asyncio
@@ -25,154 +25,156 @@ from nodes.routing.request import InferenceRequest, Replica
 QUIET = 5.0
 """Seconds of silence after which a keep-alive is sent."""
 LARGEST_PIPE = 256 * 1024
-"""About so many bytes of deltas wait for a reader; then the engine does."""
-# Proxies must pass pieces on as they come.
+"""Approximate limit on the bytes of queued deltas; beyond it the engine is blocked."""
+# Proxies must not buffer the pieces.
 _HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 Work = Callable[[Sink], Awaitable[None]]
-"""Makes an answer: gives its deltas to a sink."""
+"""Produces a response: sends its deltas to a sink."""
 
 
 class Pipe:
-    """Deltas on their way from an engine to a reader, both on one loop."""
+    """A bounded queue of deltas from an engine to a client, both on one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: list[TextDelta] = []
+        self._queue: list[TextDelta] = []
         self._size = 0
         self._closed = False
-        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._ready, self._has_space = asyncio.Event(), asyncio.Event()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
-        return self._closed and not self._waiting
+        """True if the pipe is closed and empty."""
+        return self._closed and not self._queue
 
     async def put(self, delta: TextDelta) -> None:
-        """Adds one, once there is room."""
+        """Add a delta; wait while the pipe is full."""
         while self._size > LARGEST_PIPE:
-            self._room.clear()
-            await self._room.wait()
-        self._waiting.append(delta)
+            self._has_space.clear()
+            await self._has_space.wait()
+        self._queue.append(delta)
         self._size += delta.size
-        self._news.set()
+        self._ready.set()
 
     def close(self) -> None:
-        """Nothing comes after what is there."""
+        """Mark the end: no further delta follows the queued ones."""
         self._closed = True
-        self._news.set()
+        self._ready.set()
 
     def nudge(self) -> None:
-        """Lets the reader take nothing."""
-        self._news.set()
+        """Wake the reader without a delta."""
+        self._ready.set()
 
     async def take(self) -> list[TextDelta]:
-        """All that wait; none if the pipe was closed or the reader was nudged."""
-        await self._news.wait()
-        taken, self._waiting, self._size = self._waiting, [], 0
+        """Return all queued deltas; none if the pipe was closed or the reader was nudged."""
+        await self._ready.wait()
+        deltas, self._queue, self._size = self._queue, [], 0
         if not self._closed:
-            self._news.clear()
-        self._room.set()
-        return taken
+            self._ready.clear()
+        self._has_space.set()
+        return deltas
 
 
 class EventStream:
-    """One streamed answer. `work` makes it; `play` sends it, and ends with it."""
+    """One streamed response. `work` produces it; `play` sends it and ends with it."""
 
-    def __init__(self, request: InferenceRequest, telling: Telling, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, rendering: Telling, work: Work) -> None:
         self._request = request
-        self._telling = telling
+        self._rendering = rendering
         self._work = work
         self._pipe = Pipe()
-        self._quiet = True
-        self._thinking: Replica | None = None
-        self._begun = self._stopped = False
-        self._making: asyncio.Future[None] | None = None
+        self._is_quiet = True
+        self._quiet_replica: Replica | None = None
+        self._has_started = self._is_stopped = False
+        self._producer: asyncio.Future[None] | None = None
 
     async def play(self, send: Send) -> int:
-        """Sends the events without the end of the body; returns the status it came to.
+        """Send the events without the end of the body; return the final status.
 
-        Raises what kept the answer from beginning, and Disconnected when the reader takes nothing.
+        Raises errors before the first byte, and Disconnected when the client stops reading.
         """
-        making = self._making = asyncio.ensure_future(self._make())
-        ticking = asyncio.ensure_future(self._tick())
+        producer = self._producer = asyncio.ensure_future(self._produce())
+        ticker = asyncio.ensure_future(self._tick())
         _playing.add(self)
         try:
             async with silence(conf.cluster().stream_stall, math.inf) as limit:
-                return await self._told_to(Outgoing(send, limit), making)
+                return await self._send_all(Outgoing(send, limit), producer)
         except TimeoutError:
             raise wire.Disconnected from None
         finally:
             _playing.discard(self)
-            ticking.cancel()
-            making.cancel()
-            await asyncio.gather(making, ticking, return_exceptions=True)
+            ticker.cancel()
+            producer.cancel()
+            await asyncio.gather(producer, ticker, return_exceptions=True)
 
-    async def _told_to(self, reader: "Outgoing", making: "asyncio.Future[None]") -> int:
+    async def _send_all(self, reader: "Outgoing", producer: "asyncio.Future[None]") -> int:
         try:
-            await self._tell(reader)
-            await making
+            await self._send_deltas(reader)
+            await producer
         except ClusterError as error:
-            if not self._begun:
+            if not self._has_started:
                 raise
-            await reader.body(self._telling.events.failed(error))
+            await reader.body(self._rendering.events.failed(error))
             return error.status
         await self._begin(reader)
-        await reader.body(self._telling.done)
+        await reader.body(self._rendering.done)
         return 200
 
     def stop(self) -> None:
-        """Ends the answer where it is, by an error."""
-        if self._making is not None:
-            self._stopped = True
-            self._making.cancel()
+        """End the response at this point with an error."""
+        if self._producer is not None:
+            self._is_stopped = True
+            self._producer.cancel()
 
-    async def _make(self) -> None:
+    async def _produce(self) -> None:
         try:
             await self._work(self._sink)
         except asyncio.CancelledError:
-            if self._stopped:
+            if self._is_stopped:
                 raise Unavailable("this web process is stopping", retry_after=1) from None
             raise
         finally:
             self._pipe.close()
 
     async def _sink(self, delta: TextDelta) -> None:
-        # From here on no other replica may begin the answer again.
+        # From here on no other replica may restart the response.
         self._request.begun = True
         await self._pipe.put(delta)
 
     async def _tick(self) -> None:
-        """Wakes the reader's side when nothing has been sent for a while."""
+        """Wake the sender when nothing has been sent for `QUIET` seconds."""
         while True:
-            self._quiet = True
+            self._is_quiet = True
             await asyncio.sleep(QUIET)
-            if self._quiet:
+            if self._is_quiet:
                 self._pipe.nudge()
 
-    async def _tell(self, reader: "Outgoing") -> None:
-        """Sends deltas until the last one, or until making them has failed."""
+    async def _send_deltas(self, reader: "Outgoing") -> None:
+        """Send deltas until the last one, or until their production has failed."""
         while not self._pipe.ended:
             deltas = await self._pipe.take()
             if deltas:
-                self._quiet = False
+                self._is_quiet = False
                 await self._begin(reader)
-                await reader.body(self._telling.events.told(deltas))
+                await reader.body(self._rendering.events.told(deltas))
             elif not self._pipe.ended:
                 await self._keep_alive(reader)
 
     async def _keep_alive(self, reader: "Outgoing") -> None:
-        """Only while a replica works on it: before that, what happens is still told by the status."""
-        if not self._begun and (self._request.replica is None or self._thinking != self._request.replica):
-            self._thinking = self._request.replica
+        """Send a keep-alive if a replica is working; until then errors still set the status."""
+        if not self._has_started and (
+            self._request.replica is None or self._quiet_replica != self._request.replica
+        ):
+            self._quiet_replica = self._request.replica
             return
         await self._begin(reader)
-        await reader.body(self._telling.keep_alive)
+        await reader.body(self._rendering.keep_alive)
 
     async def _begin(self, reader: "Outgoing") -> None:
-        if not self._begun:
-            self._begun = True
-            kind = (b"content-type", self._telling.kind)
+        if not self._has_started:
+            self._has_started = True
+            kind = (b"content-type", self._rendering.kind)
             await reader.head([kind, *_HEADERS, *node_header(self._request)])
 
 
@@ -180,35 +182,35 @@ _playing: set[EventStream] = set()
 
 
 def end_all() -> None:
-    """Ends the streams of this process, which is about to stop, so that their clients read an error."""
+    """End the streams of this process with an error event, because it is about to stop."""
     for stream in list(_playing):
         stream.stop()
 
 
 class Outgoing:
-    """The client's end: what is sent has to be taken in time."""
+    """The connection to the client; each message must be consumed within the silence limit."""
 
     def __init__(self, send: Send, limit: SilenceLimit) -> None:
         self._send = send
         self._limit = limit
 
     async def head(self, headers: list[Header]) -> None:
-        """Begins the answer."""
-        await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+        """Send status and headers."""
+        await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def body(self, events: bytes) -> None:
-        """A piece of it."""
-        await self._out({"type": "http.response.body", "body": events, "more_body": True})
+        """Send a piece of the body."""
+        await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def _out(self, message: dict[str, Any]) -> None:
+    async def _send_message(self, message: dict[str, Any]) -> None:
         self._limit.begin()
         await self._send(message)
         self._limit.pause()
 
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:
-    """§6.3: which node answered, if that is told."""
-    told = request.names_node or conf.cluster().expose_node_header
-    if not told or request.replica is None:
+    """Return the header with the replica's node (§6.3); () if it is disabled or no replica was picked."""
+    is_exposed = request.names_node or conf.cluster().expose_node_header
+    if not is_exposed or request.replica is None:
         return ()
     return ((b"x-localai-node", str(request.replica.node_id).encode()),)

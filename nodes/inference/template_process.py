@@ -1,9 +1,9 @@
-"""The process that runs the chat templates of definitions; `templates` starts it and talks to it over pipes.
+"""The process that renders the chat templates of definitions; `templates` starts it and uses pipes to it.
 
-A template comes with a definition, and those come from galleries. One filter or operator can hold an
-interpreter for a minute or take gigabytes in a single step, which no check between steps can end. So the
-kernel holds the limits: a timer of processor time for each prompt ends the process, and an allocation beyond
-its memory fails. The process has no environment, writes no file and ends when its input closes.
+Definitions, and so their templates, come from galleries. One filter or operator can block an interpreter for
+a minute or allocate gigabytes in a single step, which no check between steps can stop. So the kernel enforces
+the limits: a CPU timer for each prompt ends the process, and an allocation beyond its memory limit fails. The
+process has no environment, writes no file and ends when its input closes.
 
 Run as a script, it imports nothing of this project. A request is its length and JSON, a reply is `REPLY` and
 a text.
@@ -23,14 +23,14 @@ import orjson
 
 LENGTH = struct.Struct(">Q")
 REPLY = struct.Struct(">?BQ")
-"""Whether the process ends after this reply, one of the results, and the bytes of the text."""
+"""Header of a reply: a flag that the process ends after it, a result code, and the bytes of the text."""
 PROMPT, REFUSED, UNUSABLE, TOO_MUCH = range(4)
-"""The text is the prompt, the template's own refusal, the error of a template, or empty."""
+"""Result codes. The text is the prompt, the template's own refusal, the error of a template, or empty."""
 LARGEST_PROMPT = 32 * 1024 * 1024
-"""Characters."""
+"""Limit on the characters of a prompt."""
 _LONGEST_ERROR = 500
 _KEPT_MEMORY = 256 * 1024
-"""KiB; a process that once needed more than that ends, so that its memory returns to the machine."""
+"""Peak memory in KiB above which a process ends after its reply, so that the machine gets the memory back."""
 
 _FAILURES = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -39,7 +39,7 @@ _FAILURES = (
 
 
 class _Refused(Exception):
-    """The template itself says that it cannot make a prompt of this."""
+    """The template itself refused the messages."""
 
 
 class _TooMuch(Exception):
@@ -47,12 +47,12 @@ class _TooMuch(Exception):
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the input closes, or until a reply says that this process ends."""
-    ends = False
-    while not ends and len(header := requests.read(LENGTH.size)) == LENGTH.size:
+    """Process requests until the input closes, or until a reply has the end flag."""
+    is_last = False
+    while not is_last and len(header := requests.read(LENGTH.size)) == LENGTH.size:
         result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
-        ends = result == TOO_MUCH or _peak_memory() > _KEPT_MEMORY
-        replies.write(REPLY.pack(ends, result, len(text)))
+        is_last = result == TOO_MUCH or _peak_memory() > _KEPT_MEMORY
+        replies.write(REPLY.pack(is_last, result, len(text)))
         replies.write(text)
         replies.flush()
 
@@ -67,7 +67,7 @@ def _peak_memory() -> int:
 
 
 def _answer(request: Any) -> tuple[int, bytes]:
-    """Return the result and the text of one request; the timer ends the process if that takes too long."""
+    """Return the result and the text of one request; a timer ends the process if it takes too long."""
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
         values = request["values"] | {"raise_exception": _raise}
@@ -106,7 +106,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    # As templates of models expect it.
+    # Templates of models expect these options.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -117,7 +117,7 @@ def _environment() -> jinja2.sandbox.SandboxedEnvironment:
 
 
 def _limit(memory: int) -> None:
-    """Bind this process to `memory` bytes of addresses, no file and no core; its timer ends it."""
+    """Limit this process: `memory` bytes of address space, no file, no core dump; its timer ends it."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,8 +1,8 @@
-"""Prompts made by the Jinja template of a model's definition; without one the engine uses the model's own.
+"""Prompts rendered by the Jinja template of a model's definition. Without one the engine uses its own.
 
-A template runs in a process of its own, which the kernel holds to a time and a size (`template_process`). A
-web process keeps up to `MOST_AT_ONCE` of them, each started when it is first needed. One that has been ended
-is replaced with the next prompt.
+Templates run in separate processes with CPU and memory limits of the kernel (`template_process`). A web
+process keeps up to `MOST_AT_ONCE` of them, each started when first needed. A terminated process is replaced
+with the next prompt.
 """
 
 import asyncio
@@ -27,15 +27,17 @@ from nodes.inference.generation import Conversation, Utterance
 from nodes.inference.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH
 
 LONGEST = 5.0
-"""Seconds of processor time that one prompt may take."""
+"""Limit on the CPU seconds of one prompt."""
 LONGEST_WAIT = 30.0
-"""Seconds until a process that neither answers nor ends is killed: it is stopped, or the machine is busy."""
+"""Seconds until an unresponsive process is killed: it is stopped, or the machine is busy."""
 MEMORY = 768 * 1024 * 1024
-"""Bytes of addresses of a process; about 40 MB of them are Python's."""
+"""Limit on a process's address space in bytes; about 40 MB of it are Python's."""
 MOST_AT_ONCE = 4
 _PIECE = 64 * 1024
 _ENVIRONMENT = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
-"""Variables that Python needs to start, and the reaper to know its own; the processes get no secret."""
+"""Environment variables that Python needs to start and the reaper needs to identify its children; processes
+get no secrets.
+"""
 
 
 class TemplateUnusable(ClusterError):
@@ -45,17 +47,17 @@ class TemplateUnusable(ClusterError):
 
 
 class _Ended(Exception):
-    """The process ended before it answered."""
+    """The process ended before it replied."""
 
 
 class _Silent(Exception):
-    """The process neither answered nor ended in time."""
+    """The process neither replied nor ended in time."""
 
 
 async def prompt(source: str, conversation: Conversation) -> str:
-    """Return the prompt that the template makes.
+    """Return the prompt that the template renders.
 
-    Raises InvalidInput for what the template refuses or makes too much of, else TemplateUnusable.
+    Raises InvalidInput if the template refuses the messages or its output is too long, else TemplateUnusable.
     """
     return await asyncio.get_running_loop().run_in_executor(_threads(), _render, source, conversation)
 
@@ -68,7 +70,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def _render(source: str, conversation: Conversation) -> str:
     values = {
-        "messages": [_message(said) for said in conversation.messages],
+        "messages": [_message(message) for message in conversation.messages],
         "tools": orjson.Fragment(conversation.tools) if conversation.tools else None,
         "add_generation_prompt": True,
         "bos_token": "",
@@ -88,51 +90,51 @@ def _render(source: str, conversation: Conversation) -> str:
     return text
 
 
-def _message(said: Utterance) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": said.role, "content": said.content}
-    if said.name:
-        message["name"] = said.name
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_call_id:
-        message["tool_call_id"] = said.tool_call_id
-    if said.tool_calls:
-        message["tool_calls"] = orjson.Fragment(said.tool_calls)
+def _message(utterance: Utterance) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"role": utterance.role, "content": utterance.content}
+    if utterance.name:
+        message["name"] = utterance.name
+    if utterance.reasoning:
+        message["reasoning_content"] = utterance.reasoning
+    if utterance.tool_call_id:
+        message["tool_call_id"] = utterance.tool_call_id
+    if utterance.tool_calls:
+        message["tool_calls"] = orjson.Fragment(utterance.tool_calls)
     return message
 
 
 _idle: "list[_Process]" = []
-"""Processes that no thread uses; appending and popping are atomic."""
+"""Idle processes; appending and popping are atomic."""
 
 
 @atexit.register
 def _end_idle() -> None:
-    """End the processes with their web process; they would end by themselves when their input closes."""
+    """End the processes at exit of the web process; they also end on their own when their input closes."""
     while _idle:
         _idle.pop().end()
 
 
 def _exchange(request: bytes) -> tuple[int, str]:
-    """Have an idle process answer the request, a new one if there is none or if somebody has ended it."""
+    """Send the request to an idle process, or to a new one if none is idle or the idle one was terminated."""
     try:
         process = _idle.pop()
     except IndexError:
-        return _answered(_Process(), request)
+        return _run_in(_Process(), request)
     try:
-        return _answered(process, request)
+        return _run_in(process, request)
     except _Ended:
-        return _answered(_Process(), request)
+        return _run_in(_Process(), request)
 
 
-def _answered(process: "_Process", request: bytes) -> tuple[int, str]:
-    """Return the process's result and text, and keep the process for later requests if it goes on."""
+def _run_in(process: "_Process", request: bytes) -> tuple[int, str]:
+    """Return the process's result and text; return the process to the idle list if it continues."""
     try:
-        ends, result, text = process.exchange(request)
+        is_last, result, text = process.exchange(request)
     except BaseException as error:
         if process.end() == -signal.SIGPROF and isinstance(error, _Ended):
-            return TOO_MUCH, ""  # its timer has ended it
+            return TOO_MUCH, ""  # its timer ended it
         raise
-    if ends:
+    if is_last:
         process.end()
     else:
         _idle.append(process)
@@ -159,32 +161,32 @@ class _Process:
 
     def exchange(self, request: bytes) -> tuple[bool, int, bytes]:
         """Send a request and return the reply; raise _Ended or _Silent if there is none."""
-        until = clock.monotonic() + LONGEST_WAIT
-        left = memoryview(LENGTH.pack(len(request)) + request)
-        while left:
-            _wait(self._input, select.POLLOUT, until)
+        deadline = clock.monotonic() + LONGEST_WAIT
+        remaining = memoryview(LENGTH.pack(len(request)) + request)
+        while remaining:
+            _wait(self._input, select.POLLOUT, deadline)
             try:
-                left = left[os.write(self._input, left[:_PIECE]) :]
+                remaining = remaining[os.write(self._input, remaining[:_PIECE]) :]
             except BrokenPipeError as error:
                 raise _Ended("its process has ended") from error
-        ends, result, length = REPLY.unpack(self._read(REPLY.size, until))
+        is_last, result, length = REPLY.unpack(self._read(REPLY.size, deadline))
         if length > 4 * LARGEST_PROMPT:
             raise _Silent("its process answers too much")
-        return ends, result, self._read(length, until)
+        return is_last, result, self._read(length, deadline)
 
-    def _read(self, length: int, until: float) -> bytes:
-        pieces, left = [], length
-        while left:
-            _wait(self._output, select.POLLIN, until)
-            piece = os.read(self._output, min(left, 16 * _PIECE))
+    def _read(self, length: int, deadline: float) -> bytes:
+        pieces, remaining = [], length
+        while remaining:
+            _wait(self._output, select.POLLIN, deadline)
+            piece = os.read(self._output, min(remaining, 16 * _PIECE))
             if not piece:
                 raise _Ended("its process has ended")
             pieces.append(piece)
-            left -= len(piece)
+            remaining -= len(piece)
         return b"".join(pieces)
 
     def end(self) -> int:
-        """End the process if it still runs; return its exit code, for a signal the negative number of it."""
+        """End the process if it still runs; return its exit code, or the negative number of a signal."""
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 pipe.close()
@@ -192,9 +194,9 @@ class _Process:
         return self._child.wait()
 
 
-def _wait(file: int, event: int, until: float) -> None:
-    """Wait until the pipe is ready; raise _Silent when the time is over."""
+def _wait(file: int, event: int, deadline: float) -> None:
+    """Wait until the pipe is ready; raise _Silent after the deadline."""
     poll = select.poll()
     poll.register(file, event)
-    if not poll.poll(max(0.0, until - clock.monotonic()) * 1000):
+    if not poll.poll(max(0.0, deadline - clock.monotonic()) * 1000):
         raise _Silent(f"its process did not answer within {LONGEST_WAIT:g} s")

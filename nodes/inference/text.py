@@ -1,4 +1,4 @@
-"""The routes of text generation: a dialect before and after, the same way between them."""
+"""The routes of text generation: each combines a dialect with the common generation."""
 
 from collections.abc import Awaitable, Callable
 
@@ -19,22 +19,22 @@ from nodes.routing.request import InferenceRequest
 
 
 def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
-    """The handler of a route that speaks this dialect."""
+    """Return the handler of a route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        asked = dialect.read(wire.json_object(request.body))
-        request.body = b""  # it may be large, and the answer takes its time
-        head = Head(request.request_id, int(clock.now().timestamp()), asked)
-        if asked.stream:
+        generation = dialect.read(wire.json_object(request.body))
+        request.body = b""  # it may be large, and generation takes long
+        head = Head(request.request_id, int(clock.now().timestamp()), generation)
+        if generation.stream:
             return EventStream(
-                request, dialect.told(head), lambda sink: generate(request, asked, sink, lambda: None)
+                request, dialect.told(head), lambda sink: generate(request, generation, sink, lambda: None)
             )
         deltas: list[TextDelta] = []
 
-        async def keep(delta: TextDelta) -> None:
+        async def collect(delta: TextDelta) -> None:
             deltas.append(delta)
 
-        await generate(request, asked, keep, deltas.clear)
+        await generate(request, generation, collect, deltas.clear)
         return Answer(dialect.whole(head, deltas), headers=tuple(node_header(request)))
 
     return answer

@@ -1,4 +1,4 @@
-"""`POST /v1/tokenize` and `/v1/detokenize`: between text and the token ids of a model."""
+"""`POST /v1/tokenize` and `/v1/detokenize`: conversion between text and the token ids of a model."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 async def tokenize(request: InferenceRequest) -> Answer:
-    """Answers the token ids of a text."""
+    """Respond with the token ids of a text."""
     body = wire.typed(_fields(request), TokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
@@ -45,14 +45,14 @@ async def tokenize(request: InferenceRequest) -> Answer:
 
 
 async def detokenize(request: InferenceRequest) -> Answer:
-    """Answers the text of token ids."""
+    """Respond with the text of token ids."""
     body = wire.typed(_fields(request), DetokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
-    asked = DetokenizeRequest(tokens=body.tokens)
+    call = DetokenizeRequest(tokens=body.tokens)
 
     async def work(engine: BackendClient) -> str:
-        return (await engine.detokenize(asked, request.deadline - clock.monotonic())).content
+        return (await engine.detokenize(call, request.deadline - clock.monotonic())).content
 
     return Answer(orjson.dumps({"content": await gateway.current().run(request, work)}))
 

@@ -1,4 +1,4 @@
-"""Tools in OpenAI's form, which engines know: what they may be, and which one is to be called. Pure."""
+"""Tools in OpenAI's form, which engines expect: validation, and the tool choice. Pure."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -48,19 +48,20 @@ Choice = Literal["none", "auto", "required"] | ForcedTool
 def chosen(
     tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
 ) -> tuple[str, str]:
-    """The tools and which of them is to be called: the word, or OpenAI's object as JSON.
+    """Validate the tools and the choice; return both in the form for engines.
 
-    `schema` is where in a tool the client has written its schema.
+    The tools are JSON, the choice is a word or OpenAI's JSON object. Both are "" if no tool may be called.
+    `schema` is the path of the schema within a tool in the client's request. Raises InvalidInput.
     """
-    known = {tool.function.name for tool in tools}
-    if isinstance(choice, ForcedTool) and choice.function.name not in known:
+    tool_names = {tool.function.name for tool in tools}
+    if isinstance(choice, ForcedTool) and choice.function.name not in tool_names:
         raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
-    if choice == "required" and not known:
+    if choice == "required" and not tool_names:
         raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
     schemas.check(
         (tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)
     )
-    if not known or choice == "none":
+    if not tool_names or choice == "none":
         return "", ""
     if isinstance(choice, ForcedTool):
         return as_json(tools), as_json(choice)
@@ -68,5 +69,5 @@ def chosen(
 
 
 def as_json(value: object) -> str:
-    """JSON, also of a struct."""
+    """Return the JSON of a value; structs are supported."""
     return msgspec.json.encode(value).decode()

@@ -1,8 +1,8 @@
 """Files of one request on the worker of its replica (worker.md §14, "Request-time files").
 
-Engines read and write files of their own machine: an input is put there before the call, and an output is
-fetched from the place that the worker allotted for it. Neither the protocol nor a stock worker can delete
-them, so they are emptied when the request is over. Only the registered address is dialled.
+Engines read and write files on their own machine: an input is stored there before the call, and an output is
+fetched from the path that the worker allotted for it. Neither the protocol nor a stock worker can delete
+files, so they are emptied when the request ends. Only the registered address is dialled.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ ROUTE = "/v1/files/"
 INPUTS = "ephemeral/inputs"
 PIECE = 256 * 1024
 LARGEST_OUTPUT = 256 * 1024 * 1024
-"""Bytes of what an engine may write for one request."""
+"""Limit on the bytes that an engine may write for one request."""
 EMPTY_LIMIT = 10.0
-"""Seconds within which a worker empties a file."""
+"""Time limit in seconds for emptying the files of a request."""
 _LONGEST_ANSWER = 64 * 1024
 
 
@@ -46,13 +46,13 @@ class FilesUnavailable(BackendError, Unavailable):
 
 
 class _NothingDone(FilesUnavailable):
-    """The same before the engine was asked: another replica may be."""
+    """The worker's files are unavailable, and the engine was not called yet; another replica may succeed."""
 
     repeatable = True
 
 
 class _Place(msgspec.Struct):
-    """Where a file is on the worker."""
+    """The worker's response: the path of a file on it."""
 
     local_path: str
 
@@ -61,7 +61,7 @@ _emptying: set["asyncio.Task[None]"] = set()
 
 
 class WorkerFiles:
-    """The files of one request; `open_files` makes it. Everything has to be done by `deadline`."""
+    """The files of one request, created by `open_files`. Every transfer must finish by `deadline`."""
 
     def __init__(self, server: HttpServer, client: httpx.AsyncClient, deadline: float) -> None:
         self._server = server
@@ -71,25 +71,25 @@ class WorkerFiles:
         self._keys: list[str] = []
 
     async def put(self, name: str, file: IO[bytes], size: int) -> str:
-        """Sends a file; answers its path on the worker. `name` must be harmless as a name of a file."""
+        """Upload a file; return its path on the worker. `name` must be safe as a file name."""
         key = f"{self._folder}/{name}"
         self._keys.append(key)
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-        return self._path(await self._small("PUT", key, headers=headers, content=_pieces(file)))
+        return self._path(await self._request_body("PUT", key, headers=headers, content=_pieces(file)))
 
     async def temp(self) -> str:
-        """Has the worker make an empty file; answers its path there."""
-        path = self._path(await self._small("POST", "temp"))
+        """Create an empty file on the worker; return its path there."""
+        path = self._path(await self._request_body("POST", "temp"))
         self._keys.append(_base(path))
         return path
 
     async def fetch(self, path: str) -> IO[bytes]:
-        """What is in the file of `temp`, in a file without a name that stands at its beginning."""
+        """Download the file of `temp` into an unnamed temporary file, positioned at its beginning."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
         try:
-            async with self._asked("GET", _base(path), FilesUnavailable) as answer:
+            async with self._request("GET", _base(path), FilesUnavailable) as response:
                 size = 0
-                async for piece in answer.aiter_raw(PIECE):
+                async for piece in response.aiter_raw(PIECE):
                     size += len(piece)
                     if size > LARGEST_OUTPUT:
                         raise BackendFailed(f"the engine wrote more than {LARGEST_OUTPUT} bytes")
@@ -106,7 +106,7 @@ class WorkerFiles:
             raise
 
     async def empty(self) -> None:
-        """Empties every file, as well as the worker can be reached."""
+        """Empty every file, best effort."""
         try:
             async with asyncio.timeout(EMPTY_LIMIT):
                 for key in self._keys:
@@ -114,33 +114,33 @@ class WorkerFiles:
         except (httpx.HTTPError, TimeoutError) as error:
             logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
 
-    async def _small(self, method: str, key: str, **sent: Any) -> bytes:
-        async with self._asked(method, key, _NothingDone, **sent) as answer:
+    async def _request_body(self, method: str, key: str, **options: Any) -> bytes:
+        async with self._request(method, key, _NothingDone, **options) as response:
             body = b""
-            async for piece in answer.aiter_raw():
+            async for piece in response.aiter_raw():
                 body += piece
                 if len(body) > _LONGEST_ANSWER:
                     raise FilesUnavailable(f"node {self._server.node}: its worker's answer is too long")
             return body
 
     @asynccontextmanager
-    async def _asked(
-        self, method: str, key: str, failure: type[FilesUnavailable], **sent: Any
+    async def _request(
+        self, method: str, key: str, failure: type[FilesUnavailable], **options: Any
     ) -> AsyncIterator[httpx.Response]:
-        """The answer of status 200."""
-        where = f"node {self._server.node}: its worker"
+        """Yield the response of status 200; raise `failure` for any other status or a connection error."""
+        subject = f"node {self._server.node}: its worker"
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
-                self._client.stream(method, ROUTE + quote(key), **sent) as answer,
+                self._client.stream(method, ROUTE + quote(key), **options) as response,
             ):
-                if answer.status_code != 200:
-                    raise failure(f"{where} answers {answer.status_code} to {method} of a file")
-                yield answer
+                if response.status_code != 200:
+                    raise failure(f"{subject} answers {response.status_code} to {method} of a file")
+                yield response
         except TimeoutError:
-            raise DeadlineExceeded(f"{where} has not answered in time") from None
+            raise DeadlineExceeded(f"{subject} has not answered in time") from None
         except httpx.HTTPError as error:
-            raise failure(f"{where} does not answer: {error or type(error).__name__}") from error
+            raise failure(f"{subject} does not answer: {error or type(error).__name__}") from error
 
     def _path(self, body: bytes) -> str:
         try:
@@ -154,7 +154,7 @@ class WorkerFiles:
 
 @asynccontextmanager
 async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFiles]:
-    """Files on the worker of a node, for as long as the request needs them."""
+    """Provide files on the worker of a node; empty them afterwards in the background."""
     try:
         server = await database_sync_to_async(dialling.http_server)(node_id)
     except ClusterError as error:
@@ -166,7 +166,7 @@ async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFile
     try:
         yield files
     finally:
-        # Beside the request, whose client may have left.
+        # In the background, because the request's client may have disconnected.
         task = asyncio.ensure_future(_end(files, client))
         _emptying.add(task)
         task.add_done_callback(_emptying.discard)
@@ -182,7 +182,7 @@ def _base(path: str) -> str:
 
 
 async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
-    # Another replica may be sent the same file.
+    # The file may be sent again, to a further replica.
     file.seek(0)
     while piece := await asyncio.to_thread(file.read, PIECE):
         yield piece

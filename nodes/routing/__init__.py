@@ -1,11 +1,12 @@
-"""Picking a loaded replica and counting what runs on it: the hot path, written by hand on an async pool.
+"""The hot path: pick a loaded replica and count its requests, in handwritten SQL on an async pool.
 
-A request moves like this: `picks.Picker.acquire` -> one statement, shared with all requests that wait at that
+A request flows like this: `picks.Picker.acquire` -> one statement, shared with all requests that wait at that
 moment -> a `Replica` with its in-flight count raised -> the call -> `Picker.release` -> one statement, shared
-again. `request` is the object that travels, `process` keeps the row that stands for this web process. The SQL
-is in `nodes/replicas/statements.py`; the tests keep a pure twin of its choice.
+again. `request` is the object that passes through all steps, `process` maintains the row of this web process.
+The SQL is in `nodes/replicas/statements.py`; the tests have a pure counterpart of its choice.
 
-By the prefix: `chains` makes hashes of a prompt, `affinity` knows which replica had it last, `prefixes`
-advises the pick and learns from it (its SQL: `nodes/replicas/prefix_statement.py`), `pressure` counts what
-was kept away, `prefix_news` tells other web processes, and `prefix_service` runs all of it.
+Routing by prefix: `chains` hashes a prompt, `affinity` remembers which replica had each prefix last,
+`prefixes` advises the pick and learns from its result (its SQL: `nodes/replicas/prefix_statement.py`),
+`pressure` counts the requests that were diverted, `prefix_news` sends updates to other web processes, and
+`prefix_service` runs all of it.
 """

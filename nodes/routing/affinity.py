@@ -1,11 +1,11 @@
-"""Which replica was last given which beginning of a prompt: the memory behind routing by prefix. Pure.
+"""Prefix table for routing: the replica that last received each beginning of a prompt. Pure.
 
-A hash of a chain stands for all of the prompt up to there, so the tree of R3.8 is a flat table for each
-model: hash -> the replica, and when. Its order is that of use. What is too old or too much goes from its
-front, a replica that has gone is marked and its entries are passed over, and the weight of each replica is
-carried along: nothing here walks over all entries.
+A hash of a chain stands for the whole prompt up to that block, so the tree of R3.8 is a flat table per model:
+hash -> the replica and the time. Entries are in order of use. Expired and excess entries are dropped from the
+front. The entries of a removed replica stay in the table and are skipped, because the replica is flagged.
+Each replica's weight is updated incrementally: nothing here iterates over all entries.
 
-Not for more than one thread.
+Not thread-safe.
 """
 
 from collections import OrderedDict
@@ -17,121 +17,121 @@ from uuid import UUID
 from nodes.routing.chains import Chain
 
 HALF_LIFE = 120.0
-"""C43: seconds in which an entry loses half of its weight."""
+"""Seconds in which an entry loses half of its weight (C43)."""
 MOST_ENTRIES = 131_072
-"""Of all models together, about 25 MB: 2,048 prompts of the longest kind."""
+"""Limit on the entries of all models, about 25 MB: 2,048 prompts of the maximum length."""
 MOST_HOMES = 4096
-"""Replicas of one model that are remembered."""
+"""Limit on the replicas of one model in the table."""
 
 Place = tuple[UUID, int]
-"""A replica: its node and its index there. Another engine at the same place is the same replica."""
+"""A replica slot: node and index. A new engine in the same slot counts as the same replica."""
 
 
 class Match(NamedTuple):
-    """Where the longest known beginning of a prompt was last, and how many blocks that is."""
+    """The replica that last received the longest cached prefix of a prompt; `depth` is in blocks."""
 
     place: Place
     depth: int
 
 
 @dataclass(slots=True, eq=False)
-class _Home:
-    """A replica as the home of entries; `weight` is what they weighed at `at`."""
+class _Owner:
+    """A replica as the owner of entries; `weight` is their total weight at the time `at`."""
 
     place: Place
     at: float
     weight: float = 0.0
     entries: int = 0
-    gone: bool = False
+    removed: bool = False
 
     def age(self, now: float, half_life: float) -> None:
-        """Brings its weight up to date."""
-        self.weight *= _decayed(now - self.at, half_life)
+        """Decay the weight to its value at `now`."""
+        self.weight *= _decay_factor(now - self.at, half_life)
         self.at = now
 
-    def lose(self, seen: float, now: float, half_life: float) -> None:
-        """One entry is another's, or nobody's."""
+    def lose(self, used_at: float, now: float, half_life: float) -> None:
+        """Remove one entry, which has a new owner or was dropped."""
         self.age(now, half_life)
         self.entries -= 1
-        # Without entries it is exactly nothing, whatever rounding has left.
-        self.weight = max(self.weight - _decayed(now - seen, half_life), 0.0) if self.entries else 0.0
+        # Without entries the weight is exactly 0, despite rounding errors.
+        self.weight = max(self.weight - _decay_factor(now - used_at, half_life), 0.0) if self.entries else 0.0
 
 
-def _decayed(age: float, half_life: float) -> float:
+def _decay_factor(age: float, half_life: float) -> float:
     return float(0.5 ** (age / half_life)) if half_life else 1.0
 
 
 class _Table:
-    """The entries of one model."""
+    """The prefix entries of one model."""
 
     def __init__(self, ttl: float, half_life: float) -> None:
-        self.entries: OrderedDict[int, tuple[_Home, float]] = OrderedDict()
-        self.homes: dict[Place, _Home] = {}
+        self.entries: OrderedDict[int, tuple[_Owner, float]] = OrderedDict()
+        self.owners: dict[Place, _Owner] = {}
         self._ttl = ttl
         self._half_life = half_life
 
     def expire(self, now: float) -> None:
-        """R3.10: drops what is too old."""
+        """Drop expired entries (R3.10)."""
         while self.entries:
-            _, seen = next(iter(self.entries.values()))
-            if now - seen <= self._ttl:
+            _, used_at = next(iter(self.entries.values()))
+            if now - used_at <= self._ttl:
                 return
             self.drop_oldest(now)
 
     def drop_oldest(self, now: float) -> None:
-        """Drops the entry that was not used for the longest time; of one prompt the last blocks first."""
-        _, (home, seen) = self.entries.popitem(last=False)
-        self._taken_from(home, seen, now)
+        """Drop the least recently used entry; within one prompt the last blocks go first."""
+        _, (owner, used_at) = self.entries.popitem(last=False)
+        self._remove_from(owner, used_at, now)
 
     def match(self, chain: Chain, now: float) -> Match | None:
-        """The deepest live entry."""
+        """Return the deepest live entry of the chain, or None."""
         for depth in range(len(chain), 0, -1):
             entry = self.entries.get(chain[depth - 1])
-            if entry is not None and not entry[0].gone and now - entry[1] <= self._ttl:
+            if entry is not None and not entry[0].removed and now - entry[1] <= self._ttl:
                 return Match(entry[0].place, depth)
         return None
 
     def put(self, chain: Chain, place: Place, now: float) -> None:
-        """Makes the replica the home of every block (R3.9)."""
-        home = self.homes.get(place)
-        if home is None:
-            if len(self.homes) >= MOST_HOMES:
+        """Make the replica the owner of every block (R3.9)."""
+        owner = self.owners.get(place)
+        if owner is None:
+            if len(self.owners) >= MOST_HOMES:
                 return
-            home = self.homes[place] = _Home(place, now)
-        home.age(now, self._half_life)
-        home.entries += len(chain)
-        home.weight += len(chain)
-        # Backwards, so that the first blocks, which most prompts share, are the last to go.
+            owner = self.owners[place] = _Owner(place, now)
+        owner.age(now, self._half_life)
+        owner.entries += len(chain)
+        owner.weight += len(chain)
+        # In reverse order, so that the first blocks, which most prompts share, are dropped last.
         for block in reversed(chain):
-            former = self.entries.get(block)
-            if former is not None:
+            previous = self.entries.get(block)
+            if previous is not None:
                 self.entries.move_to_end(block)
-            self.entries[block] = (home, now)
-            if former is not None:
-                self._taken_from(*former, now)
+            self.entries[block] = (owner, now)
+            if previous is not None:
+                self._remove_from(*previous, now)
 
     def forget(self, node: UUID, index: int) -> None:
-        """R3.22: passes over what this replica is the home of from now on; below 0: all of the node's."""
-        lost = [place for place in self.homes if place[0] == node] if index < 0 else [(node, index)]
-        for place in lost:
-            if (home := self.homes.pop(place, None)) is not None:
-                home.gone = True
+        """Skip this replica's entries from now on (R3.22); below 0, those of all its node's replicas."""
+        places = [place for place in self.owners if place[0] == node] if index < 0 else [(node, index)]
+        for place in places:
+            if (owner := self.owners.pop(place, None)) is not None:
+                owner.removed = True
 
     def weights(self, now: float) -> Iterator[tuple[Place, float]]:
-        """R3.12: how much each replica is the home of; what is expired must have been dropped."""
-        for home in self.homes.values():
-            yield home.place, home.weight * _decayed(now - home.at, self._half_life)
+        """Yield each replica's weight (R3.12). Expired entries must have been dropped before."""
+        for owner in self.owners.values():
+            yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
 
-    def _taken_from(self, home: _Home, seen: float, now: float) -> None:
-        if home.gone:
+    def _remove_from(self, owner: _Owner, used_at: float, now: float) -> None:
+        if owner.removed:
             return
-        home.lose(seen, now, self._half_life)
-        if not home.entries:
-            del self.homes[home.place]
+        owner.lose(used_at, now, self._half_life)
+        if not owner.entries:
+            del self.owners[owner.place]
 
 
 class Affinity:
-    """The memory of one web process. Times are seconds of one clock that never goes back."""
+    """The prefix tables of one web process, by model. Times are seconds of a monotonic clock."""
 
     def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MOST_ENTRIES) -> None:
         self._ttl = ttl
@@ -140,27 +140,30 @@ class Affinity:
         self._tables: dict[str, _Table] = {}
 
     def __len__(self) -> int:
-        """How many entries there are, those of replicas that have gone included."""
+        """Return the number of entries, including those of removed replicas."""
         return sum(len(table.entries) for table in list(self._tables.values()))
 
     def observe(self, model: str, chain: Chain, place: Place, now: float) -> bool:
-        """R3.9: the replica was given this prompt; whether that is news to others."""
+        """Record that the replica received this prompt (R3.9).
+
+        Returns True if other processes need the update.
+        """
         if not chain:
             return False
         table = self._tables.setdefault(model, _Table(self._ttl, self._half_life))
         table.expire(now)
-        known = table.match(chain, now)
+        previous_match = table.match(chain, now)
         table.put(chain, place, now)
         self._shrink(now)
-        return known != Match(place, len(chain))
+        return previous_match != Match(place, len(chain))
 
     def match(self, model: str, chain: Chain, now: float) -> Match | None:
-        """R3.11: the replica that was last given the longest known beginning of this prompt."""
+        """Return the replica that last received the longest cached prefix of this prompt (R3.11), or None."""
         table = self._tables.get(model)
         return None if table is None else table.match(chain, now)
 
     def weights(self, model: str, now: float) -> list[tuple[Place, float]]:
-        """Of each replica that is the home of anything; others weigh nothing."""
+        """Return the weights of all replicas with entries; every other replica weighs 0."""
         table = self._tables.get(model)
         if table is None:
             return []
@@ -168,25 +171,25 @@ class Affinity:
         return list(table.weights(now))
 
     def forget(self, model: str, node: UUID, index: int) -> None:
-        """A replica has gone, or all of the model on the node (below 0)."""
+        """Forget a removed replica, or all of the model's replicas on the node (index below 0)."""
         if (table := self._tables.get(model)) is not None:
             table.forget(node, index)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drop all entries."""
         self._tables.clear()
 
     def sweep(self, now: float) -> None:
-        """R3.10: drops what is expired, and what nothing is left of."""
+        """Drop expired entries and empty tables (R3.10)."""
         for model, table in list(self._tables.items()):
             table.expire(now)
             if not table.entries:
                 del self._tables[model]
 
     def _shrink(self, now: float) -> None:
-        """Keeps to the limit at the cost of the model that has the most."""
-        beyond = len(self) - self._most
-        if beyond > 0:
+        """Drop entries of the model with the most entries until the limit holds."""
+        excess = len(self) - self._most
+        if excess > 0:
             largest = max(self._tables.values(), key=lambda table: len(table.entries))
-            for _ in range(min(beyond, len(largest.entries))):
+            for _ in range(min(excess, len(largest.entries))):
                 largest.drop_oldest(now)

@@ -1,7 +1,7 @@
-"""From a prompt to its chain: a hash for each of its blocks, over the block and all that came before. Pure.
+"""The chain of a prompt: one hash per block, over the block and everything before it. Pure.
 
-Two prompts for one model have the same hash at a position exactly if they are the same up to there. Every
-process makes the same numbers of the same prompt: they travel between them (R3.4).
+Two prompts for one model have equal hashes at a position if and only if they are equal up to there. Every
+process computes equal hashes for equal prompts: processes exchange them (R3.4).
 """
 
 from xxhash import xxh64_intdigest
@@ -9,15 +9,15 @@ from xxhash import xxh64_intdigest
 Chain = tuple[int, ...]
 
 WINDOW, DEPTH = 256, 64
-"""C40: bytes of a block, and how many blocks count."""
+"""Bytes of a block, and the number of blocks that count (C40)."""
 LONGEST = WINDOW * DEPTH
 """Bytes of a prompt that count."""
 
 
 def chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
-    """R3.3, R3.4: the hashes of the prompt's blocks, the last of which may be short; none of an empty one."""
-    made, last = [], xxh64_intdigest(model.encode())
+    """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
+    hashes, last = [], xxh64_intdigest(model.encode())
     for start in range(0, min(len(prompt), window * depth), window):
         last = xxh64_intdigest(last.to_bytes(8, "little") + prompt[start : start + window])
-        made.append(last)
-    return tuple(made)
+        hashes.append(last)
+    return tuple(hashes)

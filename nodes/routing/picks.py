@@ -1,11 +1,11 @@
-"""Micro-batched picks and releases: the counts of this process, in memory and in the database.
+"""Micro-batched picks and releases: this process's in-flight counts, in memory and in the database.
 
-One statement is under way at a time. Requests that arrive meanwhile wait, and the next statement serves all
-of them. So a request costs at most one statement on the way in and one on the way out, and less under load.
+One statement runs at a time. Requests that arrive meanwhile wait, and the next statement serves all of them.
+So a request costs at most one statement on the way in and one on the way out, and less under load.
 
-`_held` is what runs in this process right now and is always right. The database follows it by deltas. When
-the outcome of a statement is unknown (connection lost, this process taken for dead), the next step is a
-settlement, which sets the rows to `_held` instead.
+`_held` counts the requests that run in this process now and is always right. The database follows it by
+deltas. When the outcome of a statement is unknown (connection lost, this process removed as dead), the next
+step is a settlement, which sets the rows to `_held` instead.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ from nodes.routing.request import InferenceRequest, PickWish, Replica
 
 logger = logging.getLogger(__name__)
 
-# A deadlock, or a process row that the liveness pass removed: the statement did nothing and may run again.
+# Errors after which a statement may be retried, because it had no effect: a deadlock, or a process row that
+# the liveness pass removed.
 _REPEATABLE = (
     psycopg.errors.ForeignKeyViolation,
     psycopg.errors.DeadlockDetected,
@@ -44,20 +45,20 @@ _REPEATABLE = (
 )
 _ATTEMPTS = 3
 RELEASE_DELAY = 0.005
-"""Seconds that a release waits for others to share its statement."""
+"""Seconds that a release waits for further releases to share its statement."""
 
 
 Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
-"""Tells of a model how much of prompts each replica, by node and index, is the home of (R3.12)."""
+"""Return the prefix weight of each replica of a model, by node and index (R3.12)."""
 
 
 def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
-    """Prompts do not count."""
+    """Return no weights: picks ignore prefixes."""
     return ()
 
 
 class Picker:
-    """Picks and releases of one web process; lives on one event loop."""
+    """Picks and releases of one web process. Bound to one event loop."""
 
     def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
         self.process_id = uuid4()
@@ -80,13 +81,12 @@ class Picker:
         self._delayed: asyncio.TimerHandle | None = None
 
     async def acquire(self, request: InferenceRequest) -> Replica | None:
-        """Picks a replica of the request's model and counts it in; None when no replica is loaded.
+        """Pick a replica of the request's model and count the request in; None if none is loaded.
 
-        The same statement confirms the request's API key and fills in its principal; raises WrongKey
-        for a key that is not valid. Without a model it only does that. Raises Unavailable when the database
-        is unreachable.
+        The same statement confirms the request's API key and fills in its principal; raises WrongKey for an
+        invalid key. Without a model it only does that. Raises Unavailable when the database is unreachable.
         """
-        began, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
+        started_at, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
         self._waiting.append(request)
         self._wake()
         try:
@@ -97,17 +97,17 @@ class Picker:
             raise
         except asyncio.CancelledError:
             outcome = metrics.LEFT
-            # It may arrive in the same turn of the loop as a replica, which nothing else would count out.
+            # The cancellation may coincide with a picked replica, which no other code would count out.
             replica, request.replica = request.replica, None
             if replica is not None:
                 self.release(replica)
             raise
         finally:
-            metrics.pick_ended(outcome, clock.monotonic() - began)
+            metrics.pick_ended(outcome, clock.monotonic() - started_at)
         return request.replica
 
     def release(self, replica: Replica) -> None:
-        """Counts one request out. It never waits and never fails, so that every path can call it (R2.73)."""
+        """Count one request out. Never waits and never fails, so that every path can call it (R2.73)."""
         if self._held[replica.id] <= 1:
             del self._held[replica.id]
         else:
@@ -116,7 +116,7 @@ class Picker:
         self._wake_soon()
 
     async def settle(self) -> None:
-        """Creates or renews this process's row and sets its counts in the database to those in memory."""
+        """Create or renew this process's row and set its counts in the database to those in memory."""
         self._unsettled = True
         self._wake()
         await self.idle()
@@ -124,37 +124,38 @@ class Picker:
             raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
 
     async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
-        """Takes a replica out of the picks that did no work: the row that was picked, not one in its place.
+        """Exclude a replica that failed to serve from further picks.
 
-        `strange`: its engine answers, but holds another model or none.
+        Only the picked row is excluded, not a successor in its slot. `strange`: its engine responds, but
+        holds another model or none.
         """
         reason = PhaseReason.WRONG_MODEL if strange else PhaseReason.LOST
         return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
-        """Says that this process lives; False when its row is gone."""
-        return await self._pool.run(statements.RENEW, self._about()) == 1
+        """Renew this process's row; return False if the row no longer exists."""
+        return await self._pool.run(statements.RENEW, self._parameters()) == 1
 
     async def sign_off(self) -> None:
-        """Releases everything and removes this process's row: a clean stop."""
+        """Release everything and remove this process's row: a clean stop."""
         await self.idle()
         self._cancel_delayed()
         self._released.clear()
         await self._connection.close()
-        about = {**self._about(), "ids": []}
+        parameters = {**self._parameters(), "ids": []}
         texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
-        await self._pool.run_in_transaction([(text, about) for text in texts])
+        await self._pool.run_in_transaction([(text, parameters) for text in texts])
 
     async def idle(self) -> None:
-        """Returns when no statement is under way."""
+        """Wait until no statement is running."""
         while self._task is not None:
             await asyncio.wait([self._task])
 
     def in_flight(self) -> int:
-        """Requests that run in this process right now."""
+        """Return the number of requests that run in this process now."""
         return self._held.total()
 
-    def _about(self) -> Parameters:
+    def _parameters(self) -> Parameters:
         now = clock.now()
         gap = now - timedelta(seconds=conf.cluster().web_stale_after)
         return {**self._identity, "now": now, "gap": gap}
@@ -197,29 +198,29 @@ class Picker:
     async def _exchange(self) -> None:
         if self._unsettled:
             await self._settle()
-        requests, self._waiting = [one for one in self._waiting if not one.picked.cancelled()], []
+        requests, self._waiting = [request for request in self._waiting if not request.picked.cancelled()], []
         released, self._released = self._released, Counter()
         if not requests and not released:
             return
-        asks = _Asks(requests)
-        document = _exchanged(requests, asks, released)
+        pick_numbers = _PickNumbers(requests)
+        document = _exchange_document(requests, pick_numbers, released)
         statement = statements.EXCHANGE
-        if asks.by_prefix:
+        if pick_numbers.by_prefix:
             statement = EXCHANGE_BY_PREFIX
-            document |= self._about_prefixes(asks)
+            document |= self._prefix_parameters(pick_numbers)
         values = (str(self.process_id), clock.now().isoformat(), orjson.dumps(document).decode())
         try:
             rows = await self._connection.rows(statement, values)
         except (*_REPEATABLE, *UNREACHABLE) as error:
-            # It is unknown whether the statement took effect: a settlement comes before the next exchange.
+            # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
-            self._waiting = [*self._retried(requests, error), *self._waiting]
+            self._waiting = [*self._retryable(requests, error), *self._waiting]
         else:
-            self._distribute(requests, asks, rows)
+            self._distribute(requests, pick_numbers, rows)
 
-    def _about_prefixes(self, asks: "_Asks") -> dict[str, Any]:
+    def _prefix_parameters(self, pick_numbers: "_PickNumbers") -> dict[str, Any]:
         cluster = conf.cluster()
-        models = dict.fromkeys(wish.model for wish in asks.by_prefix)
+        models = dict.fromkeys(pick_request.model for pick_request in pick_numbers.by_prefix)
         return {
             "thresholds": {
                 "match": cluster.prefix_match,
@@ -233,7 +234,7 @@ class Picker:
             ],
         }
 
-    def _retried(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
+    def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
         limit = _ATTEMPTS if isinstance(error, _REPEATABLE) else 2
         for request in requests:
@@ -245,28 +246,30 @@ class Picker:
         return [request for request in requests if not request.picked.done()]
 
     def _distribute(
-        self, requests: list[InferenceRequest], asks: "_Asks", rows: list[tuple[Any, ...]]
+        self, requests: list[InferenceRequest], pick_numbers: "_PickNumbers", rows: list[tuple[Any, ...]]
     ) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
         remembered: dict[int, bool | None] = {}
-        for replica, node, name, text, number, flag, token, ask, index, *told in rows:
+        for replica, node, name, text, number, flag, token, pick_number, index, *prefix_flags in rows:
             if replica is None:
                 owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
                 picked = Replica(replica, node, index, name, text, dialling.bearer(token, flag))
-                replicas.setdefault(ask, []).extend([picked] * number)
-                remembered[ask] = told[0] if told else None
+                replicas.setdefault(pick_number, []).extend([picked] * number)
+                remembered[pick_number] = prefix_flags[0] if prefix_flags else None
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 self.confirmed_keys.discard(request.key_hash)
                 _fail(request, WrongKey())
                 continue
-            ask = next((ask for ask in asks.of(request) if replicas.get(ask)), None)
-            request.remembered = remembered.get(ask) if ask is not None else None
-            self._answer(request, owner, replicas[ask].pop() if ask is not None else None)
+            pick_number = next(
+                (pick_number for pick_number in pick_numbers.of(request) if replicas.get(pick_number)), None
+            )
+            request.remembered = remembered.get(pick_number) if pick_number is not None else None
+            self._answer(request, owner, replicas[pick_number].pop() if pick_number is not None else None)
 
     def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
         if request.picked.done():
@@ -282,9 +285,9 @@ class Picker:
     async def _settle(self) -> None:
         await self._pool.check()
         held, self._released = dict(self._held), Counter()
-        about = {**self._about(), "ids": list(held), "counts": list(held.values())}
+        parameters = {**self._parameters(), "ids": list(held), "counts": list(held.values())}
         texts = (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE)
-        await self._pool.run_in_transaction([(text, about) for text in texts])
+        await self._pool.run_in_transaction([(text, parameters) for text in texts])
         self._unsettled = False
 
 
@@ -293,50 +296,63 @@ def _fail(request: InferenceRequest, error: Exception) -> None:
         request.picked.set_exception(error)
 
 
-class _Asks:
-    """The different wishes, numbered. Those with a share have a second number, below zero, which all share
-    that differ in nothing but their prompts.
+class _PickNumbers:
+    """The distinct pick requests of one exchange, numbered.
+
+    A request with a cached prefix ratio (`share`) has a second number below 0. Requests that differ only in
+    their prompts share that number.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest]) -> None:
-        wishes = dict.fromkeys(request.wish for request in requests if request.model)
-        self.by_prefix = [wish for wish in wishes if wish.share is not None]
-        plainly = dict.fromkeys(wish.whichever for wish in self.by_prefix)
-        self._numbers = {wish: number for number, wish in enumerate(wishes)}
-        self._plainly = {wish: -1 - number for number, wish in enumerate(plainly)}
+        pick_requests = dict.fromkeys(request.wish for request in requests if request.model)
+        self.by_prefix = [pick_request for pick_request in pick_requests if pick_request.share is not None]
+        promptless = dict.fromkeys(pick_request.whichever for pick_request in self.by_prefix)
+        self._numbers = {pick_request: number for number, pick_request in enumerate(pick_requests)}
+        self._promptless_numbers = {
+            pick_request: -1 - number for number, pick_request in enumerate(promptless)
+        }
 
-    def number(self, wish: PickWish) -> int:
-        """Its own."""
-        return self._numbers[wish]
+    def number(self, pick_request: PickWish) -> int:
+        """Return the request's own number."""
+        return self._numbers[pick_request]
 
-    def plainly(self, wish: PickWish) -> int | None:
-        """The one for all such prompts; None if it is not to go by its prompt."""
-        return None if wish.share is None else self._plainly[wish.whichever]
+    def promptless_number(self, pick_request: PickWish) -> int | None:
+        """Return the number shared by requests that differ only in their prompts, or None."""
+        return None if pick_request.share is None else self._promptless_numbers[pick_request.whichever]
 
     def of(self, request: InferenceRequest) -> tuple[int, ...]:
-        """The numbers under which there may be a replica for it."""
+        """Return the numbers under which the exchange may have returned a replica for the request."""
         if not request.model:
             return ()
-        wish = request.wish
-        own, plainly = self._numbers[wish], self.plainly(wish)
-        return (own,) if plainly is None else (own, plainly)
+        pick_request = request.wish
+        own_number, promptless_number = self._numbers[pick_request], self.promptless_number(pick_request)
+        return (own_number,) if promptless_number is None else (own_number, promptless_number)
 
 
-def _exchanged(requests: Iterable[InferenceRequest], asks: _Asks, released: Counter[UUID]) -> dict[str, Any]:
+def _exchange_document(
+    requests: Iterable[InferenceRequest], pick_numbers: _PickNumbers, released: Counter[UUID]
+) -> dict[str, Any]:
     picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
     return {
         "keys": list({request.key_hash for request in requests if request.key_hash}),
-        "picks": [_pick(wish, asks) | {"key": key, "n": n} for (wish, key), n in picks.items()],
+        "picks": [
+            _pick(pick_request, pick_numbers) | {"key": key, "n": n}
+            for (pick_request, key), n in picks.items()
+        ],
         "releases": [{"id": replica, "n": n} for replica, n in released.items()],
     }
 
 
-def _pick(wish: PickWish, asks: _Asks) -> dict[str, Any]:
+def _pick(pick_request: PickWish, pick_numbers: _PickNumbers) -> dict[str, Any]:
     pick = {
-        "ask": asks.number(wish),
-        "model": wish.model,
-        "nodes": None if wish.candidates is None else list(wish.candidates),
-        "node": wish.preferred and wish.preferred[0],
-        "index": wish.preferred and wish.preferred[1],
+        "ask": pick_numbers.number(pick_request),
+        "model": pick_request.model,
+        "nodes": None if pick_request.candidates is None else list(pick_request.candidates),
+        "node": pick_request.preferred and pick_request.preferred[0],
+        "index": pick_request.preferred and pick_request.preferred[1],
     }
-    return pick if wish.share is None else pick | {"share": wish.share, "plainly": asks.plainly(wish)}
+    return (
+        pick
+        if pick_request.share is None
+        else pick | {"share": pick_request.share, "plainly": pick_numbers.promptless_number(pick_request)}
+    )

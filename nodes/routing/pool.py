@@ -1,8 +1,8 @@
-"""The web process's own connections to PostgreSQL, beside Django's: async, autocommit, prepared statements.
+"""The web process's own connections to PostgreSQL: async, autocommit, prepared statements.
 
-Each process has one pool, opened in the loop that serves, for the hot path and the batched heartbeats.
-Durability is relaxed here: the next settlement of the `Picker` corrects a count that a crashed server lost,
-so no request waits for a disk.
+They are separate from Django's. Each process has one pool, opened in the serving event loop, for the hot path
+and the batched heartbeats. Durability is relaxed here: the next settlement of the `Picker` corrects a count
+that a crashed server lost, so no request waits for a disk.
 """
 
 import asyncio
@@ -24,15 +24,17 @@ Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Parameters = Mapping[str, Any]
 
 UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError)
-"""What a statement raises when the database is unreachable, not the statement wrong."""
+"""Exceptions of a statement that mean an unreachable database, not a wrong statement."""
 
 MAX_CONNECTIONS = 6
 _IDLE_SECONDS = 15.0
-"""The pool closes one unneeded connection in this time: each is a process of PostgreSQL's."""
+"""Seconds after which the pool closes an unneeded connection: each one is a PostgreSQL process."""
 _WAIT_SECONDS = 5.0
 ANSWER_SECONDS = 12.0
-"""Longer than the session's own limits: a server that is still silent hangs or is cut off from us."""
-# Each statement is planned once: planning costs more than executing these statements. No compilation for the
+"""Time limit of a round trip in seconds. It exceeds the session's own limits: a server that is silent for
+longer hangs or is unreachable.
+"""
+# Each statement is planned once: planning costs more than executing these statements. JIT is off for the
 # same reason. A statement that waits longer than its limit is stuck behind a broken transaction.
 _SESSION = (
     "-c plan_cache_mode=force_generic_plan -c jit=off -c synchronous_commit=off"
@@ -41,7 +43,7 @@ _SESSION = (
 
 
 def conninfo(url: str) -> str:
-    """The operator's connection string with this pool's session settings added."""
+    """Return the operator's connection string with this pool's session settings added."""
     parts = conninfo_to_dict(url)
     options = f"{parts.get('options') or ''} {_SESSION}".strip()
     return make_conninfo(
@@ -53,7 +55,7 @@ class _Bounded(psycopg.AsyncConnection[tuple[Any, ...]]):
     """A connection whose round trips have a time limit."""
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
-        """Every round trip goes through here; without an answer it raises OperationalError and closes."""
+        """Run one round trip; on timeout raise OperationalError and close the connection."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await super().wait(*arguments, **options)
@@ -62,7 +64,7 @@ class _Bounded(psycopg.AsyncConnection[tuple[Any, ...]]):
 
 
 class Pool:
-    """Connections of one process and one event loop."""
+    """The connections of one process. Bound to one event loop."""
 
     def __init__(self, url: str) -> None:
         self._conninfo = conninfo(url)
@@ -78,29 +80,29 @@ class Pool:
         )
 
     async def open(self) -> None:
-        """Starts connecting and does not wait, so that a web process can start before its database."""
+        """Start connecting without waiting, so that a web process can start before its database."""
         await self._pool.open(wait=False)
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         await self._pool.close(timeout=_WAIT_SECONDS)
 
     async def check(self) -> None:
-        """Replaces the connections that died while they were idle."""
+        """Replace the connections that failed while idle."""
         await self._pool.check()
 
     async def rows(self, statement: str, parameters: Parameters) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction and returns its rows."""
+        """Run one statement in its own transaction and return its rows."""
         async with self._pool.connection() as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
 
     async def run(self, statement: str, parameters: Parameters) -> int:
-        """Runs one statement in its own transaction and returns how many rows it touched."""
+        """Run one statement in its own transaction and return the number of affected rows."""
         async with self._pool.connection() as connection:
             return (await connection.execute(statement, parameters)).rowcount
 
     async def run_in_transaction(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
-        """Runs statements in one transaction, each seeing what others committed before it began.
+        """Run statements in one transaction; each one sees all rows committed before it began.
 
         Returns the rows of the last one, if it has any.
         """
@@ -111,9 +113,10 @@ class Pool:
 
 
 class DedicatedConnection:
-    """One connection kept for one statement that runs again and again, never two at a time.
+    """One connection for one statement that runs repeatedly, never concurrently.
 
-    It costs a third of the same through a pool. It connects when it is used first and after it was lost.
+    A statement costs a third of the time that it takes through a pool. The connection is opened at first use
+    and again after a loss.
     """
 
     def __init__(self, url: str) -> None:
@@ -122,7 +125,7 @@ class DedicatedConnection:
         self._cursor: psycopg.AsyncRawCursor[tuple[Any, ...]] | None = None
 
     async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Runs one statement with `$1` placeholders in its own transaction and returns its rows.
+        """Run one statement with `$1` placeholders in its own transaction and return its rows.
 
         Parameters are strings, because the driver's own conversions cost more than the statement.
         """
@@ -140,7 +143,7 @@ class DedicatedConnection:
         return self._cursor
 
     async def close(self) -> None:
-        """Ends the connection, if there is one."""
+        """Close the connection, if there is one."""
         connection, self._connection, self._cursor = self._connection, None, None
         if connection is not None:
             await connection.close()
@@ -150,14 +153,14 @@ _shared: Pool | None = None
 
 
 def shared() -> Pool:
-    """The pool of this web process; raises Unavailable before it is opened."""
+    """Return the pool of this web process; raise Unavailable before it is opened."""
     if _shared is None:
         raise Unavailable("the web process is not ready yet", retry_after=1)
     return _shared
 
 
 async def open_shared() -> Pool:
-    """Opens the pool of this web process on the running loop."""
+    """Open the pool of this web process on the running loop."""
     global _shared
     pool = Pool(conf.cluster().database_url)
     await pool.open()
@@ -166,7 +169,7 @@ async def open_shared() -> Pool:
 
 
 async def close_shared() -> None:
-    """Closes the pool of this web process."""
+    """Close the pool of this web process."""
     global _shared
     pool, _shared = _shared, None
     if pool is not None:

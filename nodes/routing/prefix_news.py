@@ -1,7 +1,7 @@
-"""What web processes tell each other of prompts and replicas (`contract/nats.md` §7.4), and how it travels.
+"""Prefix updates that web processes exchange about prompts and replicas (`contract/nats.md` §7.4).
 
-A hint only: what cannot be sent is dropped, and what is heard and cannot be right is ignored. Whether a
-replica is there is told by its row.
+Updates are hints only: a process drops updates that it cannot send and ignores implausible updates that it
+receives. The existence of a replica is decided by its row.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from nodes.routing.chains import DEPTH
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
-"""Messages that wait to be sent; the oldest go first."""
+"""Limit on the queued messages; beyond it the oldest are dropped."""
 LARGEST = 16 * 1024
-"""Bytes of a message that is read: four times what the longest chain of a model takes."""
+"""Limit on the bytes of a received message: four times the size of the longest chain of a model."""
 LONGEST_MODEL = 255
 _HASHES = 2**64
 _INDICES = 2**31
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A replica was given a prompt. Hashes are whole numbers of 64 bits, which no double holds."""
+    """A replica received a prompt. Hashes are 64-bit integers, which no double represents exactly."""
 
     model: str
     chain: tuple[int, ...]
@@ -39,7 +39,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Invalidated(msgspec.Struct, frozen=True):
-    """A replica has gone; below 0, all of the model on the node."""
+    """A replica was removed; an index below 0 means all replicas of the model on the node."""
 
     model: str
     node_id: UUID
@@ -55,25 +55,31 @@ _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 
 
 def read(subject: str, payload: bytes) -> News | None:
-    """What was told; None if that cannot be right."""
+    """Decode a prefix update; return None if it is malformed or implausible."""
     kind = _KINDS.get(subject)
     if kind is None or len(payload) > LARGEST:
         return None
     try:
-        told: News = msgspec.json.decode(payload, type=kind)
+        update: News = msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, RecursionError):
         return None
-    least = 0
-    if isinstance(told, Invalidated):
-        least = ALL_REPLICAS
-    elif not 1 <= len(told.chain) <= DEPTH or not all(0 <= one < _HASHES for one in told.chain):
+    lowest_index = 0
+    if isinstance(update, Invalidated):
+        lowest_index = ALL_REPLICAS
+    elif not 1 <= len(update.chain) <= DEPTH or not all(
+        0 <= block_hash < _HASHES for block_hash in update.chain
+    ):
         return None
-    named = 1 <= len(told.model) <= LONGEST_MODEL
-    return told if named and max(told.replica, least) < _INDICES and told.replica >= least else None
+    has_valid_name = 1 <= len(update.model) <= LONGEST_MODEL
+    return (
+        update
+        if has_valid_name and max(update.replica, lowest_index) < _INDICES and update.replica >= lowest_index
+        else None
+    )
 
 
 class Outbox:
-    """One process's news on their way out; lives on the loop of its bus."""
+    """Queue of this process's outgoing prefix updates. Bound to the event loop of its bus."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -81,34 +87,34 @@ class Outbox:
         self._waiting: deque[News] = deque(maxlen=MOST_WAITING)
         self._woken = asyncio.Event()
 
-    def tell(self, news: News) -> None:
-        """Sends it soon, or never; from the loop."""
-        self._waiting.append(news)
+    def tell(self, update: News) -> None:
+        """Queue an update for best-effort delivery. Call it on the event loop only."""
+        self._waiting.append(update)
         self._woken.set()
 
-    def removed(self, one: Removed) -> None:
-        """R3.21, R3.23: a hook for replicas whose rows this process has removed; from any thread."""
-        news = Invalidated(one.model_name, one.node_id, one.replica_index)
-        self._loop.call_soon_threadsafe(self.tell, news)
+    def removed(self, replica: Removed) -> None:
+        """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
+        update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
+        self._loop.call_soon_threadsafe(self.tell, update)
 
     async def run(self) -> None:
-        """Sends until cancelled."""
+        """Publish queued updates until cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
             while self._waiting:
-                news = self._waiting.popleft()
+                update = self._waiting.popleft()
                 try:
-                    await self._bus.publish(_SUBJECTS[type(news)], msgspec.json.encode(news))
+                    await self._bus.publish(_SUBJECTS[type(update)], msgspec.json.encode(update))
                 except BusError:
                     self._waiting.clear()
 
 
-async def hear(bus: Bus, take: Callable[[News], None]) -> None:
-    """Has `take` called with what others tell, in order."""
+async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:
+    """Subscribe to prefix updates; call `on_update` with each update of another process, in order."""
 
-    async def heard(message: Message) -> None:
-        if (news := read(message.subject, message.payload)) is not None:
-            take(news)
+    async def on_message(message: Message) -> None:
+        if (update := read(message.subject, message.payload)) is not None:
+            on_update(update)
 
-    await bus.subscribe(subjects.PREFIX_NEWS, heard, limit=1)
+    await bus.subscribe(subjects.PREFIX_NEWS, on_message, limit=1)

@@ -1,4 +1,4 @@
-"""Routing by prefix as one web process runs it: the memory, its connection to the bus, and what keeps both.
+"""The prefix routing of one web process: its table, its bus connection and the tasks that maintain both.
 
 The bus carries hints between web processes (decision 20). Without it each process remembers its own prompts
 only, and nothing else changes.
@@ -18,7 +18,7 @@ from nodes.routing.prefixes import Prefixes
 
 
 class PrefixService:
-    """Lives on the loop that serves."""
+    """Prefix routing of one web process. Bound to the serving event loop."""
 
     def __init__(self, ttl: float, bus: Bus) -> None:
         self._bus = bus
@@ -27,7 +27,7 @@ class PrefixService:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, pool: Pool, process: UUID) -> None:
-        """Begins to tell and to hear; waits for nobody."""
+        """Start to send and receive updates. Does not wait for a connection."""
         metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
         hooks.on_removed.append(self._telling.removed)
         await hear(self._bus, self.prefixes.heard)
@@ -37,7 +37,7 @@ class PrefixService:
         ]
 
     async def stop(self) -> None:
-        """Ends all of it."""
+        """Stop the tasks and close the bus."""
         hooks.on_removed.remove(self._telling.removed)
         for task in self._tasks:
             task.cancel()
@@ -46,7 +46,7 @@ class PrefixService:
 
 
 def begin(ttl: float) -> PrefixService:
-    """With a connection of its own, which it has closed when it is stopped."""
+    """Create a service with a bus connection of its own, which `stop` closes."""
     bus = NatsBus(bus_access.service("web"), name="web", echo=False)
     bus.start()
     return PrefixService(ttl, bus)

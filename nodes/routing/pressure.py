@@ -1,4 +1,4 @@
-"""How often requests were lately kept from the replica that remembers their prompt, by model. Pure."""
+"""Recent diversions: requests that were not sent to the replica with their prefix, by model. Pure."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from nodes.scheduling.pressure import WINDOW
 
 
 class Pressure:
-    """Of one web process; the latest times of each model, so many as count."""
+    """The diversions of one web process: for each model the latest times, as many as count."""
 
     def __init__(self, window: timedelta = WINDOW) -> None:
         self._window = window
         self._times: dict[str, deque[datetime]] = {}
 
     def record(self, model: str, now: datetime) -> None:
-        """R3.18: one more."""
+        """Record one diversion (R3.18)."""
         times = self._times.setdefault(model, deque(maxlen=MOST_PRESSURE))
         times.append(now)
         self._prune(times, now)
 
     def within(self, model: str, now: datetime) -> Sequence[datetime]:
-        """R3.19: the times that count now, oldest first; one that is exactly as old as the window does."""
+        """Return the times that are at most one window old, oldest first (R3.19)."""
         times = self._times.get(model)
         if times is None:
             return ()

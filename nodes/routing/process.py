@@ -1,7 +1,7 @@
-"""The row that stands for this web process: made at start, renewed while it lives, removed on a clean stop.
+"""The database row of this web process: created at start, renewed by heartbeats, removed on a clean stop.
 
 When the process falls silent, the liveness pass removes the row and subtracts the requests that the process
-had counted in. A process that was only slow notices this at its next heartbeat and announces itself again,
+had counted in. A process that was only slow notices the removal at its next heartbeat and registers again,
 with its counts.
 """
 
@@ -16,13 +16,13 @@ from nodes.routing.pool import UNREACHABLE
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LIMIT = 3
-"""How often a process renews its row within the silence limit."""
+"""Renewals of the row per silence limit."""
 HEARTBEATS_PER_AUDIT = 12
-"""After so many heartbeats the counts are settled, in case a statement outlived its connection."""
+"""Heartbeats between two settlements of the counts, in case a statement outlived its connection."""
 
 
 class ProcessHeartbeat:
-    """Keeps the row of one web process."""
+    """Maintains the row of one web process."""
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
@@ -30,12 +30,12 @@ class ProcessHeartbeat:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Announces the process; an unreachable database only delays it."""
+        """Register the process; an unreachable database only delays the registration."""
         await self._announce()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Releases every count and removes the row."""
+        """Release every count and remove the row."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -51,13 +51,13 @@ class ProcessHeartbeat:
             await asyncio.sleep(self._interval)
             heartbeats += 1
             try:
-                known = await self._picker.renew()
+                is_registered = await self._picker.renew()
             except UNREACHABLE as error:
                 logger.warning("Cannot renew the row of this process: %s", error)
                 continue
-            if not known:
+            if not is_registered:
                 logger.warning("This process was taken for dead; it announces itself again")
-            if not known or heartbeats % HEARTBEATS_PER_AUDIT == 0:
+            if not is_registered or heartbeats % HEARTBEATS_PER_AUDIT == 0:
                 await self._announce()
 
     async def _announce(self) -> None:

@@ -1,7 +1,7 @@
-"""One request of the inference edge: a single object that each station on its way fills in.
+"""One inference request: a single object that every processing step fills in.
 
-The endpoint fills in the caller, where the request comes from, its path and body; the surface the model and
-how long to wait; the gateway the time limit; the picker the confirmed caller and the replica.
+The endpoint sets the caller, the client's address, the path and the body; the handler sets the model and the
+wait limit; the gateway sets the deadline; the picker sets the confirmed caller and the replica.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from nodes.routing.chains import Chain
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A picked replica; it counts as in flight until it is released."""
+    """A picked replica. It counts as in flight until it is released."""
 
     id: UUID
     node_id: UUID
@@ -25,11 +25,11 @@ class Replica:
     model: str
     address: str
     token: str = field(default="", repr=False)
-    """The bearer for calls to it."""
+    """Bearer token for calls to the replica."""
 
 
 class PickWish(NamedTuple):
-    """What a pick is to find; equal wishes are spread over the replicas together."""
+    """The requirements of one pick. Equal pick requests are distributed over the replicas together."""
 
     model: str
     candidates: frozenset[UUID] | None
@@ -38,62 +38,69 @@ class PickWish(NamedTuple):
 
     @property
     def whichever(self) -> "PickWish":
-        """What is left of it where prefixes do not count."""
+        """The pick request without its prefix preference."""
         return PickWish(self.model, self.candidates, None, 0.0)
 
 
 @dataclass(slots=True, eq=False)
 class InferenceRequest:
-    """One request and what is known of it so far."""
+    """One request with the results of the steps so far."""
 
     principal: Principal = ANONYMOUS
     key_hash: str = ""
-    """Of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
+    """Hash of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
     client_address: str = ""
     request_id: str = ""
     path: str = ""
     body: bytes = b""
     form: Form = field(default_factory=Form)
-    """The body of a route that takes files, in place of `body`."""
+    """The body of a route that accepts files; such a route leaves `body` empty."""
     model: str = ""
-    """Empty until the surface has found its definition."""
+    """Name of the model; empty until the handler has looked up its definition."""
     candidates: frozenset[UUID] | None = None
-    """The nodes whose replicas it may have; None: all that its model's rule allows."""
+    """The allowed nodes; None means all nodes that the model's rule allows."""
     preferred: tuple[UUID, int] | None = None
-    """Node and index of the replica that it should have, however busy that is (R1.80); with a `share`, if
-    that is not too busy (R3.14)."""
+    """Node and index of the preferred replica. Without a `share` the preference holds at any load (R1.80);
+    with one, only if the replica is not overloaded (R3.14).
+    """
     chain: Chain = ()
-    """Of its prompt; empty if it is not to be routed by that."""
+    """Block hashes of the prompt; empty if the request is not routed by prefix."""
     share: float | None = None
-    """How much of the prompt that replica was given last, 0 if there is none; None without a chain."""
+    """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without such a replica, None without a
+    chain.
+    """
     remembered: bool | None = None
-    """Whether the latest pick found such a replica, with share enough; None if prefixes had no part in it."""
+    """True if the latest pick matched a replica with a sufficient cached prefix; None if prefixes did not
+    count.
+    """
     wait_until: float = math.inf
-    """When it stops waiting for a load, on the monotonic clock; infinite without a limit."""
+    """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
     deadline: float = math.inf
-    """When the answer must be complete, on the monotonic clock; set with the first replica."""
+    """Time on the monotonic clock at which the response must be complete; set with the first replica."""
     replica: Replica | None = None
     """The replica of the latest pick."""
     names_node: bool = False
-    """Whether the answer says which node made it, whatever the setting: an administrator's page asks."""
+    """True if the response names its node regardless of the setting: the request came from an administrator's
+    page.
+    """
     begun: bool = False
-    """Whether the client has a part of the answer: then no other replica may begin another one."""
+    """True if the client has received a part of the response; no other replica may then start another one."""
     picked: "asyncio.Future[None]" = field(init=False, repr=False)
-    """Done when the picker has decided; each pick makes a new one."""
+    """Completed when the picker has decided; each pick creates a new future."""
     pick_attempts: int = 0
-    """Statements that failed during the latest pick."""
+    """Number of failed statements during the latest pick."""
 
     @property
     def wish(self) -> PickWish:
-        """What its pick is to find."""
+        """The requirements of the next pick."""
         return PickWish(self.model, self.candidates, self.preferred, self.share)
 
     def route_plainly(self) -> None:
-        """Its next picks do not go by its prompt."""
+        """Exclude prefixes from the next picks."""
         self.chain, self.preferred, self.share = (), None, None
 
     def begin_pick(self) -> "asyncio.Future[None]":
-        """Starts a pick, the first one or another; what it returns is done when the picker has decided."""
+        """Start a first or further pick; return a future that completes when the picker has decided."""
         self.replica, self.remembered, self.pick_attempts = None, None, 0
         self.picked = asyncio.get_running_loop().create_future()
         return self.picked
