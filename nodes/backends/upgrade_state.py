@@ -40,7 +40,7 @@ _UNREAD: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class CheckClaim:
-    """A check that this caller makes, and the number of the last request that it answers."""
+    """A check that this caller makes, and the number of the last request that it covers."""
 
     owner: str
     asked: int

@@ -26,14 +26,14 @@ _GATHER = 0.2
 
 
 class FilePorts:
-    """A controller's part."""
+    """Periodic task of a controller."""
 
     def __init__(self) -> None:
         self._hint = asyncio.Event()
         self._running = 0
 
     def hint(self) -> None:
-        """A node may be due; look now."""
+        """Run a pass now, as a node may be due."""
         self._hint.set()
 
     async def run(self) -> None:
