@@ -76,13 +76,15 @@ def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
     active = Operation.objects.active().filter(key=key, kind=request.kind).first() if scope.nodes else None
     if active is not None and request.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, scope)
-        _refresh(request, order, now)
+        _make_due(request, order, now)
         return admission.Admission(active, created=False)
     id = uuid4()
     # Targets that are replaced end first, which frees their keys. Events are published last.
     reason = f"superseded by {request.kind} of {request.element} (operation {id})"
     end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
-    replaced = _replace(_held(request, ids, active), _taken_over(active, order, end), end, now)
+    replaced = _replace(
+        _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
+    )
     locked_ids = [row.id for row in rows]
     current = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend)
     if current.exclude(pk__in=locked_ids).exists():
@@ -90,7 +92,7 @@ def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
     if active is not None:
         _refuse_unless_ended(active)
     operation, superseded = admission.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
-    _refresh(request, order, now)
+    _make_due(request, order, now)
     _write_parts(operation, request, scope, order, now)
     announce([*replaced.operations, *superseded, operation])
     return admission.Admission(operation, created=True)
@@ -110,9 +112,9 @@ def _write_parts(
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
     beginning = {node.id for node in scope.nodes if turns.get(node.id) == operation.open_wave}
     spares = bool(operation.waves) or scope.drains
-    intents_by_node = _carriers(operation, request, order, beginning, spares, now)
+    intents_by_node = _join_or_create_intents(operation, request, order, beginning, spares, now)
     new_targets = [
-        _part(operation, node, intents_by_node.get(node.id), order, turns.get(node.id), now)
+        _new_target(operation, node, intents_by_node.get(node.id), order, turns.get(node.id), now)
         for node in scope.nodes
     ]
     new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
@@ -154,7 +156,7 @@ def _operation_request(request: Wish, scope: Asked, key: str) -> admission.Opera
     )
 
 
-def _carriers(
+def _join_or_create_intents(
     operation: Operation,
     request: Wish,
     order: RequestOrder,
@@ -199,7 +201,7 @@ def _lock_nodes(nodes: Sequence[BackendNode]) -> None:
         raise errors.NotFound(f"node {', '.join(removed)} is no longer registered")
 
 
-def _part(
+def _new_target(
     operation: Operation,
     node: BackendNode,
     intent: PendingBackendOp | None,
@@ -240,7 +242,9 @@ def refusals_by_node(request: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, 
     return refusals
 
 
-def _held(request: Wish, node_ids: Sequence[UUID], active: Operation | None) -> list[int]:
+def _unopened_targets_to_replace(
+    request: Wish, node_ids: Sequence[UUID], active: Operation | None
+) -> list[int]:
     """Return the ids of targets whose wave has not opened and that the request replaces."""
     upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=request.backend)
     # A deletion replaces the targets of all upgrades, any other request those of `active` only.
@@ -260,7 +264,9 @@ def _replace(
     return changed
 
 
-def _taken_over(active: Operation | None, order: RequestOrder, end: parts.Change) -> dict[UUID, parts.Change]:
+def _changes_to_replaced(
+    active: Operation | None, order: RequestOrder, end: parts.Change
+) -> dict[UUID, parts.Change]:
     """Return the changes that end the targets of an equal operation on the same nodes, which owns the key.
 
     Different requests have followed it on some node. Its intents continue for the newer operation.
@@ -275,7 +281,7 @@ def _taken_over(active: Operation | None, order: RequestOrder, end: parts.Change
     return {intent.id: end_if_active for intent in order.same.values()}
 
 
-def _refresh(request: Wish, order: RequestOrder, now: datetime) -> None:
+def _make_due(request: Wish, order: RequestOrder, now: datetime) -> None:
     """Make the rows of the requested op due now; queue a row that a different request follows after it."""
     intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=request.galleries)
     followed, last = order.followed(), order.end(now)

@@ -65,7 +65,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
         row = BackendOffer.objects.select_for_update(no_key=True).filter(pk=folded(name)).first()
         if row is None or upgrade_state.offer_of(row) != offer:
             return None  # a later check has changed the offer, and is followed next
-        nodes = _nodes(backend)
+        nodes = _upgradable_nodes(backend)
         upgrade_plan = plan(_places(backend, nodes, row, offer), offer)
         if not upgrade_plan.decided:
             return None
@@ -78,7 +78,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
     return operation
 
 
-def _nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
+def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
     """Return the nodes that can be upgraded at all, by id."""
     ids = [place.node["node_id"] for place in backend.removable]
     nodes = BackendNode.objects.filter(pk__in=ids, node_type="backend", approved_at__isnull=False)

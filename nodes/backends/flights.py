@@ -48,7 +48,7 @@ async def joined(
         flight = _Flight()
         work = send(flight.forward if on_progress else None)
         flights[key] = flight, asyncio.create_task(work, name="command")
-        flights[key][1].add_done_callback(lambda task: _landed(flights, key, task))
+        flights[key][1].add_done_callback(lambda task: _forget(flights, key, task))
     flight, task = flights[key]
     flight.waiting.append(on_progress)
     try:
@@ -57,11 +57,11 @@ async def joined(
     finally:
         flight.waiting.remove(on_progress)
         if not flight.waiting and not task.done():
-            _landed(flights, key, task)
+            _forget(flights, key, task)
             await cancel.end(task)
 
 
-def _landed(
+def _forget(
     flights: dict[Hashable, tuple[_Flight, asyncio.Task[Any]]], key: Hashable, task: asyncio.Task[Any]
 ) -> None:
     """Forget the command, so that the next caller sends a new one."""

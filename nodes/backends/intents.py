@@ -245,7 +245,7 @@ def release(owner: str, *, now: datetime) -> int:
     with committed("intents.release"):
         mine = PendingBackendOp.objects.filter(lease_owner=owner, lease_until__isnull=False)
         rows = list(mine.order_by("id").select_for_update(no_key=True))
-        _hand_back(rows, now, "its controller stopped; another one takes over")
+        _return_to_queue(rows, now, "its controller stopped; another one takes over")
     return len(rows)
 
 
@@ -265,11 +265,11 @@ def reap(*, now: datetime) -> tuple[int, int]:
             row.lost_leases += 1
         error = f"given up: {MOST_LOST_LEASES} controllers fell silent while working on it"
         given_up = {row.id: Ended(error=error).change for row in hopeless}
-        _hand_back(retried, now, "its controller fell silent; another one takes over", also=given_up)
+        _return_to_queue(retried, now, "its controller fell silent; another one takes over", also=given_up)
     return len(retried), len(hopeless)
 
 
-def _hand_back(
+def _return_to_queue(
     rows: Sequence[PendingBackendOp],
     now: datetime,
     reason: str,
@@ -298,7 +298,7 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
     Return the time since when the worker has not replied (O19).
     """
     with committed("intents.overdue"):
-        row = _owned([(intent.id, intent.fence)]).get(intent.id)
+        row = _lock_owned_rows([(intent.id, intent.fence)]).get(intent.id)
         since = (row or intent.row).unanswered_since or now
         if row is not None:
             PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
@@ -308,13 +308,13 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
 
 def confirm(intent: Intent) -> None:
     """Raise LeaseLost if this attempt no longer owns the intent. Lock and write nothing."""
-    if not _of_attempt(intent).exists():
+    if not _rows_of_attempt(intent).exists():
         raise LeaseLost(str(intent.id))
 
 
 def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
     """Record that the command of an attempt that had to wait for requests is sent now."""
-    if _of_attempt(intent).exists():
+    if _rows_of_attempt(intent).exists():
         parts.happen({intent.id: parts.time_limit(time_limit)}, now=now)
 
 
@@ -325,19 +325,19 @@ def drain_until(intent: Intent, *, now: datetime) -> datetime:
     """
     until = now + timedelta(seconds=conf.cluster().upgrade_drain)
     with committed("intents.drain"):
-        _of_attempt(intent).filter(drain_until__isnull=True).update(drain_until=until)
-    deadline = _of_attempt(intent).values_list("drain_until", flat=True).first()
+        _rows_of_attempt(intent).filter(drain_until__isnull=True).update(drain_until=until)
+    deadline = _rows_of_attempt(intent).values_list("drain_until", flat=True).first()
     if deadline is None:
         raise LeaseLost(str(intent.id))
     return deadline
 
 
-def _of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
+def _rows_of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
     mine = PendingBackendOp.objects.filter(pk=intent.id, fence=intent.fence, cancelled_at__isnull=True)
     return mine.filter(lease_until__isnull=False)
 
 
-def _owned(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
+def _lock_owned_rows(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
     """Return the rows of the attempts that still own their lease, locked in the order of their ids."""
     rows = PendingBackendOp.objects.filter(pk__in={id for id, _ in attempts}, lease_until__isnull=False)
     held = rows.order_by("id").select_for_update(no_key=True).select_related(None)
@@ -350,7 +350,7 @@ def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, n
     Return the attempts that no longer own their intent.
     """
     with committed("intents.settle"):
-        rows = _owned(outcomes)
+        rows = _lock_owned_rows(outcomes)
         changes: dict[UUID, parts.Change] = {}
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
@@ -422,7 +422,7 @@ def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
 def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
     """Delete cancelled intents whose workers got the command to stop; write the result to their targets."""
     with committed("intents.called_off"):
-        rows = _owned(notes)
+        rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()
         parts.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
 
@@ -430,7 +430,7 @@ def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
 def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:
     """Schedule another attempt to stop the worker of a cancelled intent that could not be reached."""
     with committed("intents.call_off_later"):
-        for row in _owned([(intent.id, intent.fence)]).values():
+        for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
             row.lease_owner, row.lease_until = "", None
             row.next_retry_at = now + timedelta(seconds=seconds)
             update([row], ["lease_owner", "lease_until", "next_retry_at"])

@@ -48,7 +48,7 @@ def request_stop(
     request_id: str = "",
     client_address: str = "",
 ) -> admission.Admission:
-    """Create the operation that stops the node's worker, or join the active one. Raises Conflict."""
+    """Create the operation that stops the node's worker, or join the active one. Raise Conflict."""
     if text := refusal(node):
         raise errors.Conflict(f"node {node.name} cannot be stopped: {text}", field="status")
     request = admission.OperationRequest(

@@ -73,7 +73,7 @@ def refusal(node: BackendNode) -> str:
         return f"{node.name} is an agent node, which does not run backends"
     if node.status == "pending":
         return f"node {node.name} is pending approval"
-    # An admin's drain goes on while the node is offline; a worker's own ends when it comes back.
+    # An admin's drain stays while the node is offline; a worker's own drain ends when it returns.
     if node.status == "draining" or (node.drained_at is not None and not node.drain_is_own):
         return f"node {node.name} is draining"
     return ""

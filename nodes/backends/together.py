@@ -36,20 +36,20 @@ class Together(Generic[T]):
                 await self._write([item for item, _ in batch])
             except DatabaseError as error:
                 if len(batch) == 1:
-                    _tell(batch[0][1], error)
+                    _resolve(batch[0][1], error)
                 else:
                     await self._one_by_one(batch)
             except asyncio.CancelledError as error:
                 for _, written in (*batch, *self._waiting):
-                    _tell(written, error)
+                    _resolve(written, error)
                 self._waiting = []
                 raise
-            except Exception as error:  # the writer must go on with the next batch
+            except Exception as error:  # the next batch must still be written
                 for _, written in batch:
-                    _tell(written, error)
+                    _resolve(written, error)
             else:
                 for _, written in batch:
-                    _tell(written, None)
+                    _resolve(written, None)
 
     async def _one_by_one(self, batch: Sequence[tuple[T, "asyncio.Future[None]"]]) -> None:
         """Write the items one by one, so that an item that the database refuses fails alone."""
@@ -57,12 +57,12 @@ class Together(Generic[T]):
             try:
                 await self._write([item])
             except DatabaseError as error:
-                _tell(written, error)
+                _resolve(written, error)
             else:
-                _tell(written, None)
+                _resolve(written, None)
 
 
-def _tell(written: "asyncio.Future[None]", error: BaseException | None) -> None:
+def _resolve(written: "asyncio.Future[None]", error: BaseException | None) -> None:
     if written.done():
         return  # the caller that waited was cancelled
     if error is None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 FIRST_AFTER = 10.0
 """Seconds after the start of a controller (C47)."""
 LOOK_EVERY = 30.0
-"""Seconds between two looks for a due check when no wake-up arrives."""
+"""Seconds between two polls for a due check when no wake-up arrives."""
 REST = 2.0
 """Seconds between two checks: an operation on a thousand nodes requests a thousand of them."""
 WITHIN = 120.0
@@ -85,11 +85,11 @@ class UpgradeChecker:
         self._wakeup = asyncio.Event()
 
     def hint(self) -> None:
-        """Look for a due check now."""
+        """Check now if a check is due."""
         self._wakeup.set()
 
     async def run(self) -> None:
-        """Look after each wake-up and every `LOOK_EVERY` seconds, until cancelled."""
+        """Poll after each wake-up and every `LOOK_EVERY` seconds, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._first())
             while True:
@@ -132,7 +132,7 @@ class UpgradeChecker:
         except DatabaseError as error:
             log.warning("automatic upgrades are left out: %s", error)
         except Exception:
-            # A defect. It must not end the checks; the next look tries again.
+            # A defect. It must not end the checks; the next poll retries them.
             log.exception("automatic upgrades failed")
 
     @staticmethod

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=messages.UpgradeReply)
 
 
-async def _upgrade(
+async def _send_upgrade(
     bus: Bus, intent: Intent, timeout: float, report: OnProgress
 ) -> Outcome[messages.UpgradeReply]:
     node, backend = intent.node, intent.row.backend
@@ -43,65 +43,67 @@ async def _upgrade(
         return contact
     # A repeated upgrade may meet a half-finished backend; the worker reports the result of that.
     if intent.row.unanswered_since is None:
-        _check(one_node.listed(backend, contact.reply), backend, node)
+        _refuse_useless_upgrade(one_node.listed(backend, contact.reply), backend, node)
     request = messages.UpgradeRequest(
         backend=backend,
         backend_galleries=install.offered_to(node).encoded,
         op_id=str(intent.row.operation_id),
     )
-    return await _stopping(bus, node, lambda: worker.upgrade(request, timeout=timeout, on_progress=report))
+    return await _run_and_retire(
+        bus, node, lambda: worker.upgrade(request, timeout=timeout, on_progress=report)
+    )
 
 
-async def _upgraded(
+async def _conclude_upgrade(
     bus: Bus, intent: Intent, answer: Done[messages.UpgradeReply] | Refused[messages.UpgradeReply]
 ) -> Ended:
     listed = await inventory.refresh(bus, intent.node)
     if isinstance(answer, Refused):
         return Ended(error=install.offered_to(intent.node).explained(answer.reason))
-    current = await in_thread(_known, intent)
+    current = await in_thread(_stored_version, intent)
     # A folder has no digest, and a stock worker may report none: then the comparison is impossible.
     if not listed or current is None or not current.digest or current != intent.known:
         return Ended()
     return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
 
 
-def _known(intent: Intent) -> Known | None:
+def _stored_version(intent: Intent) -> Known | None:
     rows = NodeBackend.objects.filter(node=intent.node, name=intent.row.backend)
     row = rows.values_list("version", "digest").first()
     return Known(*row) if row else None
 
 
-def _is_another(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
+def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
     before = intent.known
     return listed is not None and before is not None and Known(listed.version, listed.digest) != before
 
 
-async def _delete(
+async def _send_delete(
     bus: Bus, intent: Intent, timeout: float, report: OnProgress
 ) -> Outcome[messages.DeleteReply]:
     worker = Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance)
-    return await _stopping(bus, intent.node, lambda: worker.delete(intent.row.backend, timeout=timeout))
+    return await _run_and_retire(bus, intent.node, lambda: worker.delete(intent.row.backend, timeout=timeout))
 
 
-async def _deleted(
+async def _conclude_delete(
     bus: Bus, intent: Intent, answer: Done[messages.DeleteReply] | Refused[messages.DeleteReply]
 ) -> Ended:
     """A missing backend counts as deleted: an interrupted attempt may have deleted it (A83)."""
-    present = isinstance(answer, Refused) and await _is_there(bus, intent)
+    present = isinstance(answer, Refused) and await _is_installed(bus, intent)
     await inventory.refresh(bus, intent.node)
     if isinstance(answer, Refused) and present:
         return Ended(error=answer.reason)
     return Ended(reason="removed" if isinstance(answer, Done) else "was not installed")
 
 
-async def _is_there(bus: Bus, intent: Intent) -> bool:
+async def _is_installed(bus: Bus, intent: Intent) -> bool:
     contact = await Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance).contact()
     if not isinstance(contact, Done):
         raise Unclear(f"node {intent.node.name} does not say what is installed")
     return one_node.listed(intent.row.backend, contact.reply) is not None
 
 
-def _check(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
+def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
     """Raise CommandFailed if an upgrade would stop engines for nothing."""
     if entry is None:
         raise CommandFailed(f"{backend} is not installed on {node.name}")
@@ -113,7 +115,9 @@ def _check(entry: messages.InstalledBackend | None, backend: str, node: BackendN
         )
 
 
-async def _stopping(bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]) -> Outcome[R]:
+async def _run_and_retire(
+    bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
+) -> Outcome[R]:
     """Run a command that stops engines; remove their rows and return its outcome."""
     before = await in_thread(retire.of_node, node.id)
     outcome = await command()
@@ -128,5 +132,7 @@ async def _stopping(bus: Bus, node: BackendNode, command: Callable[[], Awaitable
     return outcome
 
 
-UPGRADE = Command(lambda: conf.cluster().upgrade_timeout, _upgrade, _upgraded, _is_another)
-DELETE = Command(lambda: DELETE_TIMEOUT, _delete, _deleted, lambda intent, listed: listed is None)
+UPGRADE = Command(lambda: conf.cluster().upgrade_timeout, _send_upgrade, _conclude_upgrade, _has_new_version)
+DELETE = Command(
+    lambda: DELETE_TIMEOUT, _send_delete, _conclude_delete, lambda intent, listed: listed is None
+)

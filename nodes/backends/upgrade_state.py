@@ -120,7 +120,7 @@ def finish(
         row = _ROW.select_for_update(no_key=True).first()
         if row is None or row.claimed_by != claim.owner:
             return False
-        row.revision += _keep(offers, forget=not problems)
+        row.revision += _store_offers(offers, forget=not problems)
         row.answered = max(row.answered, claim.asked)
         row.claimed_by, row.claimed_until = "", None
         row.problems = {names.plain(name): names.plain(reason[:_REASON]) for name, reason in problems.items()}
@@ -145,7 +145,7 @@ def offer_of(row: BackendOffer) -> Offered:
     return Offered(row.version, row.uri, (row.digest, *row.builds) if row.digest else ())
 
 
-def _keep(desired: Mapping[str, Offered], *, forget: bool) -> bool:
+def _store_offers(desired: Mapping[str, Offered], *, forget: bool) -> bool:
     """Change the stored offers to `desired`; return True if anything changed."""
     current = offers()
     withdrawn_names = [name for name in current if forget and name not in desired]

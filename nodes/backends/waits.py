@@ -17,7 +17,7 @@ from django.db import connection
 from nodes.backends.intents import HELD_BACK, PER_NODE, RUNS_FIRST
 from operations.models import ACTIVE
 
-_PARTS = f"""
+_TARGETS = f"""
     WITH asked AS (
         SELECT t.operation_id, t.node_id, t.node_name, t.intent_id, o.payload->>'backend' AS backend
         FROM operation_targets t JOIN operations o ON o.id = t.operation_id
@@ -49,7 +49,7 @@ _PARTS = f"""
     ) other ON true
     LEFT JOIN operations first ON first.id = other.operation_id"""
 
-_WHOLES = """
+_OPERATIONS = """
     WITH due AS (
         SELECT id, row_number() OVER (ORDER BY next_attempt_at, id) AS place FROM operations
         WHERE status = 'pending' AND next_attempt_at <= %(now)s AND NOT by_parts
@@ -122,16 +122,16 @@ def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
     ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
     if not ids:
         return
-    parts = {(str(row[0]), str(row[1])): _part(row) for row in _rows(_PARTS, ids, now)}
-    wholes = {str(row[0]): _whole(row) for row in _rows(_WHOLES, ids, now)}
+    parts = {(str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_TARGETS, ids, now)}
+    wholes = {str(row[0]): _wait_of_operation(row) for row in _rows(_OPERATIONS, ids, now)}
     for entry in entries:
-        _add(entry, wholes.get(entry["jobID"]))
+        _add_wait(entry, wholes.get(entry["jobID"]))
         nodes = entry.get("nodes", ())
         for part in nodes:
             wait = parts.get((entry["jobID"], part["node_id"]))
-            _add(part, wait)
+            _add_wait(part, wait)
             if len(nodes) == 1:
-                _add(entry, wait)
+                _add_wait(entry, wait)
 
 
 def _rows(statement: str, ids: Iterable[str], now: datetime) -> list[tuple[Any, ...]]:
@@ -141,12 +141,12 @@ def _rows(statement: str, ids: Iterable[str], now: datetime) -> list[tuple[Any, 
     return rows
 
 
-def _part(row: tuple[Any, ...]) -> Wait | None:
+def _wait_of_target(row: tuple[Any, ...]) -> Wait | None:
     _, _, name, status, since, place, running, op, backend, actor = row
     return of_part(name, status, since, place, running, (op, backend, actor or "somebody") if op else None)
 
 
-def _whole(row: tuple[Any, ...]) -> Wait:
+def _wait_of_operation(row: tuple[Any, ...]) -> Wait:
     _, place, kind, element, node, actor = row
     if kind is None:
         return Wait(f"{ordinal(place)} in the queue of the controllers", place=place)
@@ -155,6 +155,6 @@ def _whole(row: tuple[Any, ...]) -> Wait:
     return Wait(f"waits for the {_WORDS.get(word, kind)} of {element} by {actor}{suffix}")
 
 
-def _add(entry: dict[str, Any], wait: Wait | None) -> None:
+def _add_wait(entry: dict[str, Any], wait: Wait | None) -> None:
     if wait is not None:
         entry.update(wait.fields())

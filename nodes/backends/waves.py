@@ -53,14 +53,14 @@ def go_on(changed: parts.Changed, *, now: datetime) -> None:
         turns = [
             turn
             for operation in waiting
-            if (turn := _turn(operation, changed.parts[operation.id], now)) is not None
+            if (turn := _decide_turn(operation, changed.parts[operation.id], now)) is not None
         ]
         attach(turns, changed.parts, now=now)
         # A wave whose nodes were all removed has ended as soon as it opens.
         waiting = [operation for operation, _ in turns]
 
 
-def _turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
+def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
     """Return the wave to open, or None.
 
     If a target of the open wave did not succeed, write the question to the operator instead.
@@ -107,11 +107,11 @@ def attach(
     """
     if not turns:
         return
-    nodes = _nodes({part.node_id for _, opening in turns for part in opening})
+    nodes = _lock_statuses({part.node_id for _, opening in turns for part in opening})
     # An insert beside an intent that another transaction changes would deadlock: it waits for our operations.
     busy = set(PendingBackendOp.objects.filter(node__in=nodes).values_list("node_id", "backend"))
     new_intents = [
-        (part, _intent(operation, part, now))
+        (part, _new_intent(operation, part, now))
         for operation, opening in turns
         for part in opening
         if part.node_id in nodes and (part.node_id, operation.payload["backend"]) not in busy
@@ -140,7 +140,7 @@ def attach(
     events.notify(events.OPERATIONS, f"* {Status.PENDING}")
 
 
-def _nodes(ids: Collection[UUID]) -> dict[UUID, str]:
+def _lock_statuses(ids: Collection[UUID]) -> dict[UUID, str]:
     """Return the status of these nodes, which cannot change until the commit.
 
     Nodes that are being removed are left out.
@@ -153,7 +153,7 @@ def _nodes(ids: Collection[UUID]) -> dict[UUID, str]:
         return dict(cursor.fetchall())
 
 
-def _intent(operation: Operation, part: OperationTarget, now: datetime) -> PendingBackendOp:
+def _new_intent(operation: Operation, part: OperationTarget, now: datetime) -> PendingBackendOp:
     return PendingBackendOp(
         id=uuid4(),
         node_id=part.node_id,

@@ -89,7 +89,7 @@ READERS, FOLLOWERS = _Places(8, "read"), _Places(64, "followed")
 
 async def models(server: HttpServer) -> list[str]:
     """Return the ids of the models with output on the worker. Raise NotReachable, Late, Unavailable."""
-    return _decoded(server, _NAMES, await _get(server, _ROUTE))
+    return _decode(server, _NAMES, await _get(server, _ROUTE))
 
 
 async def lines(server: HttpServer, name: str) -> list[Any]:
@@ -97,7 +97,7 @@ async def lines(server: HttpServer, name: str) -> list[Any]:
 
     Raise NotReachable, Late, Unavailable.
     """
-    log_lines = _decoded(server, _LINES, await _get(server, _path(name)))
+    log_lines = _decode(server, _LINES, await _get(server, _path(name)))
     return [msgspec.to_builtins(line) for line in log_lines]
 
 
@@ -128,13 +128,13 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
                 async for message in messages:
                     yield message
         except InvalidStatus as error:
-            raise _refused(server, error.response.status_code) from error
+            raise _status_error(server, error.response.status_code) from error
         except ConnectionClosed as error:
             raise NotReachable(f"node {server.node}: its worker has ended the stream") from error
         except TimeoutError as error:
-            raise _late(server, HANDSHAKE_LIMIT) from error
+            raise _late_error(server, HANDSHAKE_LIMIT) from error
         except (OSError, InvalidHandshake) as error:
-            raise _silent(server, error) from error
+            raise _no_reply_error(server, error) from error
 
 
 class _Dialled(connect):
@@ -149,8 +149,8 @@ async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenera
     while True:
         message = await socket.recv()
         if not isinstance(message, str):
-            raise _unreadable(server)
-        _decoded(server, _MESSAGE, message.encode())
+            raise _unreadable_error(server)
+        _decode(server, _MESSAGE, message.encode())
         yield message
 
 
@@ -166,15 +166,15 @@ async def _get(server: HttpServer, path: str) -> bytes:
                 client.stream("GET", url, headers=headers) as response,
             ):
                 if response.status_code != 200:
-                    raise _refused(server, response.status_code)
-                return await _bounded(server, response.aiter_raw())
+                    raise _status_error(server, response.status_code)
+                return await _read_bounded(server, response.aiter_raw())
         except TimeoutError as error:
-            raise _late(server, ANSWER_LIMIT) from error
+            raise _late_error(server, ANSWER_LIMIT) from error
         except httpx.HTTPError as error:
-            raise _silent(server, error) from error
+            raise _no_reply_error(server, error) from error
 
 
-async def _bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
+async def _read_bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
     body = bytearray()
     async for piece in pieces:
         body += piece
@@ -191,18 +191,18 @@ def _bearer(contact: Contact) -> dict[str, str]:
     return {"Authorization": f"Bearer {contact.token}"} if contact.token else {}
 
 
-def _decoded(server: HttpServer, decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+def _decode(server: HttpServer, decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError):
-        raise _unreadable(server) from None
+        raise _unreadable_error(server) from None
 
 
-def _unreadable(server: HttpServer) -> errors.ClusterError:
+def _unreadable_error(server: HttpServer) -> errors.ClusterError:
     return NotReachable(f"node {server.node}: its worker's answer is no log")
 
 
-def _silent(server: HttpServer, error: Exception) -> errors.ClusterError:
+def _no_reply_error(server: HttpServer, error: Exception) -> errors.ClusterError:
     off = " The node is offline." if server.status == "offline" else ""
     return NotReachable(
         f"node {server.node}: its worker does not answer at {server.contact.address} ({_reason(error)}).{off}"
@@ -219,11 +219,11 @@ def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:200]
 
 
-def _late(server: HttpServer, limit: float) -> errors.ClusterError:
+def _late_error(server: HttpServer, limit: float) -> errors.ClusterError:
     return Late(f"node {server.node}: its worker has not answered within {limit:g} s")
 
 
-def _refused(server: HttpServer, status: int) -> errors.ClusterError:
+def _status_error(server: HttpServer, status: int) -> errors.ClusterError:
     meaning = {
         401: "it refuses our token; if it has just started, it registers a new one in a moment",
         404: "it is of a version that has no logs",

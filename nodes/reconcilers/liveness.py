@@ -164,7 +164,7 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
         locked = _lock(plan)
         services.recovered(plan.recovered, actor=actor, now=now)
         nodes_gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
-        return nodes_gone, _processes_dead(plan.processes, locked, now, limits.web)
+        return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
 
 
 def _lock(plan: Plan) -> list[UUID]:
@@ -179,7 +179,7 @@ def _lock(plan: Plan) -> list[UUID]:
     return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
 
 
-def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
+def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
     parameters: dict[str, Any] = {

@@ -40,13 +40,13 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.max_replicas,
         rule.spread_all,
     )
-    picture = _picture(rule, nodes, now)
-    fleet = _with(replicas.observe([demand], replicas.revisions_now(), now), picture)
+    picture = _read_snapshot(rule, nodes, now)
+    fleet = _add_new_nodes(replicas.observe([demand], replicas.revisions_now(), now), picture)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
     loads = [action for action in ruling.actions if isinstance(action, LoadAnother)]
-    explanations = list(successive(picture.asked, [_only(load) for load in loads[:MOST]]))
+    explanations = list(successive(picture.asked, [_allowed_nodes(load) for load in loads[:MOST]]))
     missed = [explanation for explanation in explanations if explanation.node is None]
     if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
         missed = list(successive(picture.asked, [None]))
@@ -58,18 +58,18 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         says=ruling.reason,
         waits_until=_waits_until(rule.model_name, now),
         loads=[
-            _placed(load, explanation)
+            _load_row(load, explanation)
             for load, explanation in zip(loads, explanations, strict=False)
             if explanation.node
         ],
-        retires=_retired(ruling, fleet),
+        retires=_retired_rows(ruling, fleet),
         left_out=max(len(loads) - MOST, 0),
-        unsatisfiable=_unsatisfied(ruling, missed),
-        misses=_misses(missed),
+        unsatisfiable=_unsatisfied_row(ruling, missed),
+        misses=_missed_rows(missed),
     )
 
 
-def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
+def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
     """Read the snapshot for its loads, without evictions: no request waits for these replicas."""
     load_needs = wanted_of(rule.model_name)
     need, conflicts = (
@@ -80,25 +80,25 @@ def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPictur
     return planning.pictured(request, now, evicts=False)
 
 
-def _with(fleet: Fleet, picture: PlanPicture) -> Fleet:
+def _add_new_nodes(fleet: Fleet, picture: PlanPicture) -> Fleet:
     """Add the new nodes to the fleet that the pass sees."""
     new_nodes = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
     new_hosts = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
     return replace(fleet, hosts=[*fleet.hosts, *new_hosts])
 
 
-def _only(action: LoadAnother) -> frozenset[UUID] | None:
+def _allowed_nodes(action: LoadAnother) -> frozenset[UUID] | None:
     return action.only if action.pinned else None
 
 
-def _placed(action: LoadAnother, explanation: Explanation) -> Row:
+def _load_row(action: LoadAnother, explanation: Explanation) -> Row:
     assert explanation.node is not None
     return PLACE_WHY.of(
         node=explanation.node.name, why=action.reason if action.pinned else explanation.sentence
     )
 
 
-def _retired(ruling: Ruling, fleet: Fleet) -> list[Row]:
+def _retired_rows(ruling: Ruling, fleet: Fleet) -> list[Row]:
     names = {host.id: host.name for host in fleet.hosts}
     nodes = {row.id: names.get(row.node_id, "") for row in fleet.replicas}
     return [
@@ -108,7 +108,7 @@ def _retired(ruling: Ruling, fleet: Fleet) -> list[Row]:
     ]
 
 
-def _unsatisfied(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
+def _unsatisfied_row(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
     """Return the reason of the rule itself, or of the first load without a node."""
     reasons = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]
@@ -120,7 +120,7 @@ def _unsatisfied(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
     return UNSATISFIED.of(reason=reasons[0], counts=dict(counts))
 
 
-def _misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
+def _missed_rows(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
     """Return the first few nodes, each once."""
     nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
     return list(nodes.values())[:SHOWN]

@@ -25,7 +25,7 @@ def keep(
         return None
     demands_by_model = {ruling.model: demands[ruling.model] for ruling, _ in decided}
     snapshot = fleet_log.remember(coded.sections(fleet, demands_by_model, now, tick=tick), now=now)
-    records = (_decided(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
+    records = (_new_record(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
     reasons.record_all(records, now=now)
     return snapshot
 
@@ -41,7 +41,7 @@ def keep_refused(
     ]
     if refused:
         records = (
-            _decided(before.model, snapshot, Ending.REFUSED, sentence(after), decided=sentence(before))
+            _new_record(before.model, snapshot, Ending.REFUSED, sentence(after), decided=sentence(before))
             for before, after in refused
         )
         reasons.record_all(records, now=now)
@@ -60,5 +60,5 @@ def sentence(ruling: Ruling) -> str:
     return cut(ruling.reason, LONGEST_SENTENCE)
 
 
-def _decided(model: str, snapshot: Seen | None, ending: Ending, reason: str, **facts: str) -> Decided:
+def _new_record(model: str, snapshot: Seen | None, ending: Ending, reason: str, **facts: str) -> Decided:
     return Decided(model, None, reasons.without_fleet(ending, reason, **facts), snapshot, DecisionKind.SCALE)

@@ -88,12 +88,12 @@ def prune_timeline() -> None:
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    prunes.append((reasons.prune, _later(before, reasons.fitting_since(cluster.decision_space))))
+    prunes.append((reasons.prune, _latest(before, reasons.fitting_since(cluster.decision_space))))
     prunes.append(
-        (fleet_log.prune, _later(snapshots_before, fleet_log.fitting_since(cluster.decision_space)))
+        (fleet_log.prune, _latest(snapshots_before, fleet_log.fitting_since(cluster.decision_space)))
     )
     for prune, since in prunes:
-        while _chunk(prune, since) == PRUNED_AT_ONCE:
+        while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
             pass
     bus_credentials.prune(now)
     if expired := pending.expire(now=now):
@@ -108,11 +108,11 @@ def check_upgrades() -> None:
             upgrade_state.ask()
 
 
-def _later(first: datetime, second: datetime | None) -> datetime:
+def _latest(first: datetime, second: datetime | None) -> datetime:
     return first if second is None else max(first, second)
 
 
-def _chunk(prune: Callable[..., int], before: datetime) -> int:
+def _prune_chunk(prune: Callable[..., int], before: datetime) -> int:
     with try_lock(Lock.TIMELINE) as locked:
         return prune(before=before, limit=PRUNED_AT_ONCE) if locked else 0
 
