@@ -59,7 +59,7 @@ BUS_WAIT = 5.0
 _NO_PAYLOAD = b"null"
 """The payload that the reference publishes where a message has no content (nats.md §1)."""
 _LARGEST_PROGRESS = 16 * 1024
-_RETRY_PAUSE = 0.5
+_ASK_AGAIN = 0.5
 _MISSES = 2
 
 _MOST_PINGS = 50
@@ -124,7 +124,7 @@ class Worker:
         since, misses = clock.monotonic(), 0
         while True:
             outcome = await self.backends()
-            pause = _RETRY_PAUSE
+            pause = _ASK_AGAIN
             match outcome:
                 case NoResponders():
                     misses += 1
@@ -380,7 +380,7 @@ class Worker:
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
             instance, ping_first = "", True  # the next turn begins by waiting for the bus
-            await asyncio.sleep(_RETRY_PAUSE)
+            await asyncio.sleep(_ASK_AGAIN)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(

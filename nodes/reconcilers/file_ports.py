@@ -1,4 +1,4 @@
-"""Periodic checks of the nodes' file ports: at approval, regularly, after a failure (`registry/file_port.py`).
+"""Periodic checks of the nodes' file ports, at approval and after a failure (`registry/file_port.py`).
 
 One `FilePorts` lives in every controller. They share the nodes by claims, so no lock is held while a port is
 contacted. What a check finds wakes the loads that wait for the node, by the NOTIFY of its row.
