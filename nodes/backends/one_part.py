@@ -25,25 +25,25 @@ def cancel(operation: Operation, node_id: UUID, *, note: str, actor: str, now: d
     Raise NotFound for a node without a target, and Conflict if the target cannot be cancelled.
     """
     all_parts = list(OperationTarget.objects.filter(operation=operation))
-    part = next((target for target in all_parts if target.node_id == node_id), None)
-    if part is None:
+    target = next((target for target in all_parts if target.node_id == node_id), None)
+    if target is None:
         raise errors.NotFound("the operation is not for this node", field="node_id")
     if operation.status not in ACTIVE:
         raise errors.Conflict(f"the operation is {operation.status} already", field="status")
-    if part.status in targets.ENDED:
+    if target.status in targets.ENDED:
         raise errors.Conflict(
-            f"the part on {part.node_name} has ended already: {part.status}", field="status"
+            f"the part on {target.node_name} has ended already: {target.status}", field="status"
         )
-    if operation.kind.endswith("_delete") and part.status != TargetStatus.QUEUED:
+    if operation.kind.endswith("_delete") and target.status != TargetStatus.QUEUED:
         raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
     reason = f"cancelled by {actor}"
-    parts.end(TargetStatus.CANCELLED, reason=note or reason)(part, now)
+    parts.end(TargetStatus.CANCELLED, reason=note or reason)(target, now)
     targets.adopt(operation, all_parts, now)
     if operation.status == Status.CANCELLED:
         operation.message = reason
-    update([part], parts.PART)
+    update([target], parts.PART)
     update([operation], parts.STATE)
-    audit.record(ledger.changed("cancelled_part", operation, f"on {part.node_name}"), at=now)
+    audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = parts.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)
     announce(changed.operations, changed.parts)

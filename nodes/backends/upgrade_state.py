@@ -105,8 +105,8 @@ def claim(owner: str, *, now: datetime) -> CheckClaim | None:
 
 
 def finish(
-    claim: CheckClaim,
-    offers: Mapping[str, Offered],
+    own_claim: CheckClaim,
+    new_offers: Mapping[str, Offered],
     *,
     problems: Mapping[str, str],
     galleries: str,
@@ -118,10 +118,10 @@ def finish(
     """
     with transaction.atomic():
         row = _ROW.select_for_update(no_key=True).first()
-        if row is None or row.claimed_by != claim.owner:
+        if row is None or row.claimed_by != own_claim.owner:
             return False
-        row.revision += _store_offers(offers, forget=not problems)
-        row.answered = max(row.answered, claim.asked)
+        row.revision += _store_offers(new_offers, forget=not problems)
+        row.answered = max(row.answered, own_claim.asked)
         row.claimed_by, row.claimed_until = "", None
         row.problems = {names.plain(name): names.plain(reason[:_REASON]) for name, reason in problems.items()}
         row.checked_at, row.galleries = now, galleries

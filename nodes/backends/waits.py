@@ -122,14 +122,14 @@ def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
     ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
     if not ids:
         return
-    parts = {(str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_TARGETS, ids, now)}
-    wholes = {str(row[0]): _wait_of_operation(row) for row in _rows(_OPERATIONS, ids, now)}
+    waits_by_target = {(str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_TARGETS, ids, now)}
+    waits_by_operation = {str(row[0]): _wait_of_operation(row) for row in _rows(_OPERATIONS, ids, now)}
     for entry in entries:
-        _add_wait(entry, wholes.get(entry["jobID"]))
+        _add_wait(entry, waits_by_operation.get(entry["jobID"]))
         nodes = entry.get("nodes", ())
-        for part in nodes:
-            wait = parts.get((entry["jobID"], part["node_id"]))
-            _add_wait(part, wait)
+        for target in nodes:
+            wait = waits_by_target.get((entry["jobID"], target["node_id"]))
+            _add_wait(target, wait)
             if len(nodes) == 1:
                 _add_wait(entry, wait)
 

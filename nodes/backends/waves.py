@@ -107,41 +107,41 @@ def attach(
     """
     if not turns:
         return
-    nodes = _lock_statuses({part.node_id for _, opening in turns for part in opening})
-    # An insert beside an intent that another transaction changes would deadlock: it waits for our operations.
+    nodes = _lock_statuses({target.node_id for _, targets_to_open in turns for target in targets_to_open})
+    # An insert beside an intent that another transaction changes would deadlock: that one waits for our operations.
     busy = set(PendingBackendOp.objects.filter(node__in=nodes).values_list("node_id", "backend"))
     new_intents = [
-        (part, _new_intent(operation, part, now))
-        for operation, opening in turns
-        for part in opening
-        if part.node_id in nodes and (part.node_id, operation.payload["backend"]) not in busy
+        (target, _new_intent(operation, target, now))
+        for operation, targets_to_open in turns
+        for target in targets_to_open
+        if target.node_id in nodes and (target.node_id, operation.payload["backend"]) not in busy
     ]
     new_intents.sort(key=lambda pair: (pair[1].node_id, pair[1].backend))
     PendingBackendOp.objects.bulk_create([intent for _, intent in new_intents], ignore_conflicts=True)
     ids = [intent.id for _, intent in new_intents]
     created_ids = set(PendingBackendOp.objects.filter(pk__in=ids).values_list("id", flat=True))
-    by_part = {part.pk: intent for part, intent in new_intents if intent.id in created_ids}
-    opening_targets = [part for _, opening in turns for part in opening]
+    intents_by_target = {target.pk: intent for target, intent in new_intents if intent.id in created_ids}
+    opening_targets = [target for _, targets_to_open in turns for target in targets_to_open]
     registered_ids = set(
         BackendNode.objects.filter(pk__in={p.node_id for p in opening_targets}).values_list("id", flat=True)
     )
-    for part in opening_targets:
-        if (intent := by_part.get(part.pk)) is not None:
-            part.intent_id = intent.id
-            status = nodes[part.node_id]
-            reason = "queued" if status == "healthy" else f"node {part.node_name} is {status}"
-            parts.rest(reason, until=now, node=status != "healthy")(part, now)
-        elif part.node_id in registered_ids:
-            reason = f"other work on this backend has not ended on {part.node_name}"
-            parts.rest(reason, until=now + LOOK_AGAIN)(part, now)
+    for target in opening_targets:
+        if (intent := intents_by_target.get(target.pk)) is not None:
+            target.intent_id = intent.id
+            status = nodes[target.node_id]
+            reason = "queued" if status == "healthy" else f"node {target.node_name} is {status}"
+            parts.rest(reason, until=now, node=status != "healthy")(target, now)
+        elif target.node_id in registered_ids:
+            reason = f"other work on this backend has not ended on {target.node_name}"
+            parts.rest(reason, until=now + LOOK_AGAIN)(target, now)
         else:
-            parts.end(TargetStatus.ERROR, error=f"node {part.node_name} was removed")(part, now)
+            parts.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
     _save([operation for operation, _ in turns], all_parts, opening_targets, now)
     events.notify(events.OPERATIONS, f"* {Status.PENDING}")
 
 
 def _lock_statuses(ids: Collection[UUID]) -> dict[UUID, str]:
-    """Return the status of these nodes, which cannot change until the commit.
+    """Return the status of these nodes, and prevent their removal until the commit.
 
     Nodes that are being removed are left out.
     """
@@ -153,10 +153,10 @@ def _lock_statuses(ids: Collection[UUID]) -> dict[UUID, str]:
         return dict(cursor.fetchall())
 
 
-def _new_intent(operation: Operation, part: OperationTarget, now: datetime) -> PendingBackendOp:
+def _new_intent(operation: Operation, target: OperationTarget, now: datetime) -> PendingBackendOp:
     return PendingBackendOp(
         id=uuid4(),
-        node_id=part.node_id,
+        node_id=target.node_id,
         op=PendingBackendOp.Op.UPGRADE,
         operation_id=operation.id,
         spares_requests=True,
@@ -192,7 +192,9 @@ def catch_up(*, now: datetime) -> int:
         turns = []
         for operation in operations:
             all_parts = targets_by_operation[operation.id]
-            due = [part for part in all_parts if targets.held(part) and part.wave == operation.open_wave]
+            due = [
+                target for target in all_parts if targets.held(target) and target.wave == operation.open_wave
+            ]
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)
         changed = [operation for operation, _ in turns]
