@@ -108,7 +108,7 @@ def attach(
     if not turns:
         return
     nodes = _lock_statuses({target.node_id for _, targets_to_open in turns for target in targets_to_open})
-    # An insert beside an intent that another transaction changes would deadlock: that one waits for our operations.
+    # An insert beside an intent that another transaction changes would deadlock: each waits for the other.
     busy = set(PendingBackendOp.objects.filter(node__in=nodes).values_list("node_id", "backend"))
     new_intents = [
         (target, _new_intent(operation, target, now))
