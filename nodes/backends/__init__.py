@@ -1,1 +1,1 @@
-"""Commands to workers, and the operations made of them."""
+"""Commands to workers, and the operations that send them."""

@@ -1,4 +1,4 @@
-"""How long work waits for a node that is offline or unhealthy, and the words for it.
+"""The time limit for work that waits for an offline or unhealthy node, and the reasons that its targets show.
 
 A worker that sends heartbeats but does not listen on the bus stays unhealthy for as long as that lasts. The
 time of the mark counts then, because its last heartbeat is always recent.

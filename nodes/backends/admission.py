@@ -1,8 +1,8 @@
-"""How operations on backends come to be: one operation, one part a node, one intent a part.
+"""Creation of operations on backends: one operation, one target per node, one intent per target.
 
-`ask` is one transaction: it looks at the intents of the nodes concerned, joins what is the same, puts what is
-different behind them (`precedence.py`), and writes operation, parts and intents. `cancel` is its counterpart.
-What may be asked: `wishes.py`.
+`ask` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
+behind them (`precedence.py`), and writes operation, targets and intents. `cancel` is its counterpart.
+Requests are defined in `wishes.py`.
 """
 
 import contextlib
@@ -32,90 +32,95 @@ _TRIES = 5
 
 
 class _Raced(Exception):
-    """A wave has opened for one of the nodes; its intent is to be seen, and locked, before operations are."""
+    """A wave opened for a node in between; retry, so that its intent is locked before the operations."""
 
 
-def ask(wish: Wish, asked: Asked, *, now: datetime) -> admission.Admission:
-    """Make the operation, or join the active one that wants the same on the same nodes (A38, O34).
+def ask(request: Wish, scope: Asked, *, now: datetime) -> admission.Admission:
+    """Create the operation, or join the active one that requests the same on the same nodes (A38, O34).
 
     A different request on the same backend runs first. Raise Conflict, which names the operation, if the same
     is in progress with other options, or is in progress and followed by a different request; Conflict for an
-    upgrade of what a node does not list; NotFound if a node was removed meanwhile.
+    upgrade of a backend that a node does not list; NotFound if a node was removed meanwhile.
     """
     for _ in range(_TRIES):
         try:
             with committed("backends.ask"):
-                return _ask(wish, asked, now)
+                return _ask(request, scope, now)
         except IntegrityError as error:
-            # Somebody was faster: what they made is seen at the next try.
+            # Another transaction was faster; the next try reads its rows.
             if not any(race in str(error) for race in _RACES):
                 raise
         except _Raced:
             continue
-    raise errors.Unavailable(f"operations on {wish.backend} are too frequent", retry_after=1)
+    raise errors.Unavailable(f"operations on {request.backend} are too frequent", retry_after=1)
 
 
-def _key(wish: Wish, nodes: Sequence[BackendNode]) -> str:
+def _key(request: Wish, nodes: Sequence[BackendNode]) -> str:
     if len(nodes) == 1:
-        return one_node.key(nodes[0].id, wish.backend)
+        return one_node.key(nodes[0].id, request.backend)
     ids = hashlib.sha256(b"".join(sorted(node.id.bytes for node in nodes))).hexdigest()
-    return f"nodes:{ids[:32]}:{one_node.subject(wish.backend)}"
+    return f"nodes:{ids[:32]}:{one_node.subject(request.backend)}"
 
 
-def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
+def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
     # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
-    stand_in_line(wish.backend)
-    ids = [node.id for node in asked.nodes]
-    _keep(asked.nodes)
-    found = PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).order_by("id")
-    rows = list(found.select_for_update(no_key=True))
-    order = RequestOrder.of(wish, rows)
-    order.refuse(wish, {node.id: node.name for node in asked.nodes}, is_load=asked.parent is not None)
-    refuse_unlisted(wish, [node for node in asked.nodes if node.id not in order.same])
-    key = _key(wish, asked.nodes or asked.concerned)
-    active = Operation.objects.active().filter(key=key, kind=wish.kind).first() if asked.nodes else None
-    if active is not None and wish.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
-        _refuse_other_waves(active, asked)
-        _refresh(wish, order, now)
+    stand_in_line(request.backend)
+    ids = [node.id for node in scope.nodes]
+    _lock_nodes(scope.nodes)
+    matching_rows = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend).order_by("id")
+    rows = list(matching_rows.select_for_update(no_key=True))
+    order = RequestOrder.of(request, rows)
+    order.refuse(request, {node.id: node.name for node in scope.nodes}, is_load=scope.parent is not None)
+    refuse_unlisted(request, [node for node in scope.nodes if node.id not in order.same])
+    key = _key(request, scope.nodes or scope.concerned)
+    active = Operation.objects.active().filter(key=key, kind=request.kind).first() if scope.nodes else None
+    if active is not None and request.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
+        _refuse_other_waves(active, scope)
+        _make_due(request, order, now)
         return admission.Admission(active, created=False)
     id = uuid4()
-    # Parts that give way end first: what they own is free then. The news leaves last.
-    reason = f"superseded by {wish.kind} of {wish.element} (operation {id})"
+    # Targets that are replaced end first, which frees their keys. Events are published last.
+    reason = f"superseded by {request.kind} of {request.element} (operation {id})"
     end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
-    replaced = _replace(_held(wish, ids, active), _taken_over(active, order, end), end, now)
-    known = [row.id for row in rows]
-    if PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).exclude(pk__in=known).exists():
+    replaced = _replace(
+        _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
+    )
+    locked_ids = [row.id for row in rows]
+    current = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend)
+    if current.exclude(pk__in=locked_ids).exists():
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
-    operation, superseded = admission.made(_request(wish, asked, key), now, by_parts=True, id=id)
-    _refresh(wish, order, now)
-    _write_parts(operation, wish, asked, order, now)
+    operation, superseded = admission.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
+    _make_due(request, order, now)
+    _write_parts(operation, request, scope, order, now)
     announce([*replaced.operations, *superseded, operation])
     return admission.Admission(operation, created=True)
 
 
 def _open_nodes(operation: Operation) -> set[UUID]:
-    left = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
-    return set(left.values_list("node_id", flat=True))
+    open_targets = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+    return set(open_targets.values_list("node_id", flat=True))
 
 
-def _write_parts(operation: Operation, wish: Wish, asked: Asked, order: RequestOrder, now: datetime) -> None:
-    """The parts of a new operation, and intents for those whose turn is now."""
-    turns = wave_requests.plan_for(wish.backend, asked.nodes, asked.waves) if asked.waves else {}
+def _write_parts(
+    operation: Operation, request: Wish, scope: Asked, order: RequestOrder, now: datetime
+) -> None:
+    """Write the targets of a new operation, and the intents of those whose turn is now."""
+    turns = wave_requests.plan_for(request.backend, scope.nodes, scope.waves) if scope.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
-    beginning = {node.id for node in asked.nodes if turns.get(node.id) == operation.open_wave}
-    spares = bool(operation.waves) or asked.drains
-    carried_by = _carriers(operation, wish, order, beginning, spares, now)
-    made = [
-        _part(operation, node, carried_by.get(node.id), order, turns.get(node.id), now)
-        for node in asked.nodes
+    beginning = {node.id for node in scope.nodes if turns.get(node.id) == operation.open_wave}
+    spares = bool(operation.waves) or scope.drains
+    intents_by_node = _join_or_create_intents(operation, request, order, beginning, spares, now)
+    new_targets = [
+        _new_target(operation, node, intents_by_node.get(node.id), order, turns.get(node.id), now)
+        for node in scope.nodes
     ]
-    made += [one.part(operation, now) for one in asked.left_out]
-    wave_requests.wait_for_turns(list(filter(targets.held, made)), made, now)
-    OperationTarget.objects.bulk_create(made)
-    targets.adopt(operation, made, now)
+    new_targets += [left_out.part(operation, now) for left_out in scope.left_out]
+    wave_requests.wait_for_turns(list(filter(targets.held, new_targets)), new_targets, now)
+    OperationTarget.objects.bulk_create(new_targets)
+    targets.adopt(operation, new_targets, now)
     operation.save()
 
 
@@ -129,41 +134,41 @@ def _refuse_unless_ended(active: Operation) -> None:
         )
 
 
-def _refuse_other_waves(active: Operation, asked: Asked) -> None:
-    if wave_requests.options_of(active) != asked.waves:
+def _refuse_other_waves(active: Operation, scope: Asked) -> None:
+    if wave_requests.options_of(active) != scope.waves:
         raise errors.Conflict(
             f"the same is in progress with other waves (operation {active.id})", operation=active.id
         )
 
 
-def _request(wish: Wish, asked: Asked, key: str) -> admission.OperationRequest:
-    alone = asked.concerned[0] if len(asked.concerned) == 1 and not asked.all_nodes else None
+def _operation_request(request: Wish, scope: Asked, key: str) -> admission.OperationRequest:
+    only_node = scope.concerned[0] if len(scope.concerned) == 1 and not scope.all_nodes else None
     return admission.OperationRequest(
-        wish.kind,
+        request.kind,
         key=key,
-        element=wish.element[:255],
-        payload=asdict(wish) | asked.payload(),
-        actor=asked.actor,
-        node=(alone.id, alone.name) if alone else None,
-        request_id=asked.request_id,
-        client_address=asked.client_address,
-        parent=asked.parent,
+        element=request.element[:255],
+        payload=asdict(request) | scope.payload(),
+        actor=scope.actor,
+        node=(only_node.id, only_node.name) if only_node else None,
+        request_id=scope.request_id,
+        client_address=scope.client_address,
+        parent=scope.parent,
     )
 
 
-def _carriers(
+def _join_or_create_intents(
     operation: Operation,
-    wish: Wish,
+    request: Wish,
     order: RequestOrder,
     node_ids: Set[UUID],
     spares: bool,
     now: datetime,
 ) -> dict[UUID, PendingBackendOp]:
-    """The intents of these nodes: those that do the same already, and new ones for the others."""
-    found = {id: intent for id, intent in order.same.items() if id in node_ids}
+    """Return the intents of these nodes: existing ones of an equal request, new ones for the others."""
+    joined = {id: intent for id, intent in order.same.items() if id in node_ids}
     requested_at = order.end(now)
     if spares:
-        waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in found.values()])
+        waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in joined.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
     new = [
         PendingBackendOp(
@@ -173,30 +178,30 @@ def _carriers(
             next_retry_at=now,
             requested_at=requested_at,
             created_at=now,
-            **wish.columns(),
+            **request.columns(),
         )
-        for id in sorted(node_ids - found.keys())
+        for id in sorted(node_ids - joined.keys())
     ]
     PendingBackendOp.objects.bulk_create(new)
-    return found | {intent.node_id: intent for intent in new}
+    return joined | {intent.node_id: intent for intent in new}
 
 
-def _keep(nodes: Sequence[BackendNode]) -> None:
-    """Keeps the nodes from being removed until the request is recorded; raises NotFound for one that is gone.
+def _lock_nodes(nodes: Sequence[BackendNode]) -> None:
+    """Prevent the removal of the nodes until the request is recorded. Raise NotFound for a removed node.
 
-    A removal locks the node before its intents, so this does too. Nothing but a removal waits for it.
+    A removal locks the node before its intents, so this does too. Only a removal waits for this lock.
     """
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT id FROM backend_nodes WHERE id = ANY(%s) ORDER BY id FOR KEY SHARE",
             [[node.id for node in nodes]],
         )
-        there = {id for (id,) in cursor.fetchall()}
-    if gone := [node.name for node in nodes if node.id not in there]:
-        raise errors.NotFound(f"node {', '.join(gone)} is no longer registered")
+        registered_ids = {id for (id,) in cursor.fetchall()}
+    if removed := [node.name for node in nodes if node.id not in registered_ids]:
+        raise errors.NotFound(f"node {', '.join(removed)} is no longer registered")
 
 
-def _part(
+def _new_target(
     operation: Operation,
     node: BackendNode,
     intent: PendingBackendOp | None,
@@ -204,76 +209,81 @@ def _part(
     wave: int | None,
     now: datetime,
 ) -> OperationTarget:
-    part = OperationTarget(operation=operation, node_id=node.id, node_name=node.name, wave=wave)
+    target = OperationTarget(operation=operation, node_id=node.id, node_name=node.name, wave=wave)
     if intent is None:
-        return part
-    part.intent_id = intent.id
+        return target
+    target.intent_id = intent.id
     if intent.lease_until is not None:
-        parts.begin(part, now)
+        parts.begin(target, now)
     elif node.status != "healthy":
-        parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(part, now)
-    elif (first := order.before(intent)) is not None:
-        reason = f"waits for the {waits.in_words(first.op)} of {first.backend} on {node.name}"
-        parts.rest(reason, until=None)(part, now)
+        parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
+    elif (preceding := order.before(intent)) is not None:
+        reason = f"waits for the {waits.in_words(preceding.op)} of {preceding.backend} on {node.name}"
+        parts.rest(reason, until=None)(target, now)
     else:
         parts.rest(intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts)(
-            part, now
+            target, now
         )
-    return part
+    return target
 
 
-def refusals_by_node(wish: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
-    """Return for each of these nodes whose present work contradicts the request the reason."""
+def refusals_by_node(request: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
+    """Return the reason for each node whose present work contradicts the request."""
     names = {node.id: node.name for node in nodes}
     refusals: dict[UUID, str] = {}
     rows: dict[UUID, list[PendingBackendOp]] = {}
-    for intent in PendingBackendOp.objects.filter(node__in=names, backend=wish.backend):
+    for intent in PendingBackendOp.objects.filter(node__in=names, backend=request.backend):
         rows.setdefault(intent.node_id, []).append(intent)
-    for node_id, intents_there in rows.items():
+    for node_id, node_rows in rows.items():
         try:
-            RequestOrder.of(wish, intents_there).refuse(wish, names, is_load=False)
+            RequestOrder.of(request, node_rows).refuse(request, names, is_load=False)
         except errors.Conflict as refusal:
             refusals[node_id] = refusal.message
     return refusals
 
 
-def _held(wish: Wish, node_ids: Sequence[UUID], active: Operation | None) -> list[int]:
-    """Parts whose wave has not opened: those that a deletion takes over, and those of `active`."""
-    upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=wish.backend)
-    if wish.kind != DELETE:
+def _unopened_targets_to_replace(
+    request: Wish, node_ids: Sequence[UUID], active: Operation | None
+) -> list[int]:
+    """Return the ids of targets whose wave has not opened and that the request replaces."""
+    upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=request.backend)
+    # A deletion replaces the targets of all upgrades, any other request those of `active` only.
+    if request.kind != DELETE:
         upgrades = upgrades.filter(pk__in=[active.pk] if active else [])
-    held = OperationTarget.objects.filter(operation__in=upgrades, intent_id__isnull=True)
-    left = held.filter(node_id__in=node_ids).exclude(status__in=targets.ENDED)
-    return list(left.values_list("pk", flat=True))
+    unopened = OperationTarget.objects.filter(operation__in=upgrades, intent_id__isnull=True)
+    replaced = unopened.filter(node_id__in=node_ids).exclude(status__in=targets.ENDED)
+    return list(replaced.values_list("pk", flat=True))
 
 
 def _replace(
     held: Sequence[int], taken_over: Mapping[UUID, parts.Change], end: parts.Change, now: datetime
 ) -> parts.Changed:
-    """End parts whose wave has not opened, and those of the operation that the newer one replaces."""
+    """End targets whose wave has not opened, and those of the operation that the newer one replaces."""
     changed = parts.change(taken_over, held=dict.fromkeys(held, end), now=now)
     waves.go_on(changed, now=now)
     return changed
 
 
-def _taken_over(active: Operation | None, order: RequestOrder, end: parts.Change) -> dict[UUID, parts.Change]:
-    """Return the ends of the parts of an equal operation on the same nodes, which owns the key.
+def _changes_to_replaced(
+    active: Operation | None, order: RequestOrder, end: parts.Change
+) -> dict[UUID, parts.Change]:
+    """Return the changes that end the targets of an equal operation on the same nodes, which owns the key.
 
-    Different requests have followed it on some node. Its intents go on for the newer operation.
+    Different requests have followed it on some node. Its intents continue for the newer operation.
     """
     if active is None:
         return {}
 
-    def happens(part: OperationTarget, now: datetime) -> None:
-        if part.operation_id == active.id:
-            end(part, now)
+    def end_if_active(target: OperationTarget, now: datetime) -> None:
+        if target.operation_id == active.id:
+            end(target, now)
 
-    return {intent.id: happens for intent in order.same.values()}
+    return {intent.id: end_if_active for intent in order.same.values()}
 
 
-def _refresh(wish: Wish, order: RequestOrder, now: datetime) -> None:
-    """Have the rows of the requested op tried now; one that a different request follows runs after it."""
-    intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=wish.galleries)
+def _make_due(request: Wish, order: RequestOrder, now: datetime) -> None:
+    """Make the rows of the requested op due now; queue a row that a different request follows after it."""
+    intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=request.galleries)
     followed, last = order.followed(), order.end(now)
     for intent in followed:
         intent.requested_at = last
@@ -281,10 +291,10 @@ def _refresh(wish: Wish, order: RequestOrder, now: datetime) -> None:
 
 
 def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None = None) -> Operation:
-    """Ends an operation on backends for good, and every intent that no other active operation shares.
+    """Cancel an operation on backends for good, and every intent that no other active operation shares.
 
-    With `node_id` only its part on that node. A controller calls off what a worker may have begun.
-    Raises NotFound and Conflict.
+    With `node_id` only its target on that node. A controller stops the work that a worker may have begun.
+    Raise NotFound and Conflict.
     """
     for _ in range(_TRIES):
         with contextlib.suppress(_Raced):
@@ -293,32 +303,36 @@ def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | Non
 
 
 def _running(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
-    """The intents of the parts that have not ended, or of the one on this node."""
-    carried = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
-    carried = carried.filter(node_id=node_id) if node_id else carried
-    left = carried.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
-    return {id for id in left if id is not None}
+    """Return the intents of the targets that have not ended, or of the target on `node_id`."""
+    with_intent = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
+    with_intent = with_intent.filter(node_id=node_id) if node_id else with_intent
+    unfinished = with_intent.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
+    return {id for id in unfinished if id is not None}
 
 
 def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime) -> Operation:
     with committed("backends.cancel"):
-        wanted = _running(operation_id, node_id)
-        found = PendingBackendOp.objects.filter(pk__in=wanted).order_by("id").select_for_update(no_key=True)
-        held = {intent.id: intent for intent in found}
+        intent_ids = _running(operation_id, node_id)
+        rows = PendingBackendOp.objects.filter(pk__in=intent_ids).order_by("id")
+        held = {intent.id: intent for intent in rows.select_for_update(no_key=True)}
         operation = admission.locked(operation_id)
-        if not _running(operation_id, node_id) <= wanted:
+        if not _running(operation_id, node_id) <= intent_ids:
             raise _Raced  # a wave has opened meanwhile: its intents are not locked
-        others = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
-        others = others.exclude(operation_id=operation_id).exclude(status__in=targets.ENDED)
-        shared = {id for id in others.values_list("intent_id", flat=True) if id is not None}
-        mine = [intent for intent in held.values() if intent.id not in shared]
-        begun = {one.id for one in mine if one.lease_until is not None or one.unanswered_since is not None}
-        notes = dict.fromkeys(begun, "the worker is asked to stop")
+        other_targets = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
+        other_targets = other_targets.exclude(operation_id=operation_id).exclude(status__in=targets.ENDED)
+        shared = {id for id in other_targets.values_list("intent_id", flat=True) if id is not None}
+        unshared = [intent for intent in held.values() if intent.id not in shared]
+        started = {
+            intent.id
+            for intent in unshared
+            if intent.lease_until is not None or intent.unanswered_since is not None
+        }
+        notes = dict.fromkeys(started, "the worker is asked to stop")
         notes |= dict.fromkeys(shared, "another operation wants the same and goes on")
-        PendingBackendOp.objects.filter(pk__in=begun).update(
+        PendingBackendOp.objects.filter(pk__in=started).update(
             cancelled_at=now, next_retry_at=now, lease_owner="", lease_until=None
         )
-        PendingBackendOp.objects.filter(pk__in={one.id for one in mine} - begun).delete()
+        PendingBackendOp.objects.filter(pk__in={intent.id for intent in unshared} - started).delete()
         if node_id is not None:
             note = next(iter(notes.values()), "")
             return one_part.cancel(operation, node_id, note=note, actor=actor, now=now)
@@ -328,43 +342,43 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
 def retry(
     operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now: datetime
 ) -> admission.Admission:
-    """Asks again for what failed or was cancelled, on those nodes or on all whose part did not succeed.
+    """Repeat the targets that failed or were cancelled, on the nodes `only` or on all that did not succeed.
 
-    An operation that still waits is tried at once instead. The failure is dismissed and names its successor,
-    unless it stays the failure of nodes that are not tried again.
-    Raises NotFound, and Conflict where there is nothing to ask again.
+    An operation that still waits is made due at once instead. The failure is dismissed and names its
+    successor, unless nodes that are not retried keep it failed. Raise NotFound, and Conflict if the operation
+    has nothing to repeat.
     """
     operation = Operation.objects.filter(pk=operation_id, kind__in=KINDS).first()
     if operation is None:
         raise errors.NotFound(admission.NO_SUCH_OPERATION)
     chosen = OperationTarget.objects.filter(operation=operation).exclude(status=TargetStatus.SUCCESS)
-    # Without a choice, a newer wish has its way where it took a part over.
+    # Without a choice of nodes, targets that a newer request has replaced stay replaced.
     chosen = chosen.filter(node_id__in=only) if only else chosen.exclude(status=TargetStatus.SUPERSEDED)
-    ids = {part.intent_id for part in chosen if part.intent_id and part.status not in targets.ENDED}
+    ids = {target.intent_id for target in chosen if target.intent_id and target.status not in targets.ENDED}
     if operation.status in ACTIVE and ids:
         with committed("backends.retry"):
             intents.nudge(ids, now=now)
             audit.record(admission.changed("tried_at_once", operation), at=now)
         return admission.Admission(operation, created=False)
-    nodes = BackendNode.objects.filter(pk__in=[part.node_id for part in chosen]).order_by("name")
+    nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
     possible = [node for node in nodes if not one_node.refusal(node)]
     if not only:
         lacking = unlisted(Wish.of(operation), possible)
         possible = [node for node in possible if node not in lacking] or possible
     if operation.status in ACTIVE or not possible:
         raise errors.Conflict("no part of this operation can be tried again", field="nodes")
-    asked = replace(
+    scope = replace(
         asked_by,
         nodes=possible,
         waves=wave_requests.options_of(operation),
         last_replicas=wave_requests.confirmed_in(operation),
         drains=operation.payload.get("drains", False),
     )
-    result = ask(Wish.of(operation), asked, now=now)
+    result = ask(Wish.of(operation), scope, now=now)
     failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
-    # A failure on another node still waits for a decision.
-    left = failed.exclude(node_id__in=[node.id for node in possible])
-    if operation.status == Status.FAILED and not left.exists():
-        said = f"tried again as operation {result.operation.id}"
-        admission.dismiss(operation.id, actor=asked_by.actor, now=now, comment=said)
+    # A failure on another node still needs a decision.
+    unresolved = failed.exclude(node_id__in=[node.id for node in possible])
+    if operation.status == Status.FAILED and not unresolved.exists():
+        comment = f"tried again as operation {result.operation.id}"
+        admission.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment)
     return result

@@ -1,8 +1,8 @@
-"""Automatic upgrades (O103): after a check, an operation by `system` for each backend with something newer.
+"""Automatic upgrades (O103): after a check, `system` upgrades each backend that has a newer offer.
 
-Off unless `LOCALAI_AUTO_UPGRADE_BACKENDS` is set. Nothing is kept but rows: a check that was answered is
-followed until every backend had its turn, so a controller that dies in between loses nothing. The operation
-and the note of the nodes it has decided about are one transaction in the backend's line: never two.
+Off unless `LOCALAI_AUTO_UPGRADE_BACKENDS` is set. All state is in rows: a completed check is followed until
+every backend was processed, so a controller that dies in between loses nothing. One transaction under the
+backend's lock writes the operation and the list of nodes that it has decided about, so no node gets two.
 """
 
 import logging
@@ -31,97 +31,103 @@ ACTOR = "system"
 
 
 def follow(*, now: datetime) -> list[Operation]:
-    """Makes the operations of the checks that were not followed yet; a few queries where there is nothing.
+    """Create the operations for the checks that were not followed yet; a few queries if there are none.
 
-    A backend with work under way is left for the next look.
+    A backend with an active operation is retried at the next call.
     """
-    standing = upgrade_state.standing()
-    if standing.followed >= standing.answered:
+    check = upgrade_state.standing()
+    if check.followed >= check.answered:
         return []
-    made, left = [], False
+    created, has_remaining = [], False
     offers = upgrade_state.offers()
-    for found in upgrades(installed.read(), offers):
+    for upgrade in upgrades(installed.read(), offers):
         try:
-            operation = _upgrade(found.backend, offers[folded(found.backend.name)], now)
+            operation = _upgrade(upgrade.backend, offers[folded(upgrade.backend.name)], now)
         except errors.ClusterError as refusal:
-            log.info("automatic upgrade of %s: not now: %s", found.backend.name, refusal.message)
-            left = True
+            log.info("automatic upgrade of %s: not now: %s", upgrade.backend.name, refusal.message)
+            has_remaining = True
             continue
         if operation is not None:
-            made.append(operation)
-    if not left:
-        upgrade_state.followed(standing.answered)
-    return made
+            created.append(operation)
+    if not has_remaining:
+        upgrade_state.followed(check.answered)
+    return created
 
 
 def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operation | None:
-    """The operation for this backend, if there is anything to do or to say. Raises Conflict and NotFound."""
+    """Return the new operation for this backend; None if no node has to be upgraded or named.
+
+    Raise Conflict and NotFound.
+    """
     name = backend.name
     with transaction.atomic():
         stand_in_line(name)
         row = BackendOffer.objects.select_for_update(no_key=True).filter(pk=folded(name)).first()
         if row is None or upgrade_state.offer_of(row) != offer:
-            return None  # a later check has found something else, and is followed next
-        nodes = _nodes(backend)
-        wanted = plan(_places(backend, nodes, row, offer), offer)
-        if not wanted.decided:
+            return None  # a later check has changed the offer, and is followed next
+        nodes = _upgradable_nodes(backend)
+        upgrade_plan = plan(_places(backend, nodes, row, offer), offer)
+        if not upgrade_plan.decided:
             return None
         active = Operation.objects.active().filter(kind__in=KINDS, payload__backend__iexact=name).first()
         if active is not None:
             raise errors.Conflict(f"{active.kind} has not ended (operation {active.id})")
-        _note(row, offer, wanted)
-        operation = ask(Wish(UPGRADE, name), _asked(wanted, nodes), now=now).operation
+        _record_decided(row, offer, upgrade_plan)
+        operation = ask(Wish(UPGRADE, name), _scope(upgrade_plan, nodes), now=now).operation
     log.info("automatic upgrade of %s to %s: operation %s", name, identity(offer), operation.id)
     return operation
 
 
-def _nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
-    """Those that may ever be upgraded, by id."""
+def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
+    """Return the nodes that can be upgraded at all, by id."""
     ids = [place.node["node_id"] for place in backend.removable]
-    found = BackendNode.objects.filter(pk__in=ids, node_type="backend", approved_at__isnull=False)
-    return {str(node.id): node for node in found.order_by("name")}
+    nodes = BackendNode.objects.filter(pk__in=ids, node_type="backend", approved_at__isnull=False)
+    return {str(node.id): node for node in nodes.order_by("name")}
 
 
 def _places(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
 ) -> list[BackendPlace]:
-    last = upgrade_drains.last_replicas(backend.name, [node.id for node in nodes.values()])
+    last_replicas = upgrade_drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
-    there = {str(place.node["node_id"]): place for place in backend.removable}
+    places_by_node = {str(place.node["node_id"]): place for place in backend.removable}
     return [
         BackendPlace(
             node.id,
             node.name,
             node.status,
-            there[id].build,
-            last_of=tuple(sorted(last.get(node.id, ()))),
-            from_address=bool(there[id].node.get("uri")) and not there[id].gallery_url,
+            places_by_node[id].build,
+            last_of=tuple(sorted(last_replicas.get(node.id, ()))),
+            from_address=bool(places_by_node[id].node.get("uri")) and not places_by_node[id].gallery_url,
             decided=id in decided,
         )
         for id, node in nodes.items()
     ]
 
 
-def _note(row: BackendOffer, offer: Offered, wanted: UpgradePlan) -> None:
+def _record_decided(row: BackendOffer, offer: Offered, upgrade_plan: UpgradePlan) -> None:
     before = row.automatic_nodes if row.automatic_to == identity(offer) else []
     row.automatic_to = identity(offer)
-    row.automatic_nodes = [*before, *(str(place.id) for place in wanted.decided)]
+    row.automatic_nodes = [*before, *(str(place.id) for place in upgrade_plan.decided)]
     row.save(update_fields=["automatic_to", "automatic_nodes"])
 
 
-def _asked(wanted: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Asked:
-    """In waves, by `system`. Who is left out has a part that says why."""
-    last = [LeftOut(nodes[str(one.id)], _why_last(one), fails=True) for one in wanted.last_replica]
-    away = [LeftOut(nodes[str(one.id)], _why_away(one)) for one in wanted.away]
+def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Asked:
+    """Return an upgrade in waves by `system`; each node that is left out gets a target with the reason."""
+    last = [
+        LeftOut(nodes[str(place.id)], _last_replica_reason(place), fails=True)
+        for place in upgrade_plan.last_replica
+    ]
+    away = [LeftOut(nodes[str(place.id)], _away_reason(place)) for place in upgrade_plan.away]
     return Asked(
-        [nodes[str(one.id)] for one in wanted.upgrade],
+        [nodes[str(place.id)] for place in upgrade_plan.upgrade],
         actor=ACTOR,
         waves=Options(),
         left_out=[*last, *away],
     )
 
 
-def _why_last(place: BackendPlace) -> str:
+def _last_replica_reason(place: BackendPlace) -> str:
     models = ", ".join(place.last_of)
     return (
         f"skipped: {place.name} serves the last replica of {models}. Load it on another node, or upgrade"
@@ -129,5 +135,5 @@ def _why_last(place: BackendPlace) -> str:
     )
 
 
-def _why_away(place: BackendPlace) -> str:
+def _away_reason(place: BackendPlace) -> str:
     return f"left out: {place.name} is {place.status}; a check after its return upgrades it"

@@ -1,7 +1,8 @@
-"""What an automatic upgrade does about each node that has the backend (O103): a pure table of decisions.
+"""The decision of an automatic upgrade about each node that has the backend (O103): a pure table.
 
-Each node is asked once for each build that the galleries offer: what failed, or was left to people, is theirs
-from then on. Nodes that are away are named and not asked; the next check after their return decides again.
+Each node is decided once for each build that the galleries offer: failures, and nodes that need a human
+decision, are left to operators from then on. Nodes that are away are named and not decided; the first check
+after their return decides about them.
 """
 
 from collections.abc import Iterable
@@ -14,19 +15,19 @@ from nodes.backends.upgrade_rules import Offered, behind
 
 
 class Verdict(Enum):
-    """What becomes of a node."""
+    """The decision about a node."""
 
     NOTHING = auto()
     UPGRADE = auto()
     AWAY = auto()
-    """It would be upgraded, but its worker takes no commands now."""
+    """It needs the upgrade, but its worker takes no commands now."""
     LAST_REPLICA = auto()
-    """An upgrade would leave a model without a replica: people decide."""
+    """An upgrade would leave a model without a replica: an operator decides."""
 
 
 @dataclass(frozen=True)
 class BackendPlace:
-    """The backend on one node. `last_of`: models of which it serves the last replica."""
+    """The backend on one node. `last_of`: the models whose last replica the node serves."""
 
     id: UUID
     name: str
@@ -34,18 +35,18 @@ class BackendPlace:
     build: Build
     last_of: tuple[str, ...] = ()
     from_address: bool = False
-    """Installed from an address and not from a gallery: a gallery's build would be another thing."""
+    """Installed from an address, not from a gallery: a gallery's build would be different software."""
     decided: bool = False
-    """An automatic upgrade to this offer was made for it, or left it to people."""
+    """True if an earlier automatic upgrade to this offer has decided about the node."""
 
 
 def identity(offer: Offered) -> str:
-    """What tells an offer from a newer one; "" if nothing does."""
+    """Return the version of the offer or its first digest; "" if it has neither."""
     return offer.version or "".join(offer.digests[:1])
 
 
 def verdict(place: BackendPlace, offer: Offered) -> Verdict:
-    """The table: the first line that applies."""
+    """Return the first verdict of the table that applies."""
     if place.decided or place.from_address or not behind(place.build, offer):
         return Verdict.NOTHING
     if place.status != "healthy":
@@ -55,7 +56,7 @@ def verdict(place: BackendPlace, offer: Offered) -> Verdict:
 
 @dataclass(frozen=True)
 class UpgradePlan:
-    """The nodes by what becomes of them."""
+    """The nodes by their verdict."""
 
     upgrade: tuple[BackendPlace, ...] = ()
     last_replica: tuple[BackendPlace, ...] = ()
@@ -63,13 +64,14 @@ class UpgradePlan:
 
     @property
     def decided(self) -> tuple[BackendPlace, ...]:
-        """Those that are not asked again for the same offer."""
+        """The nodes that need no other decision for the same offer."""
         return (*self.upgrade, *self.last_replica)
 
 
 def plan(places: Iterable[BackendPlace], offer: Offered) -> UpgradePlan:
-    """Every node's verdict."""
-    found: dict[Verdict, list[BackendPlace]] = {one: [] for one in Verdict}
+    """Group the nodes by their verdict."""
+    places_by_verdict: dict[Verdict, list[BackendPlace]] = {key: [] for key in Verdict}
     for place in places:
-        found[verdict(place, offer)].append(place)
-    return UpgradePlan(*(tuple(found[one]) for one in (Verdict.UPGRADE, Verdict.LAST_REPLICA, Verdict.AWAY)))
+        places_by_verdict[verdict(place, offer)].append(place)
+    upgrade, last_replica, away = Verdict.UPGRADE, Verdict.LAST_REPLICA, Verdict.AWAY
+    return UpgradePlan(*(tuple(places_by_verdict[key]) for key in (upgrade, last_replica, away)))

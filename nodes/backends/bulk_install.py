@@ -1,4 +1,4 @@
-"""One install on many nodes: a node that cannot take it gets a part that says why, and stops no other."""
+"""One install on many nodes: a node that cannot take it gets a target with the reason, others continue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,25 +14,25 @@ from operations.ledger.admission import Admission
 _TRIES = 3
 
 
-def request(wish: Wish, asked: Asked, node_ids: Sequence[UUID], *, now: datetime) -> Admission:
-    """Admit one operation for all of these nodes, or join the active one. `asked` names no nodes.
+def request(command: Wish, scope: Asked, node_ids: Sequence[UUID], *, now: datetime) -> Admission:
+    """Admit one operation for all of these nodes, or join the active one. The scope has no nodes yet.
 
-    Raises Conflict only if work on these nodes changes faster than it can be read.
+    Raise Conflict only if work on these nodes changes faster than it can be read.
     """
     refusals: dict[UUID, str] = {}
     for _ in range(_TRIES):
-        chosen = _with_nodes(asked, node_ids, refusals)
+        chosen = _with_nodes(scope, node_ids, refusals)
         try:
-            return admission.ask(wish, chosen, now=now)
+            return admission.ask(command, chosen, now=now)
         except (errors.Conflict, errors.NotFound):
-            conflicting = admission.refusals_by_node(wish, chosen.nodes)
+            conflicting = admission.refusals_by_node(command, chosen.nodes)
             if not conflicting and BackendNode.objects.filter(pk__in=node_ids).count() == len(chosen.nodes):
                 raise
             refusals |= conflicting
     raise errors.Conflict("operations on these nodes change too often; try again", field="nodes")
 
 
-def _with_nodes(asked: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> Asked:
+def _with_nodes(scope: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> Asked:
     """Sort the nodes into those that get the command and those that are left out with a reason."""
     registered = BackendNode.objects.in_bulk(list(set(node_ids)))
     nodes: list[BackendNode] = []
@@ -40,10 +40,10 @@ def _with_nodes(asked: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, 
     for id in sorted(set(node_ids)):
         node = registered.get(id)
         if node is None:
-            gone = BackendNode(id=id, name=str(id))
-            left_out.append(LeftOut(gone, "the node is no longer registered", fails=True))
+            removed_node = BackendNode(id=id, name=str(id))
+            left_out.append(LeftOut(removed_node, "the node is no longer registered", fails=True))
         elif reason := refusals.get(id) or one_node.refusal(node):
             left_out.append(LeftOut(node, reason, fails=True))
         else:
             nodes.append(node)
-    return replace(asked, nodes=sorted(nodes, key=lambda node: node.name), left_out=left_out)
+    return replace(scope, nodes=sorted(nodes, key=lambda node: node.name), left_out=left_out)

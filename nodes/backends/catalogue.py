@@ -1,9 +1,9 @@
-"""The catalogue: what the configured galleries offer, and where of it is installed or being installed.
+"""The catalogue: the backends that the configured galleries offer, and the nodes that have or install them.
 
-Galleries are read at most once a minute in each process, all at once, by one caller; the others get what was
-known before, and wait for it only if there is nothing. Who waits for a gallery holds no database connection.
-Where backends are installed comes from rows (`inventory.py`), so no page waits for a worker. A gallery that
-cannot be read is named beside what the others offer. `entries` is pure.
+Each process reads the galleries at most once a minute, all in parallel, by one caller. Other callers get the
+previous result, and wait only if there is none. A caller that waits for a gallery holds no database
+connection. The places where backends are installed come from rows (`inventory.py`), so no page waits for a
+worker. A gallery that cannot be read is named beside what the others offer. `entries` is pure.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from operations.models import ACTIVE, Operation, Status
 logger = logging.getLogger(__name__)
 
 READ_WITHIN = 10.0
-"""Seconds that a gallery has, with all its mirrors."""
+"""Seconds within which a gallery must be read, all its mirrors included."""
 KEPT_FOR, TROUBLE_KEPT_FOR = 60.0, 5.0
 DEVELOPMENT = "-development"
 _KINDS = "backend_"
@@ -82,16 +82,16 @@ ENTRY = shapes.Shape(
 
 @dataclass(frozen=True)
 class Offer:
-    """What the galleries offer; `problems` says by name which ones could not be read, and why."""
+    """The galleries' entries; `problems` gives the reason for each unreadable gallery, by its name."""
 
     builds: Sequence[GalleryEntry] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same as long as names, versions and sources are the same."""
-        told = "\n".join(f"{one.name}\t{one.version}\t{one.uri}" for one in self.builds)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """Hash of names, versions and sources."""
+        text = "\n".join(f"{build.name}\t{build.version}\t{build.uri}" for build in self.builds)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class ActiveOperation:
-    """An active operation on a backend; `gallery` is empty if it was asked for by its bare name."""
+    """An active operation on a backend; `gallery` is empty if the request named the bare backend."""
 
     id: UUID
     key: str
@@ -115,62 +115,64 @@ class ActiveOperation:
 
     @property
     def task_type(self) -> str:
-        """What the reference calls it."""
+        """The reference's name for the state."""
         return "Waiting" if self.is_waiting else "Deletion" if self.is_deletion else "Installation"
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What was read last, from which galleries, and how long it counts (monotonic seconds)."""
+class _CachedOffer:
+    """The last offer, the galleries it was read from, and its expiry (monotonic seconds)."""
 
-    asked: Sequence[Gallery] = ()
-    found: Offer = field(default_factory=Offer)
+    galleries: Sequence[Gallery] = ()
+    offer: Offer = field(default_factory=Offer)
     good_until: float = 0.0
     check: int = 0
 
     def is_good(self, listed: Sequence[Gallery], check: int) -> bool:
-        return listed == self.asked and self.check == check and clock.monotonic() < self.good_until
+        return listed == self.galleries and self.check == check and clock.monotonic() < self.good_until
 
 
 class Reader:
-    """Reads galleries for a whole process."""
+    """Cache of the galleries' offer, one for each process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known = _Known()
+        self._known = _CachedOffer()
 
     def read(self, listed: Sequence[Gallery], check: int = 0) -> Offer:
-        """What they offer, as of at most a minute ago; older while another request is reading them.
+        """Return the galleries' offer, at most a minute old; older while another thread is reading it.
 
-        `check` is the number of the last upgrade check: what was kept before that is old.
+        `check` is the number of the last upgrade check: an offer from before that check has expired.
         """
-        known = self._known
-        if known.is_good(listed, check) or (listed == known.asked and self._lock.locked()):
-            return known.found
+        cached = self._known
+        if cached.is_good(listed, check) or (listed == cached.galleries and self._lock.locked()):
+            return cached.offer
         if not connection.in_atomic_block:
-            connection.close()  # a few who wait for a slow gallery would hold all of a process
+            connection.close()  # a few threads that wait for a slow gallery would hold all connections
         with self._lock:
             if not self._known.is_good(listed, check):
-                found = asyncio.run(read_all(listed))
-                kept = TROUBLE_KEPT_FOR if found.problems else KEPT_FOR
-                self._known = _Known(listed, found, clock.monotonic() + kept, check)
-            return self._known.found
+                offer = asyncio.run(read_all(listed))
+                lifetime = TROUBLE_KEPT_FOR if offer.problems else KEPT_FOR
+                self._known = _CachedOffer(listed, offer, clock.monotonic() + lifetime, check)
+            return self._known.offer
 
 
 reader = Reader()
 
 
 async def read_all(listed: Sequence[Gallery]) -> Offer:
-    """What they offer at this moment, read at once and each within `READ_WITHIN`."""
+    """Read all galleries now, in parallel and each within `READ_WITHIN`."""
     async with httpx.AsyncClient(timeout=READ_WITHIN) as client:
-        found = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
-    builds = [build for part in found if not isinstance(part, str) for build in part]
-    problems = {g.name or g.url: part for g, part in zip(listed, found, strict=True) if isinstance(part, str)}
+        results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
+    builds = [build for result in results if not isinstance(result, str) for build in result]
+    problems = {
+        g.name or g.url: result for g, result in zip(listed, results, strict=True) if isinstance(result, str)
+    }
     return Offer(builds, problems)
 
 
 async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntry] | str:
-    """The entries, or why there are none."""
+    """Return the entries, or the reason why the gallery cannot be read."""
     try:
         async with asyncio.timeout(READ_WITHIN):
             return await gallery_index.fetch(gallery, client, served=_served)
@@ -191,7 +193,7 @@ async def _served(name: str) -> bytes:
 
 
 def installed() -> list[Installed]:
-    """Everything on approved nodes, by the name of the node; one query."""
+    """Return the backends on all approved nodes, ordered by node; one query."""
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name", "name")
     return [
         Installed(name, WHERE.row(values))
@@ -200,29 +202,29 @@ def installed() -> list[Installed]:
 
 
 def running() -> list[ActiveOperation]:
-    """Active operations on backends, the oldest first; one query."""
+    """Return the active operations on backends, the oldest first; one query."""
     active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KINDS).order_by("created_at")
-    found = []
+    operations = []
     for id, key, element, kind, status in active.values_list("id", "key", "element", "kind", "status"):
         gallery, _, name = element.rpartition("@")
         waiting = status in (Status.PENDING, Status.WAITING)
-        found.append(ActiveOperation(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
-    return found
+        operations.append(ActiveOperation(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
+    return operations
 
 
 def entries(
     builds: Sequence[GalleryEntry], installed: Sequence[Installed], running: Sequence[ActiveOperation]
 ) -> list[dict[str, Any]]:
-    """The elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
-    where: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for one in installed:
-        where[folded(one.name)].append(one.node)
-    busy = {(one.gallery.lower(), folded(one.name)): one for one in running}
+    """Return the elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
+    nodes_by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for backend in installed:
+        nodes_by_name[folded(backend.name)].append(backend.node)
+    busy = {(operation.gallery.lower(), folded(operation.name)): operation for operation in running}
     resolved_by = parents(builds)
     return [
         _entry(
             build,
-            where.get(folded(build.name), []),
+            nodes_by_name.get(folded(build.name), []),
             _job(build, busy),
             "" if build.is_meta else resolved_by.get(folded(build.name), ""),
         )
@@ -231,17 +233,20 @@ def entries(
 
 
 def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
-    """The entry that resolves to a build, by the build's folded name."""
-    found: dict[str, str] = {}
+    """Return the entry that resolves to a build, by the build's folded name."""
+    parents_by_name: dict[str, str] = {}
     for build in builds:
         if build.is_meta:
             for concrete in (build.capabilities or {}).values():
-                found.setdefault(folded(concrete), build.name)
-    return found
+                parents_by_name.setdefault(folded(concrete), build.name)
+    return parents_by_name
 
 
 def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:
-    """What runs on it: asked for with its gallery, or by a bare name, which may mean any gallery's."""
+    """Return the active operation on the build.
+
+    An operation that names no gallery may be on the build of any gallery.
+    """
     name = folded(build.name)
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 

@@ -1,13 +1,13 @@
-"""Commands to one worker over the bus. Each ends in one of the `outcomes`, and soon when the worker is gone.
+"""Commands to one worker over the bus. Each ends in one of the `outcomes`, and soon after the worker is gone.
 
 A reply may take a quarter of an hour, so waiting for it alone would hold an operation hostage to a dead
-worker. While a command runs, the worker is asked every few seconds for its list of backends: no listener
-twice in a row, or an answer from another process (`instance`), means that the command died with its worker.
+worker. While a command runs, the watch requests the worker's list of backends every few seconds: no listener
+twice in a row, or a reply of another process (`instance`), means that the command died with its worker.
 
-Our own connection proves nothing about the worker. When it was lost and found, the command is sent again: our
-worker joins the one still running, and a stock worker's commands are idempotent (`contract/nats.md` §4.1).
-After a restart of NATS the workers come back one by one, so the lack of a listener counts only once our
-connection has lasted for `SETTLED_AFTER` seconds.
+The state of our own connection proves nothing about the worker. After a reconnect the command is sent again:
+our worker joins the command that is still running, and a stock worker's commands are idempotent
+(`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so the lack of a listener
+counts only once our connection has lasted for `SETTLED_AFTER` seconds.
 """
 
 import asyncio
@@ -51,23 +51,23 @@ MODEL_TIMEOUT = 30.0
 DELETE_TIMEOUT = 120.0
 """C23."""
 CANCEL_TIMEOUT = 6.0
-"""A worker of ours answers within 5 s."""
+"""A worker of ours replies within 5 s."""
 SETTLED_AFTER = 10.0
-"""A worker dials again every 6 seconds at most."""
+"""Seconds; a worker reconnects every 6 seconds at most."""
 BUS_WAIT = 5.0
-"""How long a command waits for our own connection before it says so."""
+"""Seconds that a command waits for our own connection before it reports `BusDown`."""
 _NO_PAYLOAD = b"null"
-"""What the reference publishes where there is nothing to say (nats.md §1)."""
+"""The payload that the reference publishes where a message has no content (nats.md §1)."""
 _LARGEST_PROGRESS = 16 * 1024
 _ASK_AGAIN = 0.5
 _MISSES = 2
 
 _MOST_PINGS = 50
-"""Pings a second: with more commands under way than that takes, each worker is asked less often."""
+"""Pings a second in this process: with more commands than that, each worker is pinged less often."""
 
 
 class _Watching:
-    """How many commands of this process are watched over, and how often each may ask."""
+    """The number of running commands that are watched, which sets the pause between their pings."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -80,7 +80,7 @@ class _Watching:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next ping of one command."""
+        """Seconds until the next ping for one command."""
         return max(PING_EVERY, self._count / _MOST_PINGS)
 
 
@@ -89,24 +89,24 @@ _watching = _Watching()
 R = TypeVar("R")
 T = TypeVar("T")
 Refusal = Callable[[R], str]
-"""Why a reply means "not done"; empty for a success."""
+"""The reason why a reply means failure; empty for a success."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One node's worker, as seen over the bus."""
+    """Client of one node's worker on the bus."""
 
     bus: carrier.Bus
     node_id: str
     name: str
     instance: str = ""
-    """Its process, if that is known already: commands are sent without asking for it first."""
+    """The worker's process, if the caller knows it: commands are sent without a ping first."""
     answered: bool = False
-    """It has just answered, also without naming its process: the first command is sent without asking."""
+    """True if the worker replied just now, even without its instance: the first command needs no ping."""
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
-        """What is installed, asked once."""
-        return await self._ask(
+        """Return the worker's list of backends, from a single request."""
+        return await self._measured_request(
             subjects.backend_list(self.node_id),
             messages.Nothing(),
             messages.ListReply,
@@ -116,10 +116,10 @@ class Worker:
         )
 
     async def contact(self) -> Outcome[messages.ListReply]:
-        """Return the worker's list of backends, or why there is none, once that is certain.
+        """Return the worker's list of backends, or the reason why there is none, once that is certain.
 
-        A worker that lost its connection dials again within seconds, so a missing listener counts when a
-        second question, `PING_EVERY` seconds later, finds none either.
+        A worker that lost its connection reconnects within seconds, so a missing listener counts only if a
+        second request, `PING_EVERY` seconds later, finds none either.
         """
         since, misses = clock.monotonic(), 0
         while True:
@@ -139,8 +139,8 @@ class Worker:
             await asyncio.sleep(pause)
 
     async def running(self) -> Outcome[messages.RunningReply]:
-        """The engine processes that live there."""
-        return await self._ask(
+        """Return the engine processes that the worker runs."""
+        return await self._measured_request(
             subjects.models_running(self.node_id),
             messages.Nothing(),
             messages.RunningReply,
@@ -150,9 +150,9 @@ class Worker:
         )
 
     async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
-        """Has the engine process at exactly this address stopped; done means that the key has no process."""
+        """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
-        return await self._ask(
+        return await self._measured_request(
             subjects.model_stop(self.node_id),
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
@@ -162,8 +162,8 @@ class Worker:
         )
 
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
-        """Has the engine at this address free its memory; its process lives on (nats.md §4.9)."""
-        return await self._ask(
+        """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
+        return await self._measured_request(
             subjects.model_unload(self.node_id),
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
@@ -173,8 +173,8 @@ class Worker:
         )
 
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
-        """Has the model's staged files removed; a model without files is a success (nats.md §4.10)."""
-        return await self._ask(
+        """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
+        return await self._measured_request(
             subjects.model_delete(self.node_id),
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
@@ -184,48 +184,48 @@ class Worker:
         )
 
     async def stop(self, target: str, *, force: bool = False) -> None:
-        """Asks for engines to be stopped by process key, model or backend; "" means all (nats.md §4.4).
+        """Request the stop of engines by process key, model or backend; "" means all (nats.md §4.4).
 
-        A `backend.stop` has no reply. An unforced one for everything has no payload either (R6.5).
+        A `backend.stop` has no reply. An unforced stop of all engines has no payload either (R6.5).
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
         with contextlib.suppress(carrier.BusError), points.told("backend.stop"):
             await self.bus.publish(subjects.backend_stop(self.node_id), payload)
 
     async def stop_node(self) -> None:
-        """Asks the worker to shut down; there is no reply (nats.md §4.11)."""
+        """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), points.told("node.stop"):
             await self.bus.publish(subjects.stop(self.node_id), _NO_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
     ) -> Outcome[messages.InstallReply]:
-        """Sends `backend.install` and waits for its reply, up to `timeout` seconds.
+        """Send `backend.install` and wait up to `timeout` seconds for its reply.
 
-        An identical one under way, of whatever operation, is joined.
+        Join an identical command that is already running, whichever operation sent it.
         """
-        asked = naming.understood(request)
+        command = naming.understood(request)
 
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
-            async with self._progress(asked.op_id, report):
+            async with self._progress(command.op_id, report):
                 return await self._command(
                     subjects.backend_install(self.node_id),
-                    asked,
+                    command,
                     messages.InstallReply,
                     _failure,
                     timeout,
                     point="backend.install",
                 )
 
-        return await flights.joined(self.bus, (self.node_id, replace(asked, op_id="")), send, on_progress)
+        return await flights.joined(self.bus, (self.node_id, replace(command, op_id="")), send, on_progress)
 
     async def upgrade(
         self, request: messages.UpgradeRequest, *, timeout: float, on_progress: OnProgress | None = None
     ) -> Outcome[messages.UpgradeReply]:
-        """Sends `backend.upgrade` and waits for its reply, up to `timeout` seconds.
+        """Send `backend.upgrade` and wait up to `timeout` seconds for its reply.
 
-        A worker that does not know the command gets a forced install in its place (§6.3), whose reply says
-        nothing of stopped processes.
+        A worker that does not support the command gets a forced install instead (§6.3), whose reply does not
+        report stopped processes.
         """
         request = naming.understood(request)
         async with self._progress(request.op_id, on_progress):
@@ -262,7 +262,7 @@ class Worker:
                 return answer
 
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
-        """Has the backend's processes stopped and its files removed."""
+        """Stop the processes of the backend and remove its files."""
         return await self._command(
             subjects.backend_delete(self.node_id),
             messages.DeleteRequest(naming.bare(backend)),
@@ -273,12 +273,13 @@ class Worker:
         )
 
     async def cancel(self, op_id: str) -> Outcome[messages.CancelReply]:
-        """Has the worker end the install or upgrade of this operation, whatever it is at; asked once.
+        """Make the worker end the install or upgrade of this operation at any step. Sent once.
 
-        Its own request is answered too. `found` is false if there was nothing to end (any more). Unheard if
-        the worker cannot cancel, as a stock one: what it carries out goes on.
+        The cancelled command gets its own reply too. `found` is false if the worker has nothing to end.
+        Return Unheard if the worker does not support cancellation, as a stock worker: the command continues
+        there.
         """
-        outcome = await self._ask(
+        outcome = await self._measured_request(
             subjects.backend_cancel(self.node_id),
             messages.CancelRequest(op_id),
             messages.CancelReply,
@@ -293,9 +294,9 @@ class Worker:
         return outcome
 
     async def _is_old(self) -> bool:
-        """Whether a worker is there that names no `instance`, as every worker of ours does.
+        """Return True if the worker replies without an `instance`, which every worker of ours reports.
 
-        Ours know all commands: one that does not listen for this one has just been restarted.
+        Ours support all commands: one that does not listen for this command has just been restarted.
         """
         answer = await self.backends(PING_TIMEOUT)
         return isinstance(answer, Done | Refused) and not answer.reply.instance
@@ -325,16 +326,16 @@ class Worker:
         """Return True if our connection is old enough for a missing listener to mean a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
 
-    async def _ask(
+    async def _measured_request(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """One question, one outcome; `point` names it for figures, and for tests that kill us here."""
+        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
         began = clock.monotonic()
-        outcome = await self._asked(subject, request, kind, refusal, timeout, point=point)
+        outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
         metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
         return outcome
 
-    async def _asked(
+    async def _request(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         inbox = subjects.inbox(self.node_id)
@@ -355,13 +356,13 @@ class Worker:
     async def _command(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Sends the command, again after each loss of our connection, and watches over the worker."""
+        """Send the command, again after each loss of our connection, and watch the worker meanwhile."""
         deadline, instance = clock.monotonic() + timeout, self.instance
-        ask_first = not (instance or self.answered)
-        while (left := deadline - clock.monotonic()) > 0:
-            if ask_first:
-                found = await self.contact()
-                match found:
+        ping_first = not (instance or self.answered)
+        while (remaining := deadline - clock.monotonic()) > 0:
+            if ping_first:
+                contact = await self.contact()
+                match contact:
                     case Done(listed) | Refused(_, listed):
                         instance = listed.instance
                     case Unreadable():
@@ -369,26 +370,26 @@ class Worker:
                     case StillRunning(reason):
                         return NotSent(reason)
                     case NoResponders() | BusDown():
-                        return found
+                        return contact
                     case _:
-                        assert_never(found)
+                        assert_never(contact)
             outcome = await first(
                 self._watch(self.bus.generation, instance),
-                self._send(subject, request, kind, refusal, left, point=point),
+                self._send(subject, request, kind, refusal, remaining, point=point),
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
-            instance, ask_first = "", True  # the next turn begins by waiting for the bus
+            instance, ping_first = "", True  # the next turn begins by waiting for the bus
             await asyncio.sleep(_ASK_AGAIN)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Asks until something listens, or certainly nothing does."""
+        """Send the request until a worker listens, or the lack of a listener is certain."""
         misses = 0
         while True:
-            outcome = await self._ask(subject, request, kind, refusal, timeout, point=point)
+            outcome = await self._measured_request(subject, request, kind, refusal, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
@@ -397,7 +398,7 @@ class Worker:
             await asyncio.sleep(PING_EVERY)
 
     async def _watch(self, generation: int, instance: str) -> NoResponders | None:
-        """Ends when the worker is gone, or with None when the command is to be sent again."""
+        """Return NoResponders when the worker is gone, or None when the command must be sent again."""
         misses = 0
         while True:
             with _watching:
@@ -431,9 +432,9 @@ def _failure(reply: _Verdict) -> str:
     return "" if reply.success else reply.error or "the worker reported no reason"
 
 
-async def first(one: Coroutine[Any, Any, R], other: Coroutine[Any, Any, T]) -> R | T:
-    """The result of whichever ends first, the later one's if both have ended; the other is cancelled."""
-    tasks = asyncio.create_task(one), asyncio.create_task(other)
+async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
+    """Return the result of the coroutine that ends first, `second_work` in a tie. Cancel the other one."""
+    tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await (tasks[1] if tasks[1].done() else tasks[0])
@@ -443,6 +444,6 @@ async def first(one: Coroutine[Any, Any, R], other: Coroutine[Any, Any, T]) -> R
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless(trouble: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`, which is ended when `trouble` raises first; raises what that one raised."""
-    return await first(trouble, work)
+async def unless(failure: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, R]) -> R:
+    """Return the result of `work`; if `failure` raises first, cancel `work` and raise the same exception."""
+    return await first(failure, work)

@@ -1,7 +1,7 @@
-"""Identical commands under way are one round trip (contract/nats.md §4.1).
+"""Identical commands that run at the same time share one round trip (contract/nats.md §4.1).
 
-The first to ask sends it; who asks for the same meanwhile gets its progress and its outcome. It ends early
-when the last of them is gone.
+The first caller sends the command; callers with the same command get its progress and its outcome meanwhile.
+The command is cancelled when its last caller is gone.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ OnProgress = Callable[[ProgressEvent], None]
 
 @dataclass(eq=False)
 class _Flight:
-    """One command under way; an entry for each that waits for it."""
+    """One running command; an entry in `waiting` for each of its callers."""
 
     waiting: list[OnProgress | None] = field(default_factory=list)
 
-    def tell(self, event: ProgressEvent) -> None:
+    def forward(self, event: ProgressEvent) -> None:
         for listener in list(self.waiting):
             if listener is not None:
                 listener(event)
@@ -39,16 +39,16 @@ async def joined(
     send: Callable[[OnProgress | None], Coroutine[Any, Any, T]],
     on_progress: OnProgress | None,
 ) -> T:
-    """The outcome of `send`, which is called unless a command with this key is under way on this bus.
+    """Return the outcome of `send`, or of the running command with this key on this bus.
 
-    Progress is reported if the first to ask wanted it.
+    Progress is reported if the first caller passed `on_progress`.
     """
     flights = _flights.setdefault(bus, {})
     if key not in flights:
         flight = _Flight()
-        work = send(flight.tell if on_progress else None)
+        work = send(flight.forward if on_progress else None)
         flights[key] = flight, asyncio.create_task(work, name="command")
-        flights[key][1].add_done_callback(lambda task: _landed(flights, key, task))
+        flights[key][1].add_done_callback(lambda task: _forget(flights, key, task))
     flight, task = flights[key]
     flight.waiting.append(on_progress)
     try:
@@ -57,13 +57,13 @@ async def joined(
     finally:
         flight.waiting.remove(on_progress)
         if not flight.waiting and not task.done():
-            _landed(flights, key, task)
+            _forget(flights, key, task)
             await cancel.end(task)
 
 
-def _landed(
+def _forget(
     flights: dict[Hashable, tuple[_Flight, asyncio.Task[Any]]], key: Hashable, task: asyncio.Task[Any]
 ) -> None:
-    """Who asks from now on asks for another one."""
+    """Forget the command, so that the next caller sends a new one."""
     if key in flights and flights[key][1] is task:
         del flights[key]

@@ -1,8 +1,8 @@
-"""Digests of images as their registries tell them, to see whether a tag has moved (R6.34).
+"""Digests of images, read from their registries, to detect tags that have moved (R6.34).
 
-Only manifests are asked for, never layers; without credentials, as a worker pulls. Every look is bounded: its
-time, the bytes of an answer, how many run at once and how many there are. A registry that does not answer
-costs its own backends their verdict and nothing else.
+Only manifests are read, never layers; without credentials, as a worker pulls. Every read is bounded: its
+time, the bytes of a reply, the number of parallel and of all reads. A registry that does not reply leaves
+only its own backends without a verdict.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _ACCEPTED = ", ".join(
 
 @dataclass(frozen=True)
 class Image:
-    """Where an image is: a registry's address, its path there, and what is asked for: a tag or a digest."""
+    """The location of an image: the registry's address, the path there, and a tag or a digest."""
 
     registry: str
     path: str
@@ -59,33 +59,34 @@ class Image:
 
 
 def parse(uri: str) -> Image | None:
-    """The image that a gallery names; None for what cannot be one. A host is always named."""
-    found = _REFERENCE.fullmatch(uri.removeprefix(OCI))
-    if found is None:
+    """Parse a gallery's URI; return None if it names no image. The host is required."""
+    match = _REFERENCE.fullmatch(uri.removeprefix(OCI))
+    if match is None:
         return None
-    host = found["host"]
+    host = match["host"]
     local = host.partition(":")[0] in ("localhost", "127.0.0.1")
     return Image(
-        f"{'http' if local else 'https'}://{host}", found["path"], found["digest"] or found["tag"] or "latest"
+        f"{'http' if local else 'https'}://{host}", match["path"], match["digest"] or match["tag"] or "latest"
     )
 
 
 async def digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """By URI: the image's digest, then those of its builds for single platforms, which workers record.
+    """Return the digests by URI: that of the image, then those of its builds for single platforms.
 
-    What could not be found out is left out and logged; never raises, never takes longer than `ALL_WITHIN`.
+    Workers record the digest of a build. Images that cannot be read are left out and logged. Never raise, and
+    never take longer than `ALL_WITHIN`.
     """
-    wanted = sorted(set(uris))
-    if len(wanted) > MOST:
-        log.warning("upgrade check: the digests of %d images are left out", len(wanted) - MOST)
-    found: dict[str, tuple[str, ...]] = {}
-    places = asyncio.Semaphore(AT_ONCE)
+    unique_uris = sorted(set(uris))
+    if len(unique_uris) > MOST:
+        log.warning("upgrade check: the digests of %d images are left out", len(unique_uris) - MOST)
+    digests_by_uri: dict[str, tuple[str, ...]] = {}
+    semaphore = asyncio.Semaphore(AT_ONCE)
 
-    async def one(uri: str, client: httpx.AsyncClient) -> None:
-        async with places:
+    async def read(uri: str, client: httpx.AsyncClient) -> None:
+        async with semaphore:
             try:
                 async with asyncio.timeout(WITHIN):
-                    found[uri] = await _digests(uri, client)
+                    digests_by_uri[uri] = await _digests(uri, client)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
 
@@ -94,10 +95,13 @@ async def digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
             asyncio.timeout(ALL_WITHIN),
             httpx.AsyncClient(timeout=WITHIN, follow_redirects=True) as client,
         ):
-            await asyncio.gather(*(one(uri, client) for uri in wanted[:MOST]))
+            await asyncio.gather(*(read(uri, client) for uri in unique_uris[:MOST]))
     except TimeoutError:
-        log.warning("upgrade check: %d images were not looked at in time", len(wanted[:MOST]) - len(found))
-    return found
+        log.warning(
+            "upgrade check: %d images were not looked at in time",
+            len(unique_uris[:MOST]) - len(digests_by_uri),
+        )
+    return digests_by_uri
 
 
 async def _digests(uri: str, client: httpx.AsyncClient) -> tuple[str, ...]:
@@ -112,33 +116,33 @@ async def _digests(uri: str, client: httpx.AsyncClient) -> tuple[str, ...]:
         )
     if status != 200:
         raise ValueError(f"HTTP status {status}")
-    # Of the bytes, not of the header: that is what a worker checks, too.
+    # The digest of the bytes, not of the header, because a worker checks the bytes, too.
     return (f"sha256:{sha256(body).hexdigest()}", *_builds(orjson.loads(body)))
 
 
 def _builds(manifest: Any) -> list[str]:
     listed = manifest.get("manifests") if isinstance(manifest, dict) else None
-    found = (
-        [one.get("digest") for one in listed or () if isinstance(one, dict)]
+    digests = (
+        [entry.get("digest") for entry in listed or () if isinstance(entry, dict)]
         if isinstance(listed, list)
         else []
     )
-    return [digest for digest in found if isinstance(digest, str) and _DIGEST.fullmatch(digest)][
+    return [digest for digest in digests if isinstance(digest, str) and _DIGEST.fullmatch(digest)][
         :_MOST_BUILDS
     ]
 
 
 async def _token(client: httpx.AsyncClient, image: Image, challenge: str) -> str:
-    """A token to read this image with, from where the registry says; ValueError if there is none."""
-    said = dict(_CHALLENGE.findall(challenge))
-    realm = said.get("realm", "")
+    """Return a token to read this image, from the realm of the challenge; raise ValueError without one."""
+    parameters = dict(_CHALLENGE.findall(challenge))
+    realm = parameters.get("realm", "")
     secure = urlsplit(realm).scheme == "https" or realm.startswith(f"{image.registry}/")
     if not challenge.lower().startswith("bearer ") or not secure:
         raise ValueError("the registry asks for a credential")
-    asked = {"scope": f"repository:{image.path}:pull"} | (
-        {"service": said["service"]} if "service" in said else {}
+    query = {"scope": f"repository:{image.path}:pull"} | (
+        {"service": parameters["service"]} if "service" in parameters else {}
     )
-    status, _, body = await _get(client, f"{realm}?{urlencode(asked)}", {})
+    status, _, body = await _get(client, f"{realm}?{urlencode(query)}", {})
     answer = orjson.loads(body) if status == 200 else None
     token = (answer.get("token") or answer.get("access_token")) if isinstance(answer, dict) else None
     if not isinstance(token, str) or not token.isascii() or not token.isprintable():
@@ -149,10 +153,10 @@ async def _token(client: httpx.AsyncClient, image: Image, challenge: str) -> str
 async def _get(
     client: httpx.AsyncClient, url: str, headers: dict[str, str]
 ) -> tuple[int, httpx.Headers, bytes]:
-    async with client.stream("GET", url, headers=headers) as answer:
+    async with client.stream("GET", url, headers=headers) as response:
         body = bytearray()
-        async for part in answer.aiter_bytes():
+        async for part in response.aiter_bytes():
             body += part
             if len(body) > MANIFEST_LIMIT:
                 raise ValueError(f"longer than {MANIFEST_LIMIT} bytes")
-        return answer.status_code, answer.headers, bytes(body)
+        return response.status_code, response.headers, bytes(body)

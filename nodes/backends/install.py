@@ -1,6 +1,6 @@
-"""Installing: brings one backend's files to one node, with progress in bytes.
+"""Install: bring one backend's files to one node, with progress in bytes.
 
-Which galleries a node is told about is decided here too (`offered_to`), for upgrades and loads as well.
+The galleries that a node gets are selected here too (`offered_to`), for upgrades and loads as well.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from nodes.models import BackendNode
 
 
 def galleries() -> list[messages.Gallery]:
-    """The galleries of this cluster."""
+    """Return the configured galleries of this cluster."""
     return [
         messages.Gallery(url=str(entry["url"]), name=str(entry.get("name", "")))
         for entry in conf.cluster().galleries
@@ -32,7 +32,7 @@ def galleries() -> list[messages.Gallery]:
 
 @dataclass(frozen=True)
 class GalleryOffer:
-    """What is sent to one node: the galleries that its worker can read, and why the others are not."""
+    """The galleries that are sent to one node, and the reasons why others are withheld."""
 
     galleries: tuple[messages.Gallery, ...] = ()
     withheld: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ class GalleryOffer:
         return encode_galleries(self.galleries) if self.galleries else ""
 
     def explained(self, reason: str) -> str:
-        """The reason of a failure, with the galleries that the worker did not get."""
+        """Append the reasons for withheld galleries to the reason of a failure."""
         return "; ".join((reason, *self.withheld))
 
 
 def offer(listed: Sequence[messages.Gallery], *, same_machine: bool, own_identity: bool) -> GalleryOffer:
-    """Sorts the galleries by what a node can read.
+    """Select the galleries that a node can read.
 
     `same_machine`: its worker reads our files. `own_identity`: it has a secret, which `cluster:` needs.
     """
@@ -68,7 +68,7 @@ def offer(listed: Sequence[messages.Gallery], *, same_machine: bool, own_identit
 
 
 def offered_to(node: BackendNode) -> GalleryOffer:
-    """The galleries of this cluster for one node."""
+    """Select the galleries of this cluster for one node."""
     return offer(
         galleries(),
         same_machine=is_loopback(node.source_address),
@@ -77,15 +77,17 @@ def offered_to(node: BackendNode) -> GalleryOffer:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a node that registered from this address runs on the server's own machine."""
+    """Return True if a node that registered from this address runs on the server's own machine."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
-async def _send(bus: Bus, intent: Intent, timeout: float, say: OnProgress) -> Outcome[messages.InstallReply]:
+async def _send(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
+) -> Outcome[messages.InstallReply]:
     row = intent.row
     nameless = row.uri and not row.name and row.backend == one_node.subject(row.uri)
     request = messages.InstallRequest(
@@ -100,9 +102,9 @@ async def _send(bus: Bus, intent: Intent, timeout: float, say: OnProgress) -> Ou
     )
     node = intent.node
     worker = Worker(bus, str(node.id), node.name, node.instance)
-    outcome = await worker.install(request, timeout=timeout, on_progress=say)
+    outcome = await worker.install(request, timeout=timeout, on_progress=report)
     if row.force and isinstance(outcome, Done | Refused):
-        # The reply does not name the engines that it has stopped.
+        # The reply does not name the engines that the install stopped.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(inventory.QUICK):
                 await inventory.compare_replicas(bus, node.id, node.name)
@@ -113,10 +115,10 @@ async def _conclude(
     bus: Bus, intent: Intent, answer: Done[messages.InstallReply] | Refused[messages.InstallReply]
 ) -> Ended:
     if isinstance(answer, Refused):
-        # An admin who names galleries knows what that worker can read.
+        # An admin who specifies galleries knows which ones that worker can read.
         offered = GalleryOffer() if intent.row.galleries else offered_to(intent.node)
         return Ended(error=offered.explained(answer.reason))
-    # Before the operation ends: a page that hears of its end finds the backend in the list.
+    # Before the operation ends: a page that is notified of its end finds the backend in the list.
     await inventory.refresh(bus, intent.node)
     return Ended()
 

@@ -1,7 +1,7 @@
-"""What is installed in the cluster, merged by backend from the workers' lists (R6.31, R6.32, O102).
+"""The installed backends of the cluster, merged by name from the workers' lists (R6.31, R6.32, O102).
 
-One query for any number of nodes; `merge` is pure. Approved nodes count, whatever their status: the rows are
-what their workers listed last, and each place has the status of its node.
+One query for any number of nodes; `merge` is pure. Approved nodes count, whatever their status: the rows hold
+the last lists of their workers, and each place has the status of its node.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ _METADATA = ("gallery_url", "installed_at", "version", "uri", "digest")
 
 @dataclass(frozen=True)
 class Build:
-    """What tells two installs of a backend apart; empty texts where the worker does not say."""
+    """The identity of an install of a backend; empty texts where the worker reports none."""
 
     version: str = ""
     digest: str = ""
@@ -36,63 +36,65 @@ class InstalledOn:
 
     @property
     def build(self) -> Build:
-        """What is installed there."""
         return Build(self.node.get("version", ""), self.node.get("digest", ""))
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the worker says of the install, without empty texts; nothing for a system backend's."""
-        known = {"gallery_url": self.gallery_url, **self.node}
-        return {name: known[name] for name in _METADATA if known.get(name)}
+        """The metadata of the install that the worker reported, without empty texts.
+
+        Empty for a system backend.
+        """
+        fields = {"gallery_url": self.gallery_url, **self.node}
+        return {name: fields[name] for name in _METADATA if fields.get(name)}
 
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """One backend and everywhere it is, by the names of the nodes."""
+    """One backend and the nodes that have it, by the names of the nodes."""
 
     name: str
     places: tuple[InstalledOn, ...]
 
     @cached_property
     def is_system(self) -> bool:
-        """Whether it came with every machine that has it."""
+        """True if every machine that has it came with it."""
         return all(place.is_system for place in self.places)
 
     @cached_property
     def removable(self) -> tuple[InstalledOn, ...]:
-        """Where it was installed by the cluster."""
+        """The places where the cluster installed it."""
         return tuple(place for place in self.places if not place.is_system)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """Of the first node that has any."""
-        return next((found for place in self.removable if (found := place.metadata)), {})
+        """The metadata of the first node that has any."""
+        return next((metadata for place in self.removable if (metadata := place.metadata)), {})
 
     @cached_property
     def majority(self) -> Build:
-        """What most nodes have; of as many, the one that sorts last."""
-        found = Counter(place.build for place in self.removable)
-        return max(found, key=lambda one: (found[one], one.version, one.digest), default=Build())
+        """The build on most nodes; of equally frequent ones, the last in sort order."""
+        counts = Counter(place.build for place in self.removable)
+        return max(counts, key=lambda build: (counts[build], build.version, build.digest), default=Build())
 
     @cached_property
     def drifted(self) -> tuple[InstalledOn, ...]:
-        """Nodes with another build than the majority."""
+        """The places with another build than the majority."""
         return tuple(place for place in self.removable if place.build != self.majority)
 
 
 def read() -> list[InstalledBackend]:
-    """Everything on approved nodes, by name; one query."""
+    """Return the backends on all approved nodes, by name; one query."""
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name")
     columns = rows.values_list(*WHERE.columns.values(), *_MORE)
     return merge((values[len(WHERE.columns)], _place(values)) for values in columns)
 
 
 def merge(rows: Iterable[tuple[str, InstalledOn]]) -> list[InstalledBackend]:
-    """Backends by name, each with its places in the order of the rows."""
-    found: dict[str, list[InstalledOn]] = defaultdict(list)
+    """Group the rows by backend, each with its places in the order of the rows."""
+    places_by_name: dict[str, list[InstalledOn]] = defaultdict(list)
     for name, place in rows:
-        found[name].append(place)
-    return [InstalledBackend(name, tuple(found[name])) for name in sorted(found)]
+        places_by_name[name].append(place)
+    return [InstalledBackend(name, tuple(places_by_name[name])) for name in sorted(places_by_name)]
 
 
 def _place(values: tuple[Any, ...]) -> InstalledOn:

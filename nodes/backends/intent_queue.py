@@ -1,9 +1,9 @@
-"""The queue of intents: each is sent to its node's worker, and what comes of it becomes the outcome.
+"""The queue of intents: send each intent to its node's worker, and turn the reply into the intent's outcome.
 
-A command whose time limit is over is not a failure: the worker may still be busy with it. The part says so,
-and the attempt goes on waiting, for the late answer, or for a list of the worker's that proves the outcome.
-After a second time limit it is sent again, which every worker takes as the same command. After two hours the
-outcome is unknown (O50). An answer to an attempt that has lost its intent changes nothing.
+A command that exceeds its time limit has not failed: the worker may still be running it. The target shows
+that, and the attempt keeps waiting for the late reply, or for a list of the worker that proves the outcome.
+After a second time limit the command is sent again, which every worker takes as the same command. After two
+hours the outcome is unknown (O50). A reply to an attempt that has lost its lease changes nothing.
 """
 
 import asyncio
@@ -55,22 +55,22 @@ COMMANDS: dict[str, Command] = {
 }
 SLOTS = 2048
 UNKNOWN_AFTER = timedelta(hours=2)
-"""O50: how long a worker may be busy without an answer before the outcome counts as unknown."""
+"""O50: how long a worker may run a command without a reply before its outcome counts as unknown."""
 LOOK_FOR_PROOF_EVERY = 15.0
 BUS_PAUSE = 5.0
 CALL_OFF_FOR = timedelta(minutes=5)
-"""How long a worker is asked to stop while our own connection is down."""
+"""Limit for repeated cancellations of a worker's command while our own connection is down."""
 
 Written = tuple[Attempt, Settlement, Collection[Tick]]
 
 
 async def write_reports(batch: Batch) -> set[Attempt]:
-    """Writes reports of progress in one of the shared threads."""
+    """Write progress reports in one of the shared threads."""
     return await in_thread(intents.record, batch, now=clock.now())
 
 
 class IntentQueue:
-    """Intents, carried out over the bus; see `operations.executor.queue.Queue`."""
+    """Runs intents over the bus; implements `operations.executor.queue.Queue`."""
 
     name = "intents"
     slots = SLOTS
@@ -80,69 +80,69 @@ class IntentQueue:
         self._lost: Callable[[Attempt], None] = lambda attempt: None
         self._recorder = Recorder(write_reports, lambda attempt: self._lost(attempt))
         self._outcomes = Together(self._write)
-        self._away: dict[UUID, set[asyncio.Future[str]]] = {}
-        """By node, the attempts that are told when it goes offline."""
+        self._offline_waiters: dict[UUID, set[asyncio.Future[str]]] = {}
+        """Futures of the attempts to resolve when their node goes offline, by node."""
 
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
-        """See `Queue`."""
+        """Implement `Queue`."""
         self._lost = lost
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Intent]:
-        """See `Queue`."""
+        """Implement `Queue`."""
         time_limits = {op: command.limit() for op, command in COMMANDS.items()}
         return intents.claim(owner, now=now, lease=lease, limit=limit, time_limits=time_limits)
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """See `Queue`."""
+        """Implement `Queue`."""
         return intents.renew(owner, ids, now=now, lease=lease)
 
     def release(self, owner: str, *, now: datetime) -> int:
-        """See `Queue`."""
+        """Implement `Queue`."""
         return intents.release(owner, now=now)
 
     def reap(self) -> None:
-        """See `Queue`."""
-        again, ended = intents.reap(now=clock.now())
-        if again or ended:
-            log.warning("expired leases of intents: %d taken back, %d given up", again, ended)
+        """Implement `Queue`."""
+        reclaimed, ended = intents.reap(now=clock.now())
+        if reclaimed or ended:
+            log.warning("expired leases of intents: %d taken back, %d given up", reclaimed, ended)
 
     def forget(self, attempt: Attempt) -> None:
-        """See `Queue`."""
+        """Implement `Queue`."""
         self._recorder.forget(attempt)
 
     def close(self) -> None:
-        """See `Queue`."""
+        """Implement `Queue`."""
         self._recorder.close()
 
     async def nodes_changed(self) -> None:
-        """Ends the attempts whose node went offline: nothing waits for a worker that is known to be gone."""
-        if self._away:
-            gone = await in_thread(_offline, list(self._away))
-            for node_id, name in gone:
-                for told in self._away.get(node_id, ()):
-                    if not told.done():
-                        told.set_result(f"node {name} is offline")
+        """End the attempts whose node went offline, because their worker cannot reply."""
+        if self._offline_waiters:
+            offline_nodes = await in_thread(_offline, list(self._offline_waiters))
+            for node_id, name in offline_nodes:
+                for waiter in self._offline_waiters.get(node_id, ()):
+                    if not waiter.done():
+                        waiter.set_result(f"node {name} is offline")
 
     async def carry_out(self, intent: Intent) -> None:
-        """One attempt, with its outcome written."""
+        """Run one attempt and write its outcome."""
         request_id.set(str(intent.row.operation_id))
         attempt = (intent.id, intent.fence)
         if intent.row.cancelled_at is not None:
-            note = await self._call_off(intent)
+            note = await self._cancel(intent)
             if note is None:
                 await in_thread(intents.call_off_later, intent, seconds=BUS_PAUSE, now=clock.now())
                 return
-            await _over(intent)
+            await _restore_replicas(intent)
             await in_thread(intents.called_off, {attempt: note}, now=clock.now())
             return
         log.info("%s (%s): start, fence %d", intent, intent.id, intent.fence)
-        with metrics.attempt(f"intent_{intent.row.op}") as told:
+        with metrics.attempt(f"intent_{intent.row.op}") as measurement:
             settlement = await self._attempt(intent)
             log.info("%s (%s): %s", intent, intent.id, settlement)
             # First: the settlement may open the next wave, which counts the nodes that serve these models.
-            await _over(intent, settlement)
+            await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
-            told.outcome = _event(settlement)
+            measurement.outcome = _event(settlement)
         await sparing.settled(intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> None:
@@ -155,12 +155,12 @@ class IntentQueue:
         if command is None:
             return Ended(error=f"unknown operation {intent.row.op}")  # R4.29
         try:
-            outcome = await self._patient(intent, command)
+            outcome = await self._await_outcome(intent, command)
             if isinstance(outcome, Refused) and outcome.reply.interrupted:
                 return Failed(outcome.reason)
             if isinstance(outcome, Done | Refused):
                 return await command.conclude(self._bus, intent, outcome)
-            return await self._without_answer(intent, outcome)
+            return await self._settle_without_reply(intent, outcome)
         except CommandFailed as failure:
             return Ended(error=failure.message)
         except Unclear as unclear:
@@ -171,27 +171,27 @@ class IntentQueue:
             log.exception("%s (%s): unexpected failure", intent, intent.id)
             return Ended(error=f"internal error; the log has it under {request_id.get()}")
 
-    async def _patient(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
-        """The outcome of the command, waited for beyond the time limit; PutBack if its node is gone."""
-        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._away.setdefault(intent.node.id, set()).add(told)
+    async def _await_outcome(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
+        """Return the outcome, also after the time limit; PutBack if the node goes offline."""
+        waiter: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._offline_waiters.setdefault(intent.node.id, set()).add(waiter)
         try:
-            return await first(_away(told), self._answer(intent, command))
+            return await first(_node_offline(waiter), self._send(intent, command))
         finally:
-            self._away[intent.node.id].discard(told)
-            if not self._away[intent.node.id]:
-                del self._away[intent.node.id]
+            self._offline_waiters[intent.node.id].discard(waiter)
+            if not self._offline_waiters[intent.node.id]:
+                del self._offline_waiters[intent.node.id]
 
-    async def _answer(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
-        def say(event: messages.ProgressEvent) -> None:
+    async def _send(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
+        def report(event: messages.ProgressEvent) -> None:
             self._recorder.add((intent.id, intent.fence), one_node.tick(intent.node, event))
 
-        if (instead := await sparing.spare(intent, self._recorder, self._load_elsewhere)) is not None:
-            return instead
+        if (put_back := await sparing.spare(intent, self._recorder, self._load_elsewhere)) is not None:
+            return put_back
         limit = command.limit()
         if intent.row.spares_requests:
             await in_thread(intents.command_sent, intent, limit, now=clock.now())
-        sent = asyncio.create_task(command.send(self._bus, intent, 2 * limit, say))
+        sent = asyncio.create_task(command.send(self._bus, intent, 2 * limit, report))
         try:
             done, _ = await asyncio.wait({sent}, timeout=limit)
             if done:
@@ -203,21 +203,21 @@ class IntentQueue:
             await asyncio.gather(sent, return_exceptions=True)
 
     async def _proof(self, intent: Intent, command: Command) -> Done[None]:
-        """Ends when the worker's list proves that the command has been carried out."""
+        """Return Done when the worker's list proves that the command was executed."""
         worker = Worker(self._bus, str(intent.node.id), intent.node.name)
         while True:
             await asyncio.sleep(LOOK_FOR_PROOF_EVERY)
-            found = await worker.backends()
-            if isinstance(found, Done) and command.proven(
-                intent, one_node.listed(intent.row.backend, found.reply)
+            reply = await worker.backends()
+            if isinstance(reply, Done) and command.proven(
+                intent, one_node.listed(intent.row.backend, reply.reply)
             ):
                 return Done(None)
 
     async def _overdue(self, intent: Intent, reason: str) -> datetime:
-        said = f"{reason}; the worker may still be busy with it"
-        return await in_thread(intents.overdue, intent, said, now=clock.now())
+        text = f"{reason}; the worker may still be busy with it"
+        return await in_thread(intents.overdue, intent, text, now=clock.now())
 
-    async def _without_answer(self, intent: Intent, outcome: Outcome[Any] | PutBack) -> Settlement:
+    async def _settle_without_reply(self, intent: Intent, outcome: Outcome[Any] | PutBack) -> Settlement:
         match outcome:
             case PutBack():
                 return outcome
@@ -242,8 +242,8 @@ class IntentQueue:
             case _:
                 assert_never(outcome)
 
-    async def _call_off(self, intent: Intent) -> str | None:
-        """Asks the worker to stop; answers what is known of it then, None if it is to be asked again."""
+    async def _cancel(self, intent: Intent) -> str | None:
+        """Stop the worker; return a note on the result, or None if the request must be repeated."""
         worker = Worker(self._bus, str(intent.node.id), intent.node.name)
         outcome = await worker.cancel(str(intent.row.operation_id))
         match outcome:
@@ -262,7 +262,7 @@ class IntentQueue:
 
 
 def _event(settlement: Settlement) -> Event:
-    """What figures call it, as for operations."""
+    """Return the event that metrics count for the settlement, as for operations."""
     match settlement:
         case Ended(error):
             return Event.FAIL if error else Event.COMPLETE
@@ -274,16 +274,19 @@ def _event(settlement: Settlement) -> Event:
             assert_never(settlement)
 
 
-async def _over(intent: Intent, settlement: Settlement | None = None) -> None:
-    """The worker's answer is never lost to this; `upgrade_drains.return_forgotten` sees to what fails."""
+async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
+    """Return the replicas to the picks; a failure here must not lose the worker's reply.
+
+    `upgrade_drains.return_forgotten` retries what fails.
+    """
     try:
         await sparing.over(intent, settlement)
     except Exception:
         log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 
 
-async def _away(told: "asyncio.Future[str]") -> PutBack:
-    return PutBack(await asyncio.shield(told))
+async def _node_offline(waiter: "asyncio.Future[str]") -> PutBack:
+    return PutBack(await asyncio.shield(waiter))
 
 
 async def _result(sent: "asyncio.Task[Outcome[Any]]") -> Outcome[Any]:
@@ -291,12 +294,12 @@ async def _result(sent: "asyncio.Task[Outcome[Any]]") -> Outcome[Any]:
 
 
 def _offline(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
-    gone = BackendNode.objects.filter(pk__in=node_ids, status="offline")
-    return list(gone.values_list("id", "name"))
+    offline = BackendNode.objects.filter(pk__in=node_ids, status="offline")
+    return list(offline.values_list("id", "name"))
 
 
 def _mark_unhealthy(node_id: UUID, reason: str) -> None:
-    """A3, A5; a node that is gone meanwhile, or that another attempt has marked, needs no more."""
+    """A3, A5; do nothing if the node was removed, or another attempt has marked it already."""
     try:
         services.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
     except (errors.NotFound, errors.Conflict) as refusal:

@@ -1,10 +1,12 @@
-"""The rows of intents: claimed under leases, settled, put back, called off.
+"""Intent rows: claim them under leases, record outcomes, return them to the queue, cancel them.
 
-Every verb is one short transaction with a constant number of statements for any number of intents. It locks
-intents in the order of their ids, then lets the same happen to the parts that share them (`ledger/parts.py`),
-and what ends goes with them (`waves.conclude`).
-An intent is claimed while its node is healthy; one that was called off is claimed anyway, so that its worker
-is asked to stop. An intent that ends leaves a part with an outcome or a reason: nothing ends in silence.
+Every function is one short transaction with a constant number of statements for any number of intents. It
+locks intents in the order of their ids, applies the same change to the targets that share them
+(`ledger/parts.py`), and deletes the intents that ended in the same transaction (`waves.conclude`).
+
+An intent is claimed while its node is healthy. A cancelled intent is claimed in any state of its node, so
+that its worker gets the command to stop. An intent that ends leaves its targets with an outcome or a reason:
+no intent disappears silently.
 """
 
 import logging
@@ -37,7 +39,7 @@ MOST_ATTEMPTS = 10
 """R4.30, O76: an intent whose 10th attempt fails ends."""
 MOST_LOST_LEASES = 10
 PER_NODE = 4
-"""How many intents of one node are carried out at a time."""
+"""Number of intents of one node that run at the same time."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 900.0
 _PUT_BACK = [
     "lease_owner", "lease_until", "next_retry_at", "attempts", "last_error", "drain_until",
@@ -45,9 +47,10 @@ _PUT_BACK = [
 ]  # fmt: skip
 _NO_LIMITS: Mapping[str, float] = {}
 _LOOKED_AT = 64
-"""How many due intents are looked at beside four for each that is wanted.
+"""Number of due intents that a claim reads, in addition to four for each intent of its limit.
 
-Those of a node that has its fill are left out, so it hides no other one for longer than a look.
+The query leaves out intents of nodes that run `PER_NODE` already, so a busy node cannot hide the intents of
+other nodes for longer than one claim.
 """
 
 RUNS_FIRST = """
@@ -83,7 +86,7 @@ _DUE = f"""
 
 @dataclass(frozen=True)
 class Known:
-    """A backend as its node listed it last."""
+    """A backend as its node reported it in its last list."""
 
     version: str
     digest: str
@@ -91,21 +94,20 @@ class Known:
 
 @dataclass(frozen=True)
 class Intent:
-    """One claimed intent, with what is needed to carry it out."""
+    """One claimed intent, with the rows that its execution needs."""
 
     row: PendingBackendOp
     node: BackendNode
     known: Known | None
-    """What the node listed of this backend before."""
+    """The version that the node listed before this attempt; None if it listed none."""
 
     @property
     def id(self) -> UUID:
-        """The intent's id."""
         return self.row.id
 
     @property
     def fence(self) -> int:
-        """The attempt's number."""
+        """Number of the attempt, the fencing token of its lease."""
         return self.row.fence
 
     def __str__(self) -> str:
@@ -114,7 +116,7 @@ class Intent:
 
 @dataclass(frozen=True)
 class Ended:
-    """The intent's end: done, or failed for good; `reason` is what else there is to say."""
+    """The end of the intent: done, or failed for good if `error` is set; `reason` is an additional remark."""
 
     error: str = ""
     reason: str = ""
@@ -125,14 +127,14 @@ class Ended:
 
     @property
     def change(self) -> parts.Change:
-        """What happens to the parts."""
+        """The change that ends the targets of the intent."""
         status = TargetStatus.ERROR if self.error else TargetStatus.SUCCESS
         return parts.end(status, error=self.error, reason=self.reason, attempts=self.attempts)
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The attempt failed and counts; another one follows, unless it was the last (R1.112, R4.30)."""
+    """The attempt failed and counts; a retry follows unless it was the last attempt (R1.112, R4.30)."""
 
     error: str
 
@@ -142,12 +144,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class PutBack:
-    """The attempt ended without an answer; it does not count (R1.113)."""
+    """The attempt ended without a reply, returns to the queue and does not count (R1.113)."""
 
     reason: str
     seconds: float = 0.0
     busy: bool = False
-    """Whether the worker may still be at it."""
+    """True if the worker may still be running the command."""
 
     def __str__(self) -> str:
         return f"put back: {self.reason}"
@@ -157,16 +159,17 @@ Settlement = Ended | Failed | PutBack
 
 
 def backoff(failures: int) -> float:
-    """R1.116: seconds before the next attempt after so many failures."""
+    """R1.116: return the seconds before the next attempt after `failures` failures."""
     return float(min(_FIRST_PAUSE * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE))
 
 
 def claim(
     owner: str, *, now: datetime, lease: float, limit: int, time_limits: Mapping[str, float] = _NO_LIMITS
 ) -> list[Intent]:
-    """Take up to `limit` due intents, few of each node and one of each backend there, for `lease` seconds.
+    """Claim up to `limit` due intents for `lease` seconds, at most `PER_NODE` of each node.
 
-    `time_limits`: seconds in which a worker has to answer, by `PendingBackendOp.op`.
+    Of each backend on a node one intent is claimed at a time. `time_limits`: seconds within which a worker
+    has to reply, by `PendingBackendOp.op`.
     """
     try:
         rows = _claim(owner, now, lease, limit, time_limits)
@@ -192,7 +195,7 @@ def _claim(
         for row in rows:
             row.lease_owner, row.lease_until, row.fence = owner, until, row.fence + 1
         update(rows, ["lease_owner", "lease_until", "fence"])
-        beginning = {row.id: _beginning(row, time_limits) for row in rows if row.cancelled_at is None}
+        beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = parts.change(beginning, now=now)
         announce(changed.operations, changed.parts, changed.moved)
     return rows
@@ -204,8 +207,8 @@ def count_pending_by_backend() -> dict[str, int]:
     return dict(rows.annotate(number=Count("pk")))
 
 
-def _beginning(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts.Change:
-    """Say when an answer is due, unless requests in flight may end before the command is sent."""
+def _start_change(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts.Change:
+    """Start the target with its deadline, unless the command has to wait for running requests first."""
     if row.spares_requests or row.op not in time_limits:
         return parts.begin
     return parts.begin_within(time_limits[row.op])
@@ -214,19 +217,19 @@ def _beginning(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts
 def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
     nodes = BackendNode.objects.in_bulk({row.node_id for row in rows})
     listed = NodeBackend.objects.filter(node_id__in=nodes, name__in={row.backend for row in rows})
-    known = {
+    listed_builds = {
         (node_id, name): Known(version, digest)
         for node_id, name, version, digest in listed.values_list("node_id", "name", "version", "digest")
     }
     return [
-        Intent(row, nodes[row.node_id], known.get((row.node_id, row.backend)))
+        Intent(row, nodes[row.node_id], listed_builds.get((row.node_id, row.backend)))
         for row in rows
         if row.node_id in nodes
     ]
 
 
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-    """Extends leases as `operations.ledger.lease.renew` does; rows that are locked are left out this time."""
+    """Extend leases as `operations.ledger.lease.renew` does; skip rows that another transaction locks."""
     mine = PendingBackendOp.objects.filter(pk__in=ids, lease_owner=owner, lease_until__isnull=False)
     with committed("intents.renew"):
         free = list(mine.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
@@ -235,32 +238,38 @@ def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> di
 
 
 def release(owner: str, *, now: datetime) -> int:
-    """Hands back everything that `owner` holds. Its workers go on, and the next controller joins them."""
+    """Return all intents that `owner` holds to the queue; return their number.
+
+    The workers continue, and the next controller joins their commands.
+    """
     with committed("intents.release"):
         mine = PendingBackendOp.objects.filter(lease_owner=owner, lease_until__isnull=False)
         rows = list(mine.order_by("id").select_for_update(no_key=True))
-        _hand_back(rows, now, "its controller stopped; another one takes over")
+        _return_to_queue(rows, now, "its controller stopped; another one takes over")
     return len(rows)
 
 
 def reap(*, now: datetime) -> tuple[int, int]:
-    """Takes back intents whose lease ran out, or ends them after too many. Answers (taken back, ended)."""
-    with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as mine:
-        if not mine:
+    """Reclaim intents whose lease expired, or end them after too many lost leases.
+
+    Return the numbers of (reclaimed, ended) intents.
+    """
+    with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:
+        if not locked:
             return 0, 0
         lost = PendingBackendOp.objects.orphaned(at=now).order_by("id")
         rows = list(lost.select_for_update(no_key=True, skip_locked=True))
         hopeless = [row for row in rows if row.lost_leases >= MOST_LOST_LEASES]
-        again = [row for row in rows if row.lost_leases < MOST_LOST_LEASES]
-        for row in again:
+        retried = [row for row in rows if row.lost_leases < MOST_LOST_LEASES]
+        for row in retried:
             row.lost_leases += 1
         error = f"given up: {MOST_LOST_LEASES} controllers fell silent while working on it"
         given_up = {row.id: Ended(error=error).change for row in hopeless}
-        _hand_back(again, now, "its controller fell silent; another one takes over", also=given_up)
-    return len(again), len(hopeless)
+        _return_to_queue(retried, now, "its controller fell silent; another one takes over", also=given_up)
+    return len(retried), len(hopeless)
 
 
-def _hand_back(
+def _return_to_queue(
     rows: Sequence[PendingBackendOp],
     now: datetime,
     reason: str,
@@ -275,7 +284,7 @@ def _hand_back(
 
 
 def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set[Attempt]:
-    """Writes reports of progress; answers the attempts whose intent is no longer theirs."""
+    """Write progress reports; return the attempts that no longer own their intent."""
     held = PendingBackendOp.objects.filter(pk__in={id for id, _ in reports}, lease_until__isnull=False)
     mine = {(id, fence) for id, fence in held.values_list("id", "fence")}
     changes = {id: parts.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine}
@@ -284,9 +293,12 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
 
 
 def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
-    """The time limit of this attempt is over; the worker may still be at it. Answers since when (O19)."""
+    """Record that this attempt exceeded its time limit while the worker may still be running the command.
+
+    Return the time since when the worker has not replied (O19).
+    """
     with committed("intents.overdue"):
-        row = _owned([(intent.id, intent.fence)]).get(intent.id)
+        row = _lock_owned_rows([(intent.id, intent.fence)]).get(intent.id)
         since = (row or intent.row).unanswered_since or now
         if row is not None:
             PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
@@ -295,53 +307,56 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
 
 
 def confirm(intent: Intent) -> None:
-    """Raises LeaseLost when the intent is no longer this attempt's; locks and writes nothing."""
-    if not _of_attempt(intent).exists():
+    """Raise LeaseLost if this attempt no longer owns the intent. Lock and write nothing."""
+    if not _rows_of_attempt(intent).exists():
         raise LeaseLost(str(intent.id))
 
 
 def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
     """Record that the command of an attempt that had to wait for requests is sent now."""
-    if _of_attempt(intent).exists():
+    if _rows_of_attempt(intent).exists():
         parts.happen({intent.id: parts.time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:
-    """Until when this attempt may wait for requests in flight; raises LeaseLost if it is over.
+    """Return the time until which this attempt may wait for running requests. Raise LeaseLost if it is over.
 
-    The time starts at the first call, and goes on in the next attempt if a controller dies.
+    The time starts at the first call and continues in the next attempt if a controller dies.
     """
     until = now + timedelta(seconds=conf.cluster().upgrade_drain)
     with committed("intents.drain"):
-        _of_attempt(intent).filter(drain_until__isnull=True).update(drain_until=until)
-    found = _of_attempt(intent).values_list("drain_until", flat=True).first()
-    if found is None:
+        _rows_of_attempt(intent).filter(drain_until__isnull=True).update(drain_until=until)
+    deadline = _rows_of_attempt(intent).values_list("drain_until", flat=True).first()
+    if deadline is None:
         raise LeaseLost(str(intent.id))
-    return found
+    return deadline
 
 
-def _of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
+def _rows_of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
     mine = PendingBackendOp.objects.filter(pk=intent.id, fence=intent.fence, cancelled_at__isnull=True)
     return mine.filter(lease_until__isnull=False)
 
 
-def _owned(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
-    """The rows of those attempts that still have their lease, locked in the order of their ids."""
+def _lock_owned_rows(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
+    """Return the rows of the attempts that still own their lease, locked in the order of their ids."""
     rows = PendingBackendOp.objects.filter(pk__in={id for id, _ in attempts}, lease_until__isnull=False)
     held = rows.order_by("id").select_for_update(no_key=True).select_related(None)
     return {row.id: row for row in held if (row.id, row.fence) in attempts}
 
 
 def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, now: datetime) -> set[Attempt]:
-    """Writes what became of attempts, with their last reports; answers those that were no longer theirs."""
+    """Write the outcomes of attempts with their last progress reports.
+
+    Return the attempts that no longer own their intent.
+    """
     with committed("intents.settle"):
-        rows = _owned(outcomes)
+        rows = _lock_owned_rows(outcomes)
         changes: dict[UUID, parts.Change] = {}
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
         for row in rows.values():
             outcome, ticks = outcomes[row.id, row.fence]
-            change, ends = _settled(row, outcome, now)
+            change, ends = _apply_outcome(row, outcome, now)
             changes[row.id] = parts.both(parts.report(ticks), change)
             (ended if ends else back).append(row)
         update(back, _PUT_BACK)
@@ -349,8 +364,11 @@ def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, n
     return outcomes.keys() - {(row.id, row.fence) for row in rows.values()}
 
 
-def _settled(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple[parts.Change, bool]:
-    """What happens to the parts, and whether the intent ends; one that does not is brought up to date."""
+def _apply_outcome(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple[parts.Change, bool]:
+    """Return the change of the targets, and True if the intent ends.
+
+    Update the fields of the row if the intent continues.
+    """
     match outcome:
         case Ended():
             return outcome.change, True
@@ -365,12 +383,12 @@ def _settled(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple
         row.drain_until = None
     row.lease_owner, row.lease_until, row.last_error = "", None, storable(reason)
     row.next_retry_at = now + timedelta(seconds=pause)
-    gone = isinstance(outcome, Failed)
-    return parts.rest(reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=gone), False
+    worker_gone = isinstance(outcome, Failed)
+    return parts.rest(reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=worker_gone), False
 
 
 def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
-    """Count a failed question on the bus as an attempt of each due intent of an unhealthy node.
+    """Count an unanswered request on the bus as an attempt of each due intent of an unhealthy node.
 
     No command is sent to an unhealthy node, so the intents of a worker that sends heartbeats but does not
     listen on the bus would never reach their last attempt (A7, R4.30). Return the number of intents.
@@ -382,7 +400,7 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
         for row in due.select_for_update(no_key=True, of=("self",)):
-            change, ends = _settled(row, Failed(reason), now)
+            change, ends = _apply_outcome(row, Failed(reason), now)
             waits = parts.rest(absence.reason_to_wait(row.node, now=now), until=None, node=True)
             changes[row.id] = change if ends else parts.both(change, waits)
             (ended if ends else back).append(row)
@@ -393,7 +411,7 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
 
 
 def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
-    """A7: said once, where an operator looks for errors."""
+    """A7: log the failure once, at the level that operators watch."""
     attempts = row.attempts + 1
     log.error(
         "%s %s on node %s: given up after %d attempts: %s", row.op, row.backend, row.node_id, attempts, error
@@ -402,24 +420,24 @@ def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
 
 
 def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
-    """The workers of these intents were asked to stop: the intents go, their parts say what came of it."""
+    """Delete cancelled intents whose workers got the command to stop; write the result to their targets."""
     with committed("intents.called_off"):
-        rows = _owned(notes)
+        rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()
         parts.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
 
 
 def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:
-    """The worker of a cancelled intent could not be asked to stop yet: it is asked again."""
+    """Schedule another attempt to stop the worker of a cancelled intent that could not be reached."""
     with committed("intents.call_off_later"):
-        for row in _owned([(intent.id, intent.fence)]).values():
+        for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
             row.lease_owner, row.lease_until = "", None
             row.next_retry_at = now + timedelta(seconds=seconds)
             update([row], ["lease_owner", "lease_until", "next_retry_at"])
 
 
 def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:
-    """Ends intents that no controller works on, with what their parts say; answers how many."""
+    """End intents that no controller is running, with the outcome of their targets; return their number."""
     with committed("intents.end"):
         resting = PendingBackendOp.objects.resting().filter(pk__in=outcomes).order_by("id")
         free = list(resting.select_for_update(no_key=True).values_list("id", flat=True))
@@ -428,10 +446,10 @@ def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:
 
 
 def nudge(ids: Collection[UUID], *, now: datetime, **columns: Any) -> None:
-    """Has these intents looked at now; attempts and the last error stay (R1.108, A14)."""
-    asked = PendingBackendOp.objects.filter(pk__in=ids, cancelled_at__isnull=True)
-    resting = asked.filter(lease_until__isnull=True).order_by("id").select_for_update(no_key=True)
-    found = list(resting.values_list("id", flat=True))
-    PendingBackendOp.objects.filter(pk__in=found).update(next_retry_at=now, **columns)
-    if found:
+    """Make these intents due now; keep their attempts and last error (R1.108, A14)."""
+    active = PendingBackendOp.objects.filter(pk__in=ids, cancelled_at__isnull=True)
+    resting = active.filter(lease_until__isnull=True).order_by("id").select_for_update(no_key=True)
+    due = list(resting.values_list("id", flat=True))
+    PendingBackendOp.objects.filter(pk__in=due).update(next_retry_at=now, **columns)
+    if due:
         events.notify(events.OPERATIONS, f"* {Status.PENDING}")

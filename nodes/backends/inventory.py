@@ -1,10 +1,10 @@
-"""What is installed on each node: a worker is asked for its list, the rows keep the last one with its age.
+"""Inventory of each node: the backends on its worker's last list, with the age of that list.
 
-No page waits for a worker. A row says when its node is to be asked again
-(`inventory_due_at`; null = as soon as somebody looks). Any number of controllers look at what is due: the
-claim moves that time forward and skips rows that another one holds, so a node is asked by one of them. No
-lock is held over the question, and an answer never overwrites one to a later question (`inventory_at` is
-when the question left). Pages that show an old list make it due and wake a controller (`CHANNEL`).
+No page waits for a worker. A row stores when its node's list is due for a refresh (`inventory_due_at`; null =
+at the next pass). Any number of controllers take what is due: the claim moves that time forward and skips
+rows that another controller has locked, so one of them queries the node. No lock is held during the request,
+and a reply never overwrites the reply to a later request (`inventory_at` is when the request was sent). Pages
+that show an old list make it due and wake a controller (`CHANNEL`).
 """
 
 import asyncio
@@ -41,20 +41,20 @@ from operations.ledger.progress import update
 log = logging.getLogger(__name__)
 
 CHANNEL = "cluster_inventory"
-"""NOTIFY channel: somebody wants to see a list that is old."""
+"""NOTIFY channel: a list that is due was requested by a reader."""
 EVERY = 300.0
-"""Seconds after which a list is asked for again."""
+"""Seconds after which a list is refreshed."""
 LOOK_EVERY = 30.0
-"""Seconds between two looks at what is due when no hint arrives."""
+"""Seconds between two passes over the due nodes when no wake-up arrives."""
 PARALLEL = 16
 MOST = 500
-"""Backends kept of one node."""
+"""Maximum number of backends stored per node."""
 QUICK = 5.0
-"""How long something that has better to do waits for a list, in seconds."""
+"""Seconds that a caller with more important work waits for a list."""
 _CLAIMED_FOR = LIST_TIMEOUT + 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0
 _GATHER = 0.2
-"""Hints of so many seconds are one look."""
+"""Seconds for which wake-ups are gathered into one pass."""
 _ERROR_LENGTH = 255
 _LENGTHS = {
     "name": 255,
@@ -71,7 +71,7 @@ COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "di
 
 @dataclass(frozen=True)
 class Question:
-    """A node that is to be asked: its worker process, and when it was due at the time of asking."""
+    """A request for a node's list: its worker process, and the due time when the request was created."""
 
     id: UUID
     name: str
@@ -82,7 +82,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Listed:
-    """What a worker listed, and when the question left."""
+    """A worker's reply, and the time when its request was sent."""
 
     asked: Question
     listed: Sequence[InstalledBackend]
@@ -90,46 +90,47 @@ class Listed:
 
 
 def askable() -> BackendNodeQuerySet:
-    """Nodes whose worker may be there: approved, not offline, no agents."""
+    """Return the nodes whose worker may be reachable: approved, not offline, no agents."""
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
 def question(node: BackendNode) -> Question:
-    """What is to be asked of one node out of turn.
+    """Create a request for one node outside the schedule.
 
-    A due time that was moved since the node was read stays: then it is asked once more.
+    A due time that was moved after the node was read stays, so the node is queried once more.
     """
     return Question(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
 
 
 def claim(limit: int, *, now: datetime) -> list[Question]:
-    """Nodes that are due, at most `limit`, for this caller alone; the longest waiting first."""
+    """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
     due = askable().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
     until = now + timedelta(seconds=_CLAIMED_FOR)
     with transaction.atomic():
-        # Rows that somebody holds are skipped, so the order of the locks does not matter.
+        # Locked rows are skipped, so the order of the locks does not matter.
         order = F("inventory_due_at").asc(nulls_first=True)
         rows = due.order_by(order).select_for_update(no_key=True, skip_locked=True, of=("self",))
-        found = list(rows.values_list("id", "name", "instance", "weak_identity")[:limit])
-        if found:
-            BackendNode.objects.filter(pk__in=[row[0] for row in found]).update(inventory_due_at=until)
-    return [Question(*row, until) for row in found]
+        claimed = list(rows.values_list("id", "name", "instance", "weak_identity")[:limit])
+        if claimed:
+            BackendNode.objects.filter(pk__in=[row[0] for row in claimed]).update(inventory_due_at=until)
+    return [Question(*row, until) for row in claimed]
 
 
 def next_due(*, now: datetime) -> float:
-    """Seconds until a node is due, `LOOK_EVERY` at most."""
+    """Return the seconds until a node is due, at most `LOOK_EVERY`."""
     order = F("inventory_due_at").asc(nulls_first=True)
     first = list(askable().order_by(order).values_list("inventory_due_at", flat=True)[:1])
     if not first:
         return LOOK_EVERY
-    # Null is due: nodes may be left over when there were more than could be asked at once.
+    # Null is due: more nodes may have been due than one pass could query.
     return 0.0 if first[0] is None else min(max((first[0] - now).total_seconds(), 0.0), LOOK_EVERY)
 
 
 def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:
-    """Makes lists older than `older_than` seconds due, of these nodes or of all; answers how many.
+    """Make lists older than `older_than` seconds due, of these nodes or of all; return their number.
 
-    A node that is due soon is left alone: it may be being asked. One that did not answer becomes due soon.
+    A node that is due soon is skipped, as its request may be running. A node whose last request failed
+    becomes due soon, not at once.
     """
     soon = now + timedelta(seconds=_CLAIMED_FOR)
     old = Q(inventory_at__isnull=True) | Q(inventory_at__lt=now - timedelta(seconds=older_than))
@@ -138,61 +139,64 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
         stale = stale.filter(pk__in=node_ids)
     with transaction.atomic():
         rows = stale.order_by("id").select_for_update(no_key=True, skip_locked=True, of=("self",))
-        if found := list(rows.values_list("id", flat=True)):
+        if stale_ids := list(rows.values_list("id", flat=True)):
             when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
-            BackendNode.objects.filter(pk__in=found).update(inventory_due_at=when)
+            BackendNode.objects.filter(pk__in=stale_ids).update(inventory_due_at=when)
             events.notify(CHANNEL, "")
-    return len(found)
+    return len(stale_ids)
 
 
 _TIME: "DateTimeField[Any, Any]" = DateTimeField()
 
 
 def store(answers: Sequence[Listed]) -> set[UUID]:
-    """Makes the rows of these nodes what their workers listed; a constant number of statements.
+    """Replace the rows of these nodes by the lists of their workers, in a constant number of statements.
 
-    Answers the nodes for which it did: not those that are gone, nor one whose later answer came first.
+    Return the nodes that were updated: neither removed nodes nor nodes with a reply to a later request.
     """
     with transaction.atomic():
         nodes = _locked([answer.asked.id for answer in answers])
-        taken: dict[UUID, Listed] = {}
-        for answer in sorted(answers, key=lambda one: one.asked_at):
+        accepted: dict[UUID, Listed] = {}
+        for answer in sorted(answers, key=lambda answer: answer.asked_at):
             node = nodes.get(answer.asked.id)
-            if node is not None and not _overtaken(node, answer.asked_at):
-                taken[node.id] = answer
-        if not taken:
+            if node is not None and not _is_superseded(node, answer.asked_at):
+                accepted[node.id] = answer
+        if not accepted:
             return set()
-        changed = _replace({id: _rows(answer.listed) for id, answer in taken.items()})
+        changed = _replace({id: _rows(answer.listed) for id, answer in accepted.items()})
         if changed:
             upgrade_state.installed_changed()
-        first = {id for id in taken if nodes[id].inventory_at is None or nodes[id].inventory_error}
-        if told := changed | first:
-            events.notify(events.NODES, *map(str, told))
-        for id, answer in taken.items():
+        first = {id for id in accepted if nodes[id].inventory_at is None or nodes[id].inventory_error}
+        if nodes_to_publish := changed | first:
+            events.notify(events.NODES, *map(str, nodes_to_publish))
+        for id, answer in accepted.items():
             node, at = nodes[id], answer.asked_at
-            _next_look(node, answer.asked, at + timedelta(seconds=EVERY))
+            _set_next_due(node, answer.asked, at + timedelta(seconds=EVERY))
             node.inventory_at, node.inventory_error = at, ""
-        update([nodes[id] for id in taken], ["inventory_at", "inventory_error", "inventory_due_at"])
-    return set(taken)
+        update([nodes[id] for id in accepted], ["inventory_at", "inventory_error", "inventory_due_at"])
+    return set(accepted)
 
 
-def store_error(asked: Question, error: str, *, asked_at: datetime, pause: float) -> bool:
-    """Notes why there was no answer, unless there was one to a later question; the rows stay as they are."""
+def store_error(query: Question, error: str, *, asked_at: datetime, pause: float) -> bool:
+    """Store the reason why there was no list; return False if a later request had a reply.
+
+    The rows of backends stay as they are.
+    """
     error = names.plain(error[:_ERROR_LENGTH])
     with transaction.atomic():
-        node = _locked([asked.id]).get(asked.id)
-        if node is None or _overtaken(node, asked_at):
+        node = _locked([query.id]).get(query.id)
+        if node is None or _is_superseded(node, asked_at):
             return False
         if node.inventory_error != error:
             events.notify(events.NODES, str(node.id))
-        _next_look(node, asked, asked_at + timedelta(seconds=pause))
+        _set_next_due(node, query, asked_at + timedelta(seconds=pause))
         node.inventory_error = error
         update([node], ["inventory_error", "inventory_due_at"])
     return True
 
 
 def make_due(node_id: UUID, *, now: datetime) -> None:
-    """The node is to be asked at once."""
+    """Make the node's list due now."""
     with transaction.atomic():
         if askable().filter(pk=node_id).update(inventory_due_at=now):
             events.notify(CHANNEL, "")
@@ -200,55 +204,61 @@ def make_due(node_id: UUID, *, now: datetime) -> None:
 
 def _locked(ids: Collection[UUID]) -> dict[UUID, BackendNode]:
     rows = BackendNode.objects.filter(pk__in=ids).order_by("id")
-    found = rows.select_for_update(no_key=True, of=("self",))
-    return {node.id: node for node in found.only("id", "inventory_at", "inventory_error", "inventory_due_at")}
+    locked_rows = rows.select_for_update(no_key=True, of=("self",))
+    return {
+        node.id: node
+        for node in locked_rows.only("id", "inventory_at", "inventory_error", "inventory_due_at")
+    }
 
 
-def _overtaken(node: BackendNode, asked_at: datetime) -> bool:
+def _is_superseded(node: BackendNode, asked_at: datetime) -> bool:
     return node.inventory_at is not None and node.inventory_at > asked_at
 
 
-def _next_look(node: BackendNode, asked: Question, due_at: datetime) -> None:
-    """A due time that somebody has set since the question counts."""
-    if node.inventory_due_at == asked.due_at:
+def _set_next_due(node: BackendNode, query: Question, due_at: datetime) -> None:
+    """Set the next due time, unless another caller has changed it since the request was created."""
+    if node.inventory_due_at == query.due_at:
         node.inventory_due_at = due_at
 
 
 def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
-    """By name, cut to the columns; what has no name, or the name of an earlier one, is left out."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the rows by name, cut to the lengths of the columns.
+
+    Entries without a name, or with the name of an earlier entry, are left out.
+    """
+    rows_by_name: dict[str, dict[str, Any]] = {}
     for entry in listed[:MOST]:
-        row = {name: _kept(getattr(entry, name))[:length] for name, length in _LENGTHS.items()}
+        row = {name: _storable(getattr(entry, name))[:length] for name, length in _LENGTHS.items()}
         if row["name"].strip():
-            found.setdefault(row["name"], row | {name: getattr(entry, name) for name in _FLAGS})
-    return found
+            rows_by_name.setdefault(row["name"], row | {name: getattr(entry, name) for name in _FLAGS})
+    return rows_by_name
 
 
-def _kept(text: str) -> str:
-    """The text as a column can keep it."""
+def _storable(text: str) -> str:
+    """Return the text without NUL, which PostgreSQL cannot store."""
     return text.replace("\x00", "\ufffd")
 
 
-def _replace(wanted: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
-    """Brings the rows of these nodes to `wanted`; answers the nodes where anything changed."""
-    known: dict[UUID, dict[str, dict[str, Any]]] = {id: {} for id in wanted}
+def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
+    """Change the rows of these nodes to `wanted`; return the nodes where anything changed."""
+    current: dict[UUID, dict[str, dict[str, Any]]] = {id: {} for id in desired}
     pks: dict[tuple[UUID, str], Any] = {}
-    for pk, node, *row in NodeBackend.objects.filter(node__in=wanted).values_list("pk", "node_id", *COLUMNS):
-        known[node][row[0]], pks[node, row[0]] = dict(zip(COLUMNS, row, strict=True)), pk
-    gone = [(id, name) for id, rows in known.items() for name in rows if name not in wanted[id]]
+    for pk, node, *row in NodeBackend.objects.filter(node__in=desired).values_list("pk", "node_id", *COLUMNS):
+        current[node][row[0]], pks[node, row[0]] = dict(zip(COLUMNS, row, strict=True)), pk
+    removed = [(id, name) for id, rows in current.items() for name in rows if name not in desired[id]]
     changed = [
         NodeBackend(node_id=id, **row)
-        for id, rows in wanted.items()
+        for id, rows in desired.items()
         for name, row in rows.items()
-        if known[id].get(name) != row
+        if current[id].get(name) != row
     ]
-    if gone:
-        NodeBackend.objects.filter(pk__in=[pks[one] for one in gone]).delete()
+    if removed:
+        NodeBackend.objects.filter(pk__in=[pks[key] for key in removed]).delete()
     if changed:
         NodeBackend.objects.bulk_create(
             changed, update_conflicts=True, unique_fields=["node", "name"], update_fields=list(COLUMNS[1:])
         )
-    return {id for id, _ in gone} | {row.node_id for row in changed}
+    return {id for id, _ in removed} | {row.node_id for row in changed}
 
 
 async def _store_together(answers: Sequence[Listed]) -> None:
@@ -258,19 +268,19 @@ async def _store_together(answers: Sequence[Listed]) -> None:
 _answers = Together(_store_together)
 
 
-async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool:
-    """Asks one worker and keeps what it says; answers whether it gave a list.
+async def ask(bus: Bus, query: Question, *, pause: float = _FIRST_PAUSE) -> bool:
+    """Request one worker's list and store it; return True if the worker sent one.
 
-    Without one the node is due again after `pause` seconds. Raises DatabaseError.
+    Without a list the node is due again after `pause` seconds. Raise DatabaseError.
     """
     asked_at, silence = clock.now(), ""
-    worker = Worker(bus, str(asked.id), asked.name)
+    worker = Worker(bus, str(query.id), query.name)
     answer = await worker.backends()
     match answer:
         case Done(reply):
-            await _answers.put(Listed(asked, reply.backends, asked_at))
-            if asked.stock:
-                await compare_replicas(bus, asked.id, asked.name)
+            await _answers.put(Listed(query, reply.backends, asked_at))
+            if query.stock:
+                await compare_replicas(bus, query.id, query.name)
             return True
         case Refused(reason):
             problem = f"the worker cannot read its backends: {reason}"
@@ -283,38 +293,38 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
             problem = f"the worker's list cannot be read: {reason}"
         case _:
             assert_never(answer)
-    await in_thread(store_error, asked, problem, asked_at=asked_at, pause=pause)
+    await in_thread(store_error, query, problem, asked_at=asked_at, pause=pause)
     if silence:
-        await in_thread(_not_reached, asked.id, silence, isinstance(answer, NoResponders))
+        await in_thread(_handle_silence, query.id, silence, isinstance(answer, NoResponders))
     return False
 
 
-def _not_reached(node_id: UUID, reason: str, deaf: bool) -> None:
-    """Act on a question that the worker did not answer; `deaf` if nothing listened for it."""
+def _handle_silence(node_id: UUID, reason: str, deaf: bool) -> None:
+    """Handle a request without a reply; `deaf` is True if nothing listened for it."""
     now, limit = clock.now(), conf.cluster().node_stale_after
     if not deaf or not mass_silence.give_up(node_id, limit=limit, actor=CONTROLLER, now=now):
         intents.contact_failed(node_id, reason, now=now)
 
 
 async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
-    """Removes replicas that a worker no longer runs, by its own word (`models.running`).
+    """Remove replicas that the worker, by its own report (`models.running`), does not run any more.
 
-    Registrations of stock workers do not say (nats.md §9.3), and the report of a command may be lost. A
-    worker that does not know the question keeps its replicas; requests find out which of them are dead.
+    Registrations of stock workers do not report them (nats.md §9.3), and the report of a command may be lost.
+    A worker that does not support the request keeps its replicas; failed requests reveal the dead ones.
     """
     asked_at = clock.now()
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    gone = await in_thread(retire_unlisted, node_id, running, before=asked_at)
-    if gone:
-        log.info("node %s does not run these any more: %s", node_name, ", ".join(gone))
+    retired = await in_thread(retire_unlisted, node_id, running, before=asked_at)
+    if retired:
+        log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 
 
 async def refresh(bus: Bus, node: BackendNode) -> bool:
-    """Brings one node's list up to date after something was done there; never fails, never takes long.
+    """Update one node's list after a change there. Never fail, and take at most `QUICK` seconds.
 
-    Answers whether it did. What could not be done now is due at once.
+    Return True if the list was updated. Otherwise it is due at once.
     """
     with contextlib.suppress(DatabaseError):
         with contextlib.suppress(TimeoutError):
@@ -326,58 +336,58 @@ async def refresh(bus: Bus, node: BackendNode) -> bool:
 
 
 class Inventory:
-    """A controller's part: asks the nodes that are due, at most `PARALLEL` at once."""
+    """Periodic task of a controller that queries the due nodes, at most `PARALLEL` at a time."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._look = asyncio.Event()
-        self._asking = 0
+        self._wakeup = asyncio.Event()
+        self._running = 0
         self._silent: dict[UUID, tuple[str, int]] = {}
-        """How often in a row the worker process of a node gave no list."""
+        """The number of failed requests in a row, by node, for one process (`instance`) of its worker."""
 
     def hint(self) -> None:
-        """Something may be due; look now."""
-        self._look.set()
+        """Run a pass now, as a node may be due."""
+        self._wakeup.set()
 
     async def run(self) -> None:
-        """Looks when it is told, when something is due, and every `LOOK_EVERY` seconds, until cancelled."""
+        """Run a pass after each wake-up, when a node is due and every `LOOK_EVERY` s, until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                self._look.clear()
-                pause = await self._look_once(group)
+                self._wakeup.clear()
+                pause = await self._run_pass(group)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await self._look.wait()
+                        await self._wakeup.wait()
                 await asyncio.sleep(_GATHER)
 
-    async def _look_once(self, group: asyncio.TaskGroup) -> float:
-        """Starts the questions that are due; answers after how many seconds there is more to do."""
-        free = PARALLEL - self._asking
+    async def _run_pass(self, group: asyncio.TaskGroup) -> float:
+        """Start the requests that are due; return the seconds until the next pass."""
+        free = PARALLEL - self._running
         if free <= 0 or not self._bus.connected:
             return LOOK_EVERY if free <= 0 else 1.0
         try:
             with passes.counted("inventory"):
-                for asked in await in_thread(claim, free, now=clock.now()):
-                    self._asking += 1
-                    group.create_task(self._ask(asked), name=f"inventory of {asked.name}")
+                for query in await in_thread(claim, free, now=clock.now()):
+                    self._running += 1
+                    group.create_task(self._ask(query), name=f"inventory of {query.name}")
                 return await in_thread(next_due, now=clock.now())
         except DatabaseError as error:
             log.warning("cannot see which lists of backends are due: %s", error)
             return LOOK_EVERY
 
-    async def _ask(self, asked: Question) -> None:
+    async def _ask(self, query: Question) -> None:
         try:
-            instance, times = self._silent.get(asked.id, ("", 0))
-            times = times if instance == asked.instance else 0
+            instance, times = self._silent.get(query.id, ("", 0))
+            times = times if instance == query.instance else 0
             pause = min(_FIRST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
-            if await ask(self._bus, asked, pause=pause):
-                self._silent.pop(asked.id, None)
+            if await ask(self._bus, query, pause=pause):
+                self._silent.pop(query.id, None)
             else:
-                self._silent[asked.id] = (asked.instance, times + 1)
-                self._look.set()  # to see when it is due again
+                self._silent[query.id] = (query.instance, times + 1)
+                self._wakeup.set()  # to see when it is due again
         except DatabaseError as error:
-            log.warning("the list of backends of %s was not kept: %s", asked.name, error)
+            log.warning("the list of backends of %s was not kept: %s", query.name, error)
         finally:
-            if self._asking == PARALLEL:
-                self._look.set()
-            self._asking -= 1
+            if self._running == PARALLEL:
+                self._wakeup.set()
+            self._running -= 1

@@ -1,6 +1,6 @@
-"""What entries of the galleries are good for: which of them some machine here can run, and for what.
+"""Capabilities and use cases of gallery entries: which ones a machine of this cluster can run, and for what.
 
-The tags of an entry say what it does; the worker's own rule says which machine can run it
+The tags of an entry name its use; the worker's own rule decides which machine can run it
 (`contract/worker.md` §18.3, §18.4). Only `machines` and `installed_names` read rows.
 """
 
@@ -38,14 +38,14 @@ _MEANINGS: Mapping[str, tuple[str, str]] = {
     "text-to-video": ("video", "video"),
     "3d": ("3d", "3d"),
 }
-"""Tag to modality and use case. Other tags say how a backend works, or nothing that a model needs."""
+"""Modality and use case by tag. Other tags describe how a backend works, or nothing that a model needs."""
 
 
 def machines() -> set[str]:
-    """What the healthy nodes can run, and what every cluster can; one query.
+    """Return the capabilities of the healthy nodes, and the one of every cluster; one query.
 
-    R1.77: a node of an older worker, which tells no capability, counts by the vendor of its GPUs, and as
-    `default` if none is known or their memory is too small for builds of that vendor.
+    R1.77: a node of an older worker, which reports no capability, counts by the vendor of its GPUs, and as
+    `default` if the vendor is unknown or their memory is too small for builds of that vendor.
     """
     small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
     of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
@@ -55,14 +55,14 @@ def machines() -> set[str]:
 
 
 def installed_names() -> dict[str, str]:
-    """The backends on approved nodes, by folded name; one query."""
+    """Return the backends on approved nodes, by folded name; one query."""
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("name")
     return {folded(name): name for name in rows.values_list("name", flat=True).distinct()}
 
 
 def runnable(builds: Sequence[GalleryEntry], capabilities: Collection[str]) -> list[GalleryEntry]:
-    """The entries that a machine with one of these capabilities can install, in their order."""
-    return [build for build in builds if any(_fits(build, one) for one in capabilities)]
+    """Return the entries that a machine with one of these capabilities can install, in their order."""
+    return [build for build in builds if any(_fits(build, capability) for capability in capabilities)]
 
 
 def _fits(build: GalleryEntry, capability: str) -> bool:
@@ -72,26 +72,29 @@ def _fits(build: GalleryEntry, capability: str) -> bool:
 
 
 def choices(builds: Sequence[GalleryEntry]) -> dict[str, GalleryEntry]:
-    """What a person chooses from, by folded name: neither builds of another entry nor development ones."""
-    found: dict[str, GalleryEntry] = {}
+    """Return the entries that a person chooses from, by folded name.
+
+    Builds that another entry resolves to are left out, and development builds.
+    """
+    choices_by_name: dict[str, GalleryEntry] = {}
     resolved = parents(builds)
     for build in builds:
         name = folded(build.name)
         if (build.is_meta or name not in resolved) and not name.endswith(DEVELOPMENT):
-            found.setdefault(name, build)
-    return found
+            choices_by_name.setdefault(name, build)
+    return choices_by_name
 
 
 def modality(tags: Iterable[str]) -> str:
-    """In one word what a backend with these tags works on; "" if no tag says it."""
-    return next((meant[0] for meant in _meant(tags)), "")
+    """Return the modality of a backend with these tags; "" if no tag names one."""
+    return next((modality for modality, _ in _meanings_of(tags)), "")
 
 
 def use_cases(tags: Iterable[str]) -> list[str]:
-    """What a backend with these tags is used for."""
-    return list(dict.fromkeys(meant[1] for meant in _meant(tags)))
+    """Return the use cases of a backend with these tags."""
+    return list(dict.fromkeys(use_case for _, use_case in _meanings_of(tags)))
 
 
-def _meant(tags: Iterable[str]) -> Iterable[tuple[str, str]]:
-    written = (tag.strip().lower().replace("_", "-").replace(" ", "-") for tag in tags)
-    return (_MEANINGS[tag] for tag in written if tag in _MEANINGS)
+def _meanings_of(tags: Iterable[str]) -> Iterable[tuple[str, str]]:
+    normalized = (tag.strip().lower().replace("_", "-").replace(" ", "-") for tag in tags)
+    return (_MEANINGS[tag] for tag in normalized if tag in _MEANINGS)

@@ -1,7 +1,7 @@
-"""One rising percentage from a stock worker's reports, which begin again with each layer of an image. Pure.
+"""One rising percentage from a stock worker's reports, which restart with each layer of an image. Pure.
 
-Its `total` is that of all layers and its `current` that of the present one (contract/nats.md §4.3). What the
-earlier layers had reached is added.
+Its `total` is that of all layers and its `current` that of the present one (contract/nats.md §4.3). The bytes
+of the earlier layers are added.
 """
 
 import re
@@ -23,16 +23,16 @@ class Layers:
     _shown: float = 0.0
 
     def whole(self, event: ProgressEvent) -> ProgressEvent:
-        """The event with the percentage of all layers, which never falls. Ours are as they should be."""
+        """Return the event with the percentage of all layers, which never falls. Ours stay unchanged."""
         if event.seq:
             return event
         reported = min(max(event.percentage, 0.0), 100.0)
         if event.file_name.startswith(_EXTRACTING):
-            # It counts from 0 again, after everything has come.
+            # Extraction counts from 0 again after the download is complete.
             self._shown = max(self._shown, reported)
             return replace(event, phase="extracting", percentage=self._shown)
-        found = _LAYER.match(event.file_name)
-        layer = int(found[1]) if found else self._layer
+        match = _LAYER.match(event.file_name)
+        layer = int(match[1]) if match else self._layer
         if layer > self._layer:
             self._before, self._reached, self._layer = self._before + self._reached, 0.0, layer
         if layer == self._layer:

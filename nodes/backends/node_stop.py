@@ -1,8 +1,8 @@
-"""The operation `node_stop`: its worker drains itself, leaves and ends (nats.md §4.11).
+"""The operation `node_stop`: the worker drains itself, leaves the registry and ends (nats.md §4.11).
 
 The command has no reply, so the rows prove it: the worker leaves the registry as it ends. Until then the
-operation runs, and a worker that says which process it is gets the command again. What starts the worker on
-its machine, such as systemd, may start it again.
+operation runs, and a worker that reports its process (`instance`) gets the command again. A supervisor on the
+machine, such as systemd, may start the worker again.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from operations.models import TargetStatus
 
 KIND = "node_stop"
 LEAVE_WITHIN = 180.0
-"""Seconds until the node must have left: a worker drains for 60, and a stock one may go without a word."""
+"""Seconds until the node must have left: a worker drains for 60, a stock one may leave silently."""
 LOOK_EVERY = 0.5
 REPEAT_EVERY = 30.0
 _BUS_PAUSE = 5.0
@@ -48,7 +48,7 @@ def request_stop(
     request_id: str = "",
     client_address: str = "",
 ) -> admission.Admission:
-    """Create the operation that stops the node's worker, or join the active one. Raises Conflict."""
+    """Create the operation that stops the node's worker, or join the active one. Raise Conflict."""
     if text := refusal(node):
         raise errors.Conflict(f"node {node.name} cannot be stopped: {text}", field="status")
     request = admission.OperationRequest(
@@ -66,7 +66,7 @@ def request_stop(
 
 
 class StopNode:
-    """Handler; one instance serves all operations of its controller."""
+    """Handler of the operation; one instance serves all operations of its controller."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -88,10 +88,10 @@ class StopNode:
             elapsed = clock.monotonic() - began
             if elapsed >= LEAVE_WITHIN:
                 raise CommandFailed(f"node {worker.name} has not left within {LEAVE_WITHIN:.0f} s")
-            first = sent_at < 0
-            if first or (instance and elapsed - sent_at >= REPEAT_EVERY):
-                present = await _instance_of(worker, absence_fails=first)
-                if not first and present != instance:
+            is_first = sent_at < 0
+            if is_first or (instance and elapsed - sent_at >= REPEAT_EVERY):
+                present = await _instance_of(worker, absence_fails=is_first)
+                if not is_first and present != instance:
                     if present:
                         return  # another process: this one has ended, and was started again
                     continue
@@ -102,9 +102,9 @@ class StopNode:
 
 
 async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
-    """Return the worker's process, "" for a stock worker, None if it is not there any more.
+    """Return the worker's process, "" for a stock worker, None if it does not listen any more.
 
-    Raises CommandFailed if it is not there and `absence_fails`, and Postpone while our connection is down.
+    Raise CommandFailed if it does not listen and `absence_fails`, and Postpone while our connection is down.
     """
     answer = await worker.contact()
     match answer:
@@ -123,13 +123,13 @@ async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
 
 
 def _has_left(work: Work) -> bool:
-    """Return True if the worker has left since the operation was asked for, or the node is gone."""
+    """Return True if the worker has left since the operation was created, or the node was removed."""
     node_id = _node_id(work)
     node = BackendNode.objects.filter(pk=node_id).only("offline_at").first()
     if node is None or node.offline_at is not None:
         return True
-    left = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.DEACTIVATED)
-    return left.filter(at__gte=work.operation.created_at).exists()
+    leave_events = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.DEACTIVATED)
+    return leave_events.filter(at__gte=work.operation.created_at).exists()
 
 
 def _node_id(work: Work) -> UUID:
@@ -143,7 +143,7 @@ def _tick(work: Work, message: str) -> Tick:
 
 
 async def _end(work: Work, problem: str) -> None:
-    """Write how the operation's only part ended."""
+    """Write the outcome of the operation's only target."""
     status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
     node_id = _node_id(work)
     await in_thread(outcome.target_done, *work.attempt, node_id, status, problem, now=clock.now())

@@ -1,4 +1,4 @@
-"""What commands on one backend of one node share: its key, how a kind of command is carried out, progress."""
+"""Commands on one backend of one node: their key, the steps of each kind of command, and their progress."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,7 +19,7 @@ _LONGEST_NAME = 255
 _LONGEST_LABEL = 512
 _MOST_BYTES = 2**62
 _PHASES = frozenset({"resolving", "downloading", "extracting", "starting"})
-"""Those of `contract/nats.md` §4.3; any other text of a worker's is none."""
+"""The phases of `contract/nats.md` §4.3; a worker's other texts are no phase."""
 
 
 class CommandFailed(errors.ClusterError):
@@ -31,34 +31,34 @@ class CommandFailed(errors.ClusterError):
 
 @dataclass(frozen=True)
 class Command:
-    """How one kind of intent is carried out."""
+    """The functions that execute one kind of intent."""
 
     limit: Callable[[], float]
     """Seconds after which a worker that has not answered may be stuck."""
     send: Callable[[Bus, Intent, float, OnProgress], Coroutine[Any, Any, Outcome[Any]]]
-    """Sends the command and waits for its answer, up to so many seconds; raises CommandFailed."""
+    """Send the command and wait for its reply, up to that many seconds; raise CommandFailed."""
     conclude: Callable[[Bus, Intent, Done[Any] | Refused[Any]], Awaitable[Ended]]
-    """What the worker's answer means; may ask the worker again, and raises Unclear if it does not say."""
+    """Turn the worker's reply into the end of the intent. May send requests; raises Unclear."""
     proven: Callable[[Intent, messages.InstalledBackend | None], bool]
-    """Whether what the worker lists of the backend shows that the command has been carried out."""
+    """Return True if the worker's list shows that the command was executed."""
 
 
 class Unclear(Exception):
-    """The worker's answer leaves open what is so, and it does not say; ask again later."""
+    """The worker's reply leaves the result open, and a second request did not settle it; retry later."""
 
 
 def key(node_id: UUID | str, backend: str) -> str:
-    """O35: what an operation on one backend of one node owns; a long address is told by its hash."""
+    """O35: return the key of an operation on one backend of one node; a long address is hashed."""
     return f"node:{node_id}:{subject(backend)}"
 
 
 def subject(backend: str) -> str:
-    """A backend's name, or its address as a name: a long one is told by its hash."""
+    """Return the backend's name, or its address as a name; a long address is hashed."""
     return backend if len(backend) <= _LONGEST_NAME else hashlib.sha256(backend.encode()).hexdigest()
 
 
 def find_node(node_id: UUID | None) -> BackendNode:
-    """The node, if commands may be sent to it; NotFound or Conflict with the reason otherwise."""
+    """Return the node if it can take commands; raise NotFound or Conflict with the reason otherwise."""
     node = BackendNode.objects.filter(pk=node_id).first() if node_id else None
     if node is None:
         raise errors.NotFound(f"node {node_id} is no longer registered")
@@ -68,26 +68,30 @@ def find_node(node_id: UUID | None) -> BackendNode:
 
 
 def refusal(node: BackendNode) -> str:
-    """Why no command on a backend may be asked for there; "" if it may."""
+    """Return why the node takes no commands on backends; "" if it does."""
     if node.node_type != "backend":
         return f"{node.name} is an agent node, which does not run backends"
     if node.status == "pending":
         return f"node {node.name} is pending approval"
-    # An admin's drain goes on while the node is offline; a worker's own ends when it comes back.
+    # An admin's drain stays while the node is offline; a worker's own drain ends when it returns.
     if node.status == "draining" or (node.drained_at is not None and not node.drain_is_own):
         return f"node {node.name} is draining"
     return ""
 
 
 def listed(backend: str, reply: messages.ListReply) -> messages.InstalledBackend | None:
-    """What the worker lists of a backend, by its name or, where nothing has that name, by its alias."""
-    wanted = backend.lower()
-    named = (one for one in reply.backends if one.name.lower() == wanted)
-    return next(named, None) or next((one for one in reply.backends if one.alias.lower() == wanted), None)
+    """Return the list's entry of a backend by its name or, if no entry has that name, by its alias."""
+    folded_name = backend.lower()
+    by_name = (entry for entry in reply.backends if entry.name.lower() == folded_name)
+    by_alias = (entry for entry in reply.backends if entry.alias.lower() == folded_name)
+    return next(by_name, None) or next(by_alias, None)
 
 
 def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
-    """A worker's report of progress as the operation keeps it: a stranger's numbers and texts, bounded."""
+    """Convert a worker's progress report to the form of operations.
+
+    A worker's numbers and texts are untrusted, so they are bounded.
+    """
     total = max(event.total_bytes, 0)
     current = min(max(event.current_bytes, 0), total or _MOST_BYTES)
     file_name = names.plain(event.file_name[:_LONGEST_LABEL])

@@ -1,7 +1,8 @@
-"""The end of one part: an operation is called off on one of its nodes, and goes on with the others.
+"""The end of one target: an operation is cancelled on one of its nodes and continues on the others.
 
-A part that is cancelled while its wave is open is no success: the wave asks before the next one opens
-(`waves.py`). Locks as in `admission.cancel`, which has taken those of the intents and of the operation.
+A target that is cancelled while its wave is open is no success: the wave needs an operator's choice before
+the next one opens (`waves.py`). Locks as in `admission.cancel`, which has locked the intents and the
+operation.
 """
 
 from datetime import datetime
@@ -19,30 +20,30 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 
 def cancel(operation: Operation, node_id: UUID, *, note: str, actor: str, now: datetime) -> Operation:
-    """Ends the part of a locked operation on this node for good; `note` says what becomes of its intent.
+    """Cancel the target of a locked operation on this node; `note` describes what happens to its intent.
 
-    Raises NotFound for a node that the operation is not for, and Conflict if the part cannot be cancelled.
+    Raise NotFound for a node without a target, and Conflict if the target cannot be cancelled.
     """
     all_parts = list(OperationTarget.objects.filter(operation=operation))
-    part = next((one for one in all_parts if one.node_id == node_id), None)
-    if part is None:
+    target = next((target for target in all_parts if target.node_id == node_id), None)
+    if target is None:
         raise errors.NotFound("the operation is not for this node", field="node_id")
     if operation.status not in ACTIVE:
         raise errors.Conflict(f"the operation is {operation.status} already", field="status")
-    if part.status in targets.ENDED:
+    if target.status in targets.ENDED:
         raise errors.Conflict(
-            f"the part on {part.node_name} has ended already: {part.status}", field="status"
+            f"the part on {target.node_name} has ended already: {target.status}", field="status"
         )
-    if operation.kind.endswith("_delete") and part.status != TargetStatus.QUEUED:
+    if operation.kind.endswith("_delete") and target.status != TargetStatus.QUEUED:
         raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
-    said = f"cancelled by {actor}"
-    parts.end(TargetStatus.CANCELLED, reason=note or said)(part, now)
+    reason = f"cancelled by {actor}"
+    parts.end(TargetStatus.CANCELLED, reason=note or reason)(target, now)
     targets.adopt(operation, all_parts, now)
     if operation.status == Status.CANCELLED:
-        operation.message = said
-    update([part], parts.PART)
+        operation.message = reason
+    update([target], parts.PART)
     update([operation], parts.STATE)
-    audit.record(ledger.changed("cancelled_part", operation, f"on {part.node_name}"), at=now)
+    audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = parts.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)
     announce(changed.operations, changed.parts)

@@ -1,7 +1,8 @@
-"""What may come of a command to a worker: one sum type, which every caller matches exhaustively.
+"""The outcome of a command to a worker: one sum type, which every caller matches exhaustively.
 
-`Done` and `Refused` are the worker's answers. The other four are no answer, and each asks for something else:
-look again (`StillRunning`, `BusDown`), go elsewhere (`NoResponders`), report a defect (`Unreadable`).
+`Done` and `Refused` are the worker's replies. The other four mean no reply, and each needs a different
+reaction: check later (`StillRunning`, `BusDown`), use another node (`NoResponders`), report a defect
+(`Unreadable`).
 """
 
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Done(Generic[R]):
-    """The worker did it."""
+    """The worker executed the command."""
 
     reply: R
 
 
 @dataclass(frozen=True)
 class Refused(Generic[R]):
-    """The worker answered that it did not do it, and why."""
+    """The worker replied that it did not execute the command, with the reason."""
 
     reason: str
     reply: R
@@ -27,43 +28,43 @@ class Refused(Generic[R]):
 
 @dataclass(frozen=True)
 class StillRunning:
-    """No answer within the time limit; the worker may still be at it."""
+    """No reply within the time limit; the worker may still be running the command."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NotSent(StillRunning):
-    """The worker did not answer the question before the command, so the command was not sent."""
+    """The worker did not reply to the ping before the command, so the command was not sent."""
 
 
 @dataclass(frozen=True)
 class NoResponders:
-    """The worker is gone: nothing listens, although our own connection is good, or it was restarted."""
+    """The worker is gone: nothing listens although our own connection works, or it was restarted."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Restarted(NoResponders):
-    """The worker is there again as another process: the command died with the former one."""
+    """The worker runs as a new process: the command died with the former one."""
 
 
 @dataclass(frozen=True)
 class Unheard(NoResponders):
-    """The worker answered other questions, but nothing listens for this command: it may not know it."""
+    """The worker replied to other requests, but nothing listens for this command: it may not support it."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """The worker's answer is not a message of this kind."""
+    """The worker's reply is not a message of the expected kind."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class BusDown:
-    """We are not connected to the bus. This says nothing about the worker."""
+    """We are not connected to the bus; the state of the worker is unknown."""
 
     reason: str
 
@@ -78,4 +79,4 @@ NAMES: dict[type, str] = {
     BusDown: "bus_down",
     Unreadable: "unreadable",
 }
-"""What figures call the outcome of one question."""
+"""The names of the outcomes in metrics."""

@@ -1,8 +1,8 @@
 """The rows of one backend on the nodes of a request, and the request's place among them. Pure.
 
 A node has at most one row for each op of a backend. They run one at a time, in the order of their requests.
-An equal request joins the row that is there. If a different request follows that row, joining it would leave
-the older request the last word: then the row moves to the end, or the request is refused if it has begun.
+An equal request joins the existing row. If a different request follows that row, joining it would let the
+older request win: then the row moves to the end, or the request is refused if the row has begun.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,12 +25,12 @@ class RequestOrder:
     others: Mapping[UUID, list[PendingBackendOp]]
 
     @classmethod
-    def of(cls, wish: Wish, rows: Iterable[PendingBackendOp]) -> "RequestOrder":
+    def of(cls, request: Wish, rows: Iterable[PendingBackendOp]) -> "RequestOrder":
         """Sort the rows of the requested backend."""
         same: dict[UUID, PendingBackendOp] = {}
         others: dict[UUID, list[PendingBackendOp]] = {}
         for row in sorted(rows, key=lambda row: row.turn):
-            if row.op == KINDS[wish.kind]:
+            if row.op == KINDS[request.kind]:
                 same[row.node_id] = row
             else:
                 others.setdefault(row.node_id, []).append(row)
@@ -41,8 +41,9 @@ class RequestOrder:
         return [row for row in self.same.values() if self._followers(row)]
 
     def before(self, row: PendingBackendOp) -> PendingBackendOp | None:
-        """Return the row of another op that runs first on the same node."""
-        return next((other for other in self.others.get(row.node_id, ()) if other.turn < row.turn), None)
+        """Return the row of another op that runs before this one on the same node."""
+        rows = self.others.get(row.node_id, ())
+        return next((candidate for candidate in rows if candidate.turn < row.turn), None)
 
     def end(self, now: datetime) -> datetime:
         """Return a time of request after those of all rows, even if clocks differ."""
@@ -53,10 +54,10 @@ class RequestOrder:
         """Return True if an active equal operation with open parts on these nodes does what is requested."""
         return not self.followed() and all(id in self.same or id in open_nodes for id in self.others)
 
-    def refuse(self, wish: Wish, names: Mapping[UUID, str], *, is_load: bool) -> None:
-        """Raise Conflict, which names the operation, if the request cannot take its place.
+    def refuse(self, request: Wish, names: Mapping[UUID, str], *, is_load: bool) -> None:
+        """Raise Conflict, which names the operation, if the request cannot join the queue.
 
-        A load never waits for, nor undoes, what somebody has asked for on its node.
+        A load never waits for another request on its node, and never reverses one.
         """
         for row in self.same.values():
             node, followers = names[row.node_id], self._followers(row)
@@ -65,7 +66,7 @@ class RequestOrder:
                     f"{row} on {node} is being cancelled; ask again in a few seconds",
                     operation=row.operation_id,
                 )
-            if not wish.is_that_of(row):
+            if not request.is_that_of(row):
                 state = "in progress" if row.has_begun else "waiting, and asks for something else"
                 raise _conflict(row, node, state)
             if followers and row.has_begun:
@@ -75,7 +76,7 @@ class RequestOrder:
             raise _conflict(first, names[first.node_id], "in progress" if first.has_begun else "waiting")
 
     def _followers(self, row: PendingBackendOp) -> list[PendingBackendOp]:
-        return [other for other in self.others.get(row.node_id, ()) if other.turn > row.turn]
+        return [follower for follower in self.others.get(row.node_id, ()) if follower.turn > row.turn]
 
 
 def _conflict(row: PendingBackendOp, node: str, state: str) -> errors.Conflict:

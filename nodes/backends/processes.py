@@ -1,4 +1,4 @@
-"""Which engines a worker says it runs, in the form in which replicas are compared with it."""
+"""The engines that a worker reports as running, in the form that replicas are compared with."""
 
 from localai_cluster.messaging.messages import process_key
 from nodes.backends.commands import Worker
@@ -7,11 +7,11 @@ from nodes.replicas.evidence import Running
 
 
 async def engines_of(worker: Worker) -> Running | None:
-    """The worker's own table (R4.32), asked once; None if it gave none (R4.34), whatever the reason."""
-    answer = await worker.running()
-    if not isinstance(answer, Done):
+    """Return the worker's table of engines (R4.32) from one request; None without a reply (R4.34)."""
+    reply = await worker.running()
+    if not isinstance(reply, Done):
         return None
     return {
         (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
-        for model in answer.reply.models
+        for model in reply.reply.models
     }

@@ -1,6 +1,7 @@
-"""Nodes that have failed to install a backend of late: a load of its models goes there last.
+"""Nodes that recently failed to install a backend: loads of its models try these nodes last.
 
-Read from the rows of operations: every controller knows them, and later loads as well as the one that failed.
+The data are the rows of operations: every controller sees them, and later loads as well as the one that
+failed.
 """
 
 from datetime import datetime, timedelta
@@ -15,7 +16,10 @@ REMEMBERED_FOR = timedelta(minutes=10)
 
 
 def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, Setback]:
-    """Return the nodes that have failed to install the backend and still lack it, none to rest. One query."""
+    """Return the nodes that failed to install the backend and still lack it; one query.
+
+    Their back-off only ranks them last: none of them has to rest.
+    """
     since = now - REMEMBERED_FOR
     failed = OperationTarget.objects.filter(
         status=TargetStatus.ERROR,

@@ -1,8 +1,8 @@
-"""Reports of commands under way: one subscription an operation, however many nodes report for it.
+"""Progress reports of running commands: one subscription per operation, however many nodes report for it.
 
-A subscription is a round trip to the server, and those of a thousand nodes would leave one after the other
-before the first command does. So all commands of this process for one operation share theirs, and a report
-goes to the command for the node whose subject it came on.
+A subscription is a round trip to the server, and those of a thousand nodes would be sent one after the other
+before the first command. So all commands of this process for one operation share a subscription, and a report
+goes to the command for the node whose subject it arrived on.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Receive = Callable[[bytes], None]
 
 
 class _Reports:
-    """Those of one operation, and who is told of them, by subject."""
+    """The subscription of one operation, and the receivers of its reports by subject."""
 
     def __init__(self, bus: Bus, op_id: str) -> None:
         self.told: dict[str, list[Receive]] = {}
@@ -35,19 +35,19 @@ _open: WeakKeyDictionary[Bus, dict[str, _Reports]] = WeakKeyDictionary()
 
 @contextlib.asynccontextmanager
 async def received(bus: Bus, node_id: str, op_id: str, receive: Receive) -> AsyncIterator[None]:
-    """Calls `receive` with each report of this node for this operation; none that comes later is missed."""
+    """Call `receive` with each report of this node for this operation, from the start of the block on."""
     reports, subject = _open.setdefault(bus, {}), subjects.install_progress(node_id, op_id)
-    mine = reports.get(op_id) or reports.setdefault(op_id, _Reports(bus, op_id))
-    listeners = mine.told.setdefault(subject, [])
+    shared = reports.get(op_id) or reports.setdefault(op_id, _Reports(bus, op_id))
+    listeners = shared.told.setdefault(subject, [])
     listeners.append(receive)
     try:
-        await asyncio.shield(mine.opening)  # the others wait for it too
+        await asyncio.shield(shared.opening)  # the others wait for it too
         yield
     finally:
         listeners.remove(receive)
         if not listeners:
-            mine.told.pop(subject, None)
-        if not mine.told:
-            if reports.get(op_id) is mine:
+            shared.told.pop(subject, None)
+        if not shared.told:
+            if reports.get(op_id) is shared:
                 del reports[op_id]
-            await (await mine.opening).close()
+            await (await shared.opening).close()

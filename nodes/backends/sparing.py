@@ -1,10 +1,10 @@
-"""Before an upgrade in waves, or an install that drains, stops engines: their requests may end first.
+"""Wait for running requests before an upgrade in waves, or an install that drains, stops engines.
 
-The node's replicas of the backend leave the picks.
-The wait ends when nothing runs on them any more, or at `CLUSTER_UPGRADE_DRAIN`. A model's last replica stays
-in the picks until another node has one, which is asked for here, or until an operator has confirmed that it
-may go. That wait has an end too: then the part says what it needs, and is looked at less and less often until
-an operator has chosen. When the attempt is over, what it did not stop serves again.
+The node's replicas of the backend are withdrawn from the picks. The wait ends when they run no more requests,
+or after `CLUSTER_UPGRADE_DRAIN`. A model's last replica stays in the picks until another node has one, which
+is requested here, or until an operator has confirmed that it may stop. That wait has a limit too: then the
+target shows what it needs, and is checked less and less often until an operator has chosen. At the end of the
+attempt, replicas that it did not stop return to the picks.
 """
 
 import asyncio
@@ -28,70 +28,77 @@ from operations.ledger.progress import Tick
 from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status
 
 LOOK_EVERY = 0.25
-"""Seconds between two looks at the requests that run: their end is no message."""
+"""Seconds between two counts of the running requests, because their end sends no message."""
 LOOK_AT_LOAD = 1.0
 BLOCKED_PAUSE, LONGEST_BLOCKED_PAUSE = 15.0, 900.0
-"""Seconds before a last replica is looked at again: as long as the intent is old already, so it doubles."""
+"""Seconds until the next check of a blocked last replica.
+
+The pause equals the age of the intent, so it doubles each time.
+"""
 
 LoadElsewhere = Callable[[str, UUID, UUID | None], Operation]
-"""Asks for a replica of a model on any node but this one; with its operation, keeps it wanted."""
+"""Request a replica of a model on any other node.
+
+Called again with the operation of the first call, it keeps that operation needed.
+"""
 
 
 class Blocked(Exception):
-    """A last replica has to stay for now; the text says which, and why there is no other."""
+    """A last replica must not stop yet; the text names it and the reason why there is no other one."""
 
 
 @dataclass(frozen=True)
 class AsksOperator(PutBack):
-    """The attempt ended because of a last replica, with these confirmed."""
+    """The attempt ended because of a last replica; `confirmed` holds the models confirmed until then."""
 
     confirmed: Collection[str] = ()
 
 
 async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewhere) -> PutBack | None:
-    """Returns when the command may be sent, or why it may not. Raises LeaseLost."""
+    """Wait until the command may be sent; return PutBack if it must not. Raise LeaseLost."""
     if not intent.row.spares_requests or intent.row.unanswered_since is not None:
         return None
     loads: dict[str, UUID] = {}
-    said = ""
+    last_message = ""
     cluster = conf.cluster()
     patience = clock.monotonic() + cluster.install_timeout + load_limit(0, cluster.model_load_timeout)
     while True:
         confirmed = await in_thread(_confirmed, intent)
-        found, late = await in_thread(_withdraw, intent, confirmed)
-        if found.last_of:
+        withdrawal, is_overdue = await in_thread(_withdraw, intent, confirmed)
+        if withdrawal.last_of:
             try:
                 if clock.monotonic() >= patience:
-                    raise Blocked(f"{_keep(found.last_of)} ({said or 'no other node has it in time'})")
-                message = await in_thread(_replace, intent, found.last_of, loads, load_elsewhere)
+                    reason = _last_replica_reason(withdrawal.last_of)
+                    raise Blocked(f"{reason} ({last_message or 'no other node has it in time'})")
+                message = await in_thread(_replace, intent, withdrawal.last_of, loads, load_elsewhere)
             except Blocked as blocked:
                 pause = _blocked_pause(intent, clock.now())
                 return AsksOperator(str(blocked), pause, confirmed=confirmed)
-        elif late or not found.running:
+        elif is_overdue or not withdrawal.running:
             return None
         else:
-            requests = "1 request" if found.running == 1 else f"{found.running} requests"
+            requests = "1 request" if withdrawal.running == 1 else f"{withdrawal.running} requests"
             message = f"waiting for {requests} on {intent.node.name}"
-        if message != said:
-            said = message
+        if message != last_message:
+            last_message = message
             tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)
             recorder.add((intent.id, intent.fence), tick)
-        await asyncio.sleep(LOOK_AT_LOAD if found.last_of else LOOK_EVERY)
+        await asyncio.sleep(LOOK_AT_LOAD if withdrawal.last_of else LOOK_EVERY)
 
 
 async def over(intent: Intent, settlement: Settlement | None = None) -> None:
-    """The attempt is over: replicas whose engines it did not stop serve again, unless the worker is busy."""
+    """Return replicas that the attempt did not stop to the picks, unless the worker may still be busy."""
     if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
         await in_thread(upgrade_drains.end, intent.id, intent.fence)
 
 
 async def settled(intent: Intent, settlement: Settlement) -> None:
-    """What was confirmed between the last look and the settlement is heard now, not after the pause."""
+    """Make the intent due now if an operator confirmed between the last check and the settlement."""
     if isinstance(settlement, AsksOperator):
-        await in_thread(_hear, intent, settlement)
+        await in_thread(_apply_late_confirmation, intent, settlement)
 
 
-def _hear(intent: Intent, settlement: AsksOperator) -> None:
+def _apply_late_confirmation(intent: Intent, settlement: AsksOperator) -> None:
     if _confirmed(intent) != settlement.confirmed:
         with committed("sparing.hear"):
             intents.nudge([intent.id], now=clock.now())
@@ -102,12 +109,14 @@ def _confirmed(intent: Intent) -> Collection[str]:
 
     An operation that only drains protects none.
     """
-    asking = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
-    payloads = list(asking.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
-    if any(one.get("drains") for one in payloads):
-        mine = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
-        return frozenset(mine.values_list("model_name", flat=True))
-    return frozenset(model for one in payloads for model in one.get("waves", {}).get("last_replicas", ()))
+    sharing = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
+    payloads = list(sharing.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
+    if any(payload.get("drains") for payload in payloads):
+        node_replicas = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
+        return frozenset(node_replicas.values_list("model_name", flat=True))
+    return frozenset(
+        model for payload in payloads for model in payload.get("waves", {}).get("last_replicas", ())
+    )
 
 
 def _blocked_pause(intent: Intent, now: datetime) -> float:
@@ -115,39 +124,39 @@ def _blocked_pause(intent: Intent, now: datetime) -> float:
     return min(max(age, BLOCKED_PAUSE), LONGEST_BLOCKED_PAUSE)
 
 
-def _keep(models: Collection[str]) -> str:
-    which = ", ".join(models)
-    return f"it would stop the last replica of {which}; confirm, or load it on another node"
+def _last_replica_reason(models: Collection[str]) -> str:
+    names = ", ".join(models)
+    return f"it would stop the last replica of {names}; confirm, or load it on another node"
 
 
 def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[Withdrawal, bool]:
-    """What became of it, and whether the time for requests is over."""
+    """Withdraw the replicas; return the result, and True if the time for running requests is over."""
     intents.confirm(intent)
     now = clock.now()
     deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
-    found = upgrade_drains.drain(
+    withdrawal = upgrade_drains.drain(
         intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed, deadline=deadline
     )
-    if found.last_of:
-        return found, False
-    return found, intents.drain_until(intent, now=now) <= now
+    if withdrawal.last_of:
+        return withdrawal, False
+    return withdrawal, intents.drain_until(intent, now=now) <= now
 
 
 def _replace(
     intent: Intent, models: Collection[str], loads: dict[str, UUID], load_elsewhere: LoadElsewhere
 ) -> str:
-    """Has each model loaded on another node; answers how that goes. Raises Blocked."""
-    said = []
+    """Load each model on another node; return the progress as text. Raise Blocked."""
+    messages = []
     for model in models:
-        keep = _keep([model])
+        reason = _last_replica_reason([model])
         try:
             load = load_elsewhere(model, intent.node.id, loads.get(model))
         except errors.ClusterError as refusal:
-            raise Blocked(f"{keep} ({refusal.message})") from refusal
+            raise Blocked(f"{reason} ({refusal.message})") from refusal
         loads[model] = load.id
         if load.status in TERMINAL:
             del loads[model]
             if load.status != Status.COMPLETED:
-                raise Blocked(f"{keep} ({load.error or load.message})")
-        said.append(f"{model} is loaded on another node first: {load.message}")
-    return "; ".join(said)
+                raise Blocked(f"{reason} ({load.error or load.message})")
+        messages.append(f"{model} is loaded on another node first: {load.message}")
+    return "; ".join(messages)

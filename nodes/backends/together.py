@@ -1,4 +1,4 @@
-"""Writes that come at the same moment as one: while one batch is written, the next one gathers."""
+"""Batched writes: while one batch is written, the next one gathers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 MOST = 256
-"""Items of one batch: what a transaction locks and holds in memory has a bound."""
+"""Maximum number of items in a batch, which bounds the locks and the memory of a transaction."""
 
 
 class Together(Generic[T]):
-    """Hands items to `write` in batches; a caller that hands one in waits until it is written."""
+    """Passes items to `write` in batches; a caller waits until its item is written."""
 
     def __init__(self, write: Callable[[Sequence[T]], Awaitable[None]]) -> None:
         self._write = write
@@ -22,7 +22,7 @@ class Together(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def put(self, item: T) -> None:
-        """Returns when the item is written; raises what kept it from being written."""
+        """Return when the item is written; raise the error that prevented it."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, written))
         if self._task is None or self._task.done():
@@ -36,33 +36,33 @@ class Together(Generic[T]):
                 await self._write([item for item, _ in batch])
             except DatabaseError as error:
                 if len(batch) == 1:
-                    _tell(batch[0][1], error)
+                    _resolve(batch[0][1], error)
                 else:
                     await self._one_by_one(batch)
             except asyncio.CancelledError as error:
                 for _, written in (*batch, *self._waiting):
-                    _tell(written, error)
+                    _resolve(written, error)
                 self._waiting = []
                 raise
-            except Exception as error:  # those that come next must find a writer all the same
+            except Exception as error:  # the next batch must still be written
                 for _, written in batch:
-                    _tell(written, error)
+                    _resolve(written, error)
             else:
                 for _, written in batch:
-                    _tell(written, None)
+                    _resolve(written, None)
 
     async def _one_by_one(self, batch: Sequence[tuple[T, "asyncio.Future[None]"]]) -> None:
-        """What the database refuses of one item must not keep the others of its batch from being written."""
+        """Write the items one by one, so that an item that the database refuses fails alone."""
         for item, written in batch:
             try:
                 await self._write([item])
             except DatabaseError as error:
-                _tell(written, error)
+                _resolve(written, error)
             else:
-                _tell(written, None)
+                _resolve(written, None)
 
 
-def _tell(written: "asyncio.Future[None]", error: BaseException | None) -> None:
+def _resolve(written: "asyncio.Future[None]", error: BaseException | None) -> None:
     if written.done():
         return  # the caller that waited was cancelled
     if error is None:

@@ -1,9 +1,9 @@
-"""A controller's part of the upgrade check (R6.35): what the galleries offer for what is installed.
+"""A controller's part of the upgrade check (R6.35): read what the galleries offer for the installed backends.
 
-It runs ten seconds after a controller starts, on a schedule, when somebody asks, when a node's list of
-backends has changed, and when a page finds that a gallery has. The galleries are read again every time (A87).
-Nothing is held while they and the registries of images are asked; the outcome is one transaction. The verdict
-itself is made by readers (`upgrade_rules.py`). After each check come the automatic upgrades (`automatic.py`).
+It runs ten seconds after a controller starts, on a schedule, on request, when a node's list of backends has
+changed, and when a page finds that a gallery has changed. Each check reads the galleries again (A87). No lock
+is held while galleries and image registries are queried; one transaction stores the result. Readers compare
+it with the installed backends (`upgrade_rules.py`). Automatic upgrades follow each check (`automatic.py`).
 """
 
 import asyncio
@@ -27,46 +27,46 @@ log = logging.getLogger(__name__)
 FIRST_AFTER = 10.0
 """Seconds after the start of a controller (C47)."""
 LOOK_EVERY = 30.0
-"""Seconds between two looks at what is due when no hint arrives."""
+"""Seconds between two polls for a due check when no wake-up arrives."""
 REST = 2.0
-"""Seconds between two checks: an operation on a thousand nodes asks a thousand times."""
+"""Seconds between two checks: an operation on a thousand nodes requests a thousand of them."""
 WITHIN = 120.0
-"""Seconds that a check may take; well within its claim."""
+"""Time limit of a check in seconds; well within its claim."""
 _GATHER = 0.2
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The cluster's backends and the upgrades among them, of one moment."""
+    """Snapshot of the cluster's backends and their upgrades."""
 
     backends: list[installed.InstalledBackend]
     upgrades: dict[str, Upgrade]
 
 
 def picture() -> Picture:
-    """What is installed, compared with what is offered; two queries."""
+    """Read the snapshot: installed backends, compared with the offers; two queries."""
     backends = installed.read()
-    found = upgrades(backends, upgrade_state.offers())
-    return Picture(backends, {one.backend.name: one for one in found})
+    available = upgrades(backends, upgrade_state.offers())
+    return Picture(backends, {upgrade.backend.name: upgrade for upgrade in available})
 
 
 def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[str, Offered]:
-    """What galleries offer under these folded names; of two entries the first, as for an install."""
-    found: dict[str, Offered] = {}
+    """Return the galleries' offers under these folded names; the first of two entries, as for an install."""
+    offers: dict[str, Offered] = {}
     for entry in entries:
         if (name := folded(entry.name)) in names:
-            found.setdefault(name, Offered(plain(entry.version[:255]), plain(entry.uri[:2048])))
-    return found
+            offers.setdefault(name, Offered(plain(entry.version[:255]), plain(entry.uri[:2048])))
+    return offers
 
 
 async def look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
-    """What is offered for what is installed, what could not be read, and the fingerprint of the rest."""
+    """Return the offers for installed backends, the unreadable galleries, and the catalogue's fingerprint."""
     offer = await catalogue.read_all(install.galleries())
-    found = offered(offer.builds, await in_thread(_names))
-    wanted = [one.uri for one in found.values() if not one.version and is_image(one.uri)]
-    digests = await images.digests(wanted) if wanted else {}
+    offers = offered(offer.builds, await in_thread(_names))
+    image_uris = [entry.uri for entry in offers.values() if not entry.version and is_image(entry.uri)]
+    digests = await images.digests(image_uris) if image_uris else {}
     with_digests = {
-        name: Offered(one.version, one.uri, digests.get(one.uri, ())) for name, one in found.items()
+        name: Offered(entry.version, entry.uri, digests.get(entry.uri, ())) for name, entry in offers.items()
     }
     return with_digests, offer.problems, offer.fingerprint
 
@@ -77,28 +77,28 @@ def _names() -> set[str]:
 
 
 class UpgradeChecker:
-    """Makes the checks that are due; any number of controllers may, one at a time does."""
+    """Periodic task that makes the due checks; a claim gives each check to one controller."""
 
     def __init__(self, owner: str, *, first_after: float = FIRST_AFTER, rest: float = REST) -> None:
         self._owner = owner
         self._first_after, self._rest = first_after, rest
-        self._heard = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     def hint(self) -> None:
-        """A check may be due; look now."""
-        self._heard.set()
+        """Check now if a check is due."""
+        self._wakeup.set()
 
     async def run(self) -> None:
-        """Checks when it is told and looks every `LOOK_EVERY` seconds, until cancelled."""
+        """Poll after each wake-up and every `LOOK_EVERY` seconds, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._first())
             while True:
-                self._heard.clear()
+                self._wakeup.clear()
                 done = await self.check()
                 await self.follow()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_EVERY):
-                        await self._heard.wait()
+                        await self._wakeup.wait()
                 await asyncio.sleep(self._rest if done else _GATHER)
 
     async def _first(self) -> None:
@@ -107,16 +107,16 @@ class UpgradeChecker:
             await in_thread(upgrade_state.ask)
 
     async def check(self) -> bool:
-        """Makes the check that is due; answers whether there was one. Never raises."""
+        """Make the check that is due; return True if there was one. Never raise."""
         try:
-            mine = await in_thread(upgrade_state.claim, self._owner, now=clock.now())
-            if mine is None:
+            claim = await in_thread(upgrade_state.claim, self._owner, now=clock.now())
+            if claim is None:
                 return False
-            found, problems, galleries = await self._look()
-            kept = await in_thread(
-                upgrade_state.finish, mine, found, problems=problems, galleries=galleries, now=clock.now()
+            offers, problems, galleries = await self._bounded_look()
+            is_stored = await in_thread(
+                upgrade_state.finish, claim, offers, problems=problems, galleries=galleries, now=clock.now()
             )
-            if not kept:
+            if not is_stored:
                 log.warning("the upgrade check took too long; another controller makes it")
             return True
         except DatabaseError as error:
@@ -124,7 +124,7 @@ class UpgradeChecker:
             return False
 
     async def follow(self) -> None:
-        """Makes the automatic upgrades of what the checks have found, if they are wanted. Never raises."""
+        """Create the automatic upgrades after the checks, if the setting is on. Never raise."""
         if not conf.cluster().auto_upgrade_backends:
             return
         try:
@@ -132,11 +132,11 @@ class UpgradeChecker:
         except DatabaseError as error:
             log.warning("automatic upgrades are left out: %s", error)
         except Exception:
-            # A defect. It must not end the checks; the next look tries again.
+            # A defect. It must not end the checks; the next poll retries them.
             log.exception("automatic upgrades failed")
 
     @staticmethod
-    async def _look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
+    async def _bounded_look() -> tuple[dict[str, Offered], Mapping[str, str], str]:
         try:
             async with asyncio.timeout(WITHIN):
                 return await look()

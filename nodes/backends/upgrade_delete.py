@@ -1,8 +1,8 @@
-"""Upgrading and deleting: both stop a backend's engines on one node first.
+"""Upgrade and deletion of a backend on one node: both stop its engines first.
 
-The rows of the engines that a worker reports as stopped go with every answer, also with a refusal: their
-ports may serve another model soon. A report may be lost with its controller, and some workers give none, so
-the rows are compared with what the worker runs as well. Both commands may be repeated.
+The rows of the engines that a worker reports as stopped are removed after every reply, also after a refusal:
+their ports may serve another model soon. A report may be lost with its controller, and some workers send
+none, so the rows are compared with the worker's running engines as well. Both commands are idempotent.
 """
 
 import asyncio
@@ -29,102 +29,110 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=messages.UpgradeReply)
 
 
-async def _upgrade(
-    bus: Bus, intent: Intent, timeout: float, say: OnProgress
+async def _send_upgrade(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
 ) -> Outcome[messages.UpgradeReply]:
     node, backend = intent.node, intent.row.backend
     worker = Worker(bus, str(node.id), node.name, node.instance)
-    found = await worker.contact()
-    if isinstance(found, Refused):
-        return Refused(found.reason, messages.UpgradeReply(error=found.reason))
-    if isinstance(found, StillRunning):
-        return NotSent(found.reason)
-    if not isinstance(found, Done):
-        return found
-    # An upgrade that is asked again may find the backend half-way; the worker says what it makes of that.
+    contact = await worker.contact()
+    if isinstance(contact, Refused):
+        return Refused(contact.reason, messages.UpgradeReply(error=contact.reason))
+    if isinstance(contact, StillRunning):
+        return NotSent(contact.reason)
+    if not isinstance(contact, Done):
+        return contact
+    # A repeated upgrade may meet a half-finished backend; the worker reports the result of that.
     if intent.row.unanswered_since is None:
-        _check(one_node.listed(backend, found.reply), backend, node)
+        _refuse_useless_upgrade(one_node.listed(backend, contact.reply), backend, node)
     request = messages.UpgradeRequest(
         backend=backend,
         backend_galleries=install.offered_to(node).encoded,
         op_id=str(intent.row.operation_id),
     )
-    return await _stopping(bus, node, lambda: worker.upgrade(request, timeout=timeout, on_progress=say))
+    return await _run_and_retire(
+        bus, node, lambda: worker.upgrade(request, timeout=timeout, on_progress=report)
+    )
 
 
-async def _upgraded(
+async def _conclude_upgrade(
     bus: Bus, intent: Intent, answer: Done[messages.UpgradeReply] | Refused[messages.UpgradeReply]
 ) -> Ended:
     listed = await inventory.refresh(bus, intent.node)
     if isinstance(answer, Refused):
         return Ended(error=install.offered_to(intent.node).explained(answer.reason))
-    now = await in_thread(_known, intent)
-    # A folder has no digest, and a stock worker may not say one: then nobody knows.
-    if not listed or now is None or not now.digest or now != intent.known:
+    current = await in_thread(_stored_version, intent)
+    # A folder has no digest, and a stock worker may report none: then the comparison is impossible.
+    if not listed or current is None or not current.digest or current != intent.known:
         return Ended()
-    return Ended(reason=f"nothing changed: {now.version or 'the same files'} was installed before")
+    return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
 
 
-def _known(intent: Intent) -> Known | None:
+def _stored_version(intent: Intent) -> Known | None:
     rows = NodeBackend.objects.filter(node=intent.node, name=intent.row.backend)
     row = rows.values_list("version", "digest").first()
     return Known(*row) if row else None
 
 
-def _is_another(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
+def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
     before = intent.known
     return listed is not None and before is not None and Known(listed.version, listed.digest) != before
 
 
-async def _delete(bus: Bus, intent: Intent, timeout: float, say: OnProgress) -> Outcome[messages.DeleteReply]:
+async def _send_delete(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
+) -> Outcome[messages.DeleteReply]:
     worker = Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance)
-    return await _stopping(bus, intent.node, lambda: worker.delete(intent.row.backend, timeout=timeout))
+    return await _run_and_retire(bus, intent.node, lambda: worker.delete(intent.row.backend, timeout=timeout))
 
 
-async def _deleted(
+async def _conclude_delete(
     bus: Bus, intent: Intent, answer: Done[messages.DeleteReply] | Refused[messages.DeleteReply]
 ) -> Ended:
-    """Where the backend is not, it is deleted: an attempt that was cut off may have done it (A83)."""
-    present = isinstance(answer, Refused) and await _is_there(bus, intent)
+    """A missing backend counts as deleted: an interrupted attempt may have deleted it (A83)."""
+    present = isinstance(answer, Refused) and await _is_installed(bus, intent)
     await inventory.refresh(bus, intent.node)
     if isinstance(answer, Refused) and present:
         return Ended(error=answer.reason)
     return Ended(reason="removed" if isinstance(answer, Done) else "was not installed")
 
 
-async def _is_there(bus: Bus, intent: Intent) -> bool:
-    found = await Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance).contact()
-    if not isinstance(found, Done):
+async def _is_installed(bus: Bus, intent: Intent) -> bool:
+    contact = await Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance).contact()
+    if not isinstance(contact, Done):
         raise Unclear(f"node {intent.node.name} does not say what is installed")
-    return one_node.listed(intent.row.backend, found.reply) is not None
+    return one_node.listed(intent.row.backend, contact.reply) is not None
 
 
-def _check(found: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
-    """Raises CommandFailed where an upgrade would stop engines for nothing."""
-    if found is None:
+def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
+    """Raise CommandFailed if an upgrade would stop engines for nothing."""
+    if entry is None:
         raise CommandFailed(f"{backend} is not installed on {node.name}")
-    if found.is_system:
+    if entry.is_system:
         raise CommandFailed(f"{backend} came with the machine of {node.name} and is not upgraded")
-    if found.uri and not found.gallery_url and not found.version:
+    if entry.uri and not entry.gallery_url and not entry.version:
         raise CommandFailed(
             f"{backend} was installed on {node.name} by its address; install it from there again"
         )
 
 
-async def _stopping(bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]) -> Outcome[R]:
-    """The outcome of a command that stops engines, after their rows are gone."""
+async def _run_and_retire(
+    bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
+) -> Outcome[R]:
+    """Run a command that stops engines; remove their rows and return its outcome."""
     before = await in_thread(retire.of_node, node.id)
     outcome = await command()
     if isinstance(outcome, Done | Refused):
         keys = outcome.reply.stopped_process_keys if outcome.reply.reports_stopped_processes else ()
-        gone = await in_thread(retire.retire_stopped, node.id, keys, among=before) if keys else []
-        if gone:
-            log.info("node %s stopped %s", node.name, ", ".join(gone))
+        retired = await in_thread(retire.retire_stopped, node.id, keys, among=before) if keys else []
+        if retired:
+            log.info("node %s stopped %s", node.name, ", ".join(retired))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(inventory.QUICK):
                 await inventory.compare_replicas(bus, node.id, node.name)
     return outcome
 
 
-UPGRADE = Command(lambda: conf.cluster().upgrade_timeout, _upgrade, _upgraded, _is_another)
-DELETE = Command(lambda: DELETE_TIMEOUT, _delete, _deleted, lambda intent, listed: listed is None)
+UPGRADE = Command(lambda: conf.cluster().upgrade_timeout, _send_upgrade, _conclude_upgrade, _has_new_version)
+DELETE = Command(
+    lambda: DELETE_TIMEOUT, _send_delete, _conclude_delete, lambda intent, listed: listed is None
+)

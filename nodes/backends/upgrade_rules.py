@@ -1,4 +1,4 @@
-"""Which installed backends have an upgrade: a pure comparison of what is installed with what galleries offer.
+"""Upgrades of installed backends: a pure comparison of the installed builds with the galleries' offers.
 
 The rules are R6.34's. An alias never gets here: workers leave it out of their lists (`contract/nats.md`
 §4.7), and names are compared with the entries' own.
@@ -20,7 +20,7 @@ _BARE_IMAGE = re.compile(
 
 @dataclass(frozen=True)
 class Offered:
-    """What the galleries offer for a backend. `digests`: those of the image, empty if unknown."""
+    """The galleries' offer for a backend. `digests`: those of the image, empty if unknown."""
 
     version: str = ""
     uri: str = ""
@@ -29,7 +29,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A backend for which an upgrade would change something; `drifted` differ from the majority."""
+    """A backend with an upgrade or with drift; `drifted` holds the places that differ from the majority."""
 
     backend: InstalledBackend
     available_version: str = ""
@@ -38,21 +38,21 @@ class Upgrade:
 
 
 def is_image(uri: str) -> bool:
-    """Whether this is an image in a registry: `oci://…`, or a host, a path and a tag or digest."""
+    """Return True for an image in a registry: `oci://…`, or a host, a path and a tag or digest."""
     return uri.startswith(OCI) or _BARE_IMAGE.fullmatch(uri) is not None
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:
-    """Those with an upgrade, in their order; `offered` is by folded name.
+    """Return the backends with an upgrade, in their order; `offered` is by folded name.
 
-    Left out are system backends, those without metadata, a stable build whose development twin is installed,
-    and names that no gallery knows.
+    System backends are left out, backends without metadata, a stable build whose development twin is
+    installed, and names that no gallery offers.
     """
-    found = [(folded(backend.name), backend) for backend in installed]
-    names = {name for name, _ in found}
+    backends_by_name = [(folded(backend.name), backend) for backend in installed]
+    names = {name for name, _ in backends_by_name}
     candidates = (
         (backend, offered[name])
-        for name, backend in found
+        for name, backend in backends_by_name
         if name in offered and not backend.is_system and backend.metadata and name + DEVELOPMENT not in names
     )
     verdicts = (_verdict(backend, offer) for backend, offer in candidates)
@@ -60,7 +60,7 @@ def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offere
 
 
 def behind(build: Build, offer: Offered) -> bool:
-    """Whether the galleries offer another build than this one; what cannot be compared is not behind."""
+    """Return True if the galleries offer another build; False if the builds cannot be compared."""
     if offer.version:
         return build.version != offer.version
     return bool(offer.digests) and build.digest not in offer.digests

@@ -1,8 +1,8 @@
-"""The rows of the upgrade check: who asked, who is at it, and what the galleries offer.
+"""The rows of the upgrade check: its requests, the controller that makes it, and what the galleries offer.
 
-A request counts `asked` up; a check answers all requests from before its claim, so any number of requests
-while one runs become one more. A claim is for a time: another controller takes over that of a dead one, and
-what the first one finds afterwards is thrown away. A NOTIFY on `CHANNEL` leaves with every change.
+A request increments `asked`; a check answers all requests from before its claim, so any number of requests
+during a check become one more check. A claim expires: another controller takes over the claim of a dead one,
+and a late result of the first one is discarded. Every change sends a NOTIFY on `CHANNEL`.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from nodes.models import BackendOffer, UpgradeCheck
 from operations.changes import events
 
 CHANNEL = "cluster_upgrades"
-"""NOTIFY channel: a check is wanted, or what is installed or offered has changed."""
+"""NOTIFY channel: a check was requested, or installed or offered backends have changed."""
 CLAIMED_FOR = 180.0
 RETRY_AFTER = 300.0
-"""Seconds after which a check that could not read every gallery is made again."""
+"""Seconds after which a check that could not read every gallery is repeated."""
 _REASON = 1000
-"""Characters kept of why a gallery could not be read; it may quote the gallery."""
+"""Maximum length of the stored reason why a gallery could not be read; it may quote the gallery."""
 _ROW = UpgradeCheck.objects.filter(pk=UpgradeCheck.ONLY)
 _UNREAD: Mapping[str, Any] = {
     "revision": 0,
@@ -40,7 +40,7 @@ _UNREAD: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class CheckClaim:
-    """A check that this caller makes, and up to which request it answers."""
+    """A check that this caller makes, and the number of the last request that it covers."""
 
     owner: str
     asked: int
@@ -48,7 +48,7 @@ class CheckClaim:
 
 @dataclass(frozen=True)
 class Standing:
-    """How the check stands."""
+    """State of the upgrade check."""
 
     revision: int
     checked_at: datetime | None
@@ -60,41 +60,41 @@ class Standing:
 
     @property
     def checking(self) -> bool:
-        """Whether a check is due or being made."""
+        """True if a check is due or running."""
         return self.asked > self.answered
 
 
 def standing() -> Standing:
-    """One query."""
+    """Read the state of the upgrade check; one query."""
     return Standing(**(_ROW.values(*_UNREAD).first() or _UNREAD))
 
 
 def ask() -> None:
-    """A check is wanted, with what the galleries offer now."""
-    _ask()
+    """Request a check."""
+    _request()
 
 
 def installed_changed() -> None:
-    """Some node has another list than before: pages read it again, and what is new there is checked."""
-    _ask(revision=F("revision") + 1)
+    """Request a check and new reads by pages, because the list of a node has changed."""
+    _request(revision=F("revision") + 1)
 
 
-def _ask(**columns: Any) -> None:
+def _request(**columns: Any) -> None:
     with transaction.atomic():
         if not _ROW.update(asked=F("asked") + 1, **columns):
-            # The first one; another process may be making the row at this moment.
+            # The first request; another process may create the row at this moment.
             UpgradeCheck.objects.bulk_create([UpgradeCheck()], ignore_conflicts=True)
             _ROW.update(asked=F("asked") + 1, **columns)
         events.notify(CHANNEL, "")
 
 
 def claim(owner: str, *, now: datetime) -> CheckClaim | None:
-    """The check that is due, for this caller alone; None if there is none or somebody is at it.
+    """Claim the check that is due; None if there is none or another controller is making it.
 
-    One that is made again counts as asked for: what it finds is new, and is followed (`followed`).
+    A repeated check counts as requested, so that its new offers are followed (`followed`).
     """
-    again = ~Q(problems={}) & Q(checked_at__lte=now - timedelta(seconds=RETRY_AFTER))
-    due = _ROW.filter(Q(asked__gt=F("answered")) | again)
+    is_incomplete = ~Q(problems={}) & Q(checked_at__lte=now - timedelta(seconds=RETRY_AFTER))
+    due = _ROW.filter(Q(asked__gt=F("answered")) | is_incomplete)
     free = due.filter(Q(claimed_until__isnull=True) | Q(claimed_until__lte=now))
     with transaction.atomic():
         until = now + timedelta(seconds=CLAIMED_FOR)
@@ -105,25 +105,25 @@ def claim(owner: str, *, now: datetime) -> CheckClaim | None:
 
 
 def finish(
-    mine: CheckClaim,
-    found: Mapping[str, Offered],
+    own_claim: CheckClaim,
+    new_offers: Mapping[str, Offered],
     *,
     problems: Mapping[str, str],
     galleries: str,
     now: datetime,
 ) -> bool:
-    """Keeps what a check found; answers False if somebody has taken it over.
+    """Store the offers of a check; return False if another controller has taken the check over.
 
-    Offers of galleries that could not be read stay: what was known yesterday is better than nothing.
+    Offers of galleries that could not be read stay: yesterday's offer is better than none.
     """
     with transaction.atomic():
         row = _ROW.select_for_update(no_key=True).first()
-        if row is None or row.claimed_by != mine.owner:
+        if row is None or row.claimed_by != own_claim.owner:
             return False
-        row.revision += _keep(found, forget=not problems)
-        row.answered = max(row.answered, mine.asked)
+        row.revision += _store_offers(new_offers, forget=not problems)
+        row.answered = max(row.answered, own_claim.asked)
         row.claimed_by, row.claimed_until = "", None
-        row.problems = {names.plain(name): names.plain(why[:_REASON]) for name, why in problems.items()}
+        row.problems = {names.plain(name): names.plain(reason[:_REASON]) for name, reason in problems.items()}
         row.checked_at, row.galleries = now, galleries
         row.save()
         events.notify(CHANNEL, "")
@@ -131,34 +131,33 @@ def finish(
 
 
 def followed(answered: int) -> None:
-    """Automatic upgrades were made of what the checks up to this request have found."""
+    """Record that automatic upgrades were created for the checks up to this request."""
     _ROW.filter(followed__lt=answered).update(followed=answered)
 
 
 def offers() -> dict[str, Offered]:
-    """What the galleries offer, by folded name; one query."""
+    """Return the galleries' offers by folded name; one query."""
     rows = BackendOffer.objects.defer("automatic_to", "automatic_nodes")
     return {row.name: offer_of(row) for row in rows}
 
 
 def offer_of(row: BackendOffer) -> Offered:
-    """What the row says."""
     return Offered(row.version, row.uri, (row.digest, *row.builds) if row.digest else ())
 
 
-def _keep(found: Mapping[str, Offered], *, forget: bool) -> bool:
-    """Brings the offers to `found`; answers whether anything changed."""
-    known = offers()
-    gone = [name for name in known if forget and name not in found]
-    changed = [_row(name, offer) for name, offer in found.items() if known.get(name) != offer]
-    if gone:
-        BackendOffer.objects.filter(pk__in=gone).delete()
+def _store_offers(desired: Mapping[str, Offered], *, forget: bool) -> bool:
+    """Change the stored offers to `desired`; return True if anything changed."""
+    current = offers()
+    withdrawn_names = [name for name in current if forget and name not in desired]
+    changed = [_row(name, offer) for name, offer in desired.items() if current.get(name) != offer]
+    if withdrawn_names:
+        BackendOffer.objects.filter(pk__in=withdrawn_names).delete()
     if changed:
         columns = ["version", "uri", "digest", "builds"]
         BackendOffer.objects.bulk_create(
             changed, update_conflicts=True, unique_fields=["name"], update_fields=columns
         )
-    return bool(gone or changed)
+    return bool(withdrawn_names or changed)
 
 
 def _row(name: str, offer: Offered) -> BackendOffer:

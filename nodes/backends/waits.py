@@ -1,11 +1,10 @@
-"""What waiting work waits for, and its place in the queue, as of the moment of the question.
+"""The reason why each waiting operation waits, and its position in the queue, as of the time of the read.
 
-A place changes whenever other work moves, so it is no column: what shows operations asks here. Two
-statements answer for any number of operations.
+A position changes whenever other work proceeds, so it is no column: readers that show operations compute it
+here. Two statements suffice for any number of operations.
 
-A node carries out `intents.PER_NODE` intents at a time, those that are due longest first; the rest of its due
-intents has a place in its queue. What is leased as a whole (loads, unloads) stands in one queue for all
-controllers.
+A node runs `intents.PER_NODE` intents at a time, the longest due first; its other due intents have a position
+in its queue. Operations that are leased as one unit (loads, unloads) share one queue for all controllers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from django.db import connection
 from nodes.backends.intents import HELD_BACK, PER_NODE, RUNS_FIRST
 from operations.models import ACTIVE
 
-_PARTS = f"""
+_TARGETS = f"""
     WITH asked AS (
         SELECT t.operation_id, t.node_id, t.node_name, t.intent_id, o.payload->>'backend' AS backend
         FROM operation_targets t JOIN operations o ON o.id = t.operation_id
@@ -50,7 +49,7 @@ _PARTS = f"""
     ) other ON true
     LEFT JOIN operations first ON first.id = other.operation_id"""
 
-_WHOLES = """
+_OPERATIONS = """
     WITH due AS (
         SELECT id, row_number() OVER (ORDER BY next_attempt_at, id) AS place FROM operations
         WHERE status = 'pending' AND next_attempt_at <= %(now)s AND NOT by_parts
@@ -72,22 +71,22 @@ def in_words(op: str) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """What something waits for."""
+    """The reason why an operation or a target waits."""
 
     text: str
     since: datetime | None = None
     place: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """As the API says it."""
-        told = {"waitsFor": self.text, "waitsSince": self.since and self.since.isoformat()}
-        return {name: value for name, value in told.items() if value} | (
+        """Return the fields of the API."""
+        fields = {"waitsFor": self.text, "waitsSince": self.since and self.since.isoformat()}
+        return {name: value for name, value in fields.items() if value} | (
             {"queuePlace": self.place} if self.place else {}
         )
 
 
 def ordinal(number: int) -> str:
-    """`1st`, `2nd`, `11th`, `23rd`."""
+    """Return the English ordinal: `1st`, `2nd`, `11th`, `23rd`."""
     teens = 10 <= number % 100 <= 20
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
@@ -98,16 +97,17 @@ def of_part(
     since: datetime | None,
     place: int | None,
     running: int,
-    other: tuple[str, str, str] | None,
+    blocker: tuple[str, str, str] | None,
 ) -> Wait | None:
-    """What a queued part waits for; None where its own reason says it, such as a pause after a failure.
+    """Return the wait of a queued target.
 
-    `other`: what the node is busy with on the same backend, the backend, and who asked.
+    None if the target's own reason explains the wait, such as a pause after a failure. `blocker`: the op that
+    the node runs on the same backend, the backend, and the requester.
     """
     if status != "healthy":
         return Wait(f"waits for node {name}, which is {status}", since=since)
-    if other is not None:
-        op, backend, actor = other
+    if blocker is not None:
+        op, backend, actor = blocker
         return Wait(f"waits for the {in_words(op)} of {backend} by {actor} on {name}")
     if place is None:
         return None
@@ -118,43 +118,43 @@ def of_part(
 
 
 def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
-    """Adds to operations as the API shows them, and to their parts, what they wait for."""
+    """Add the waits to operations in the form of the API, and to their targets."""
     ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
     if not ids:
         return
-    parts = {(str(row[0]), str(row[1])): _part(row) for row in _rows(_PARTS, ids, now)}
-    wholes = {str(row[0]): _whole(row) for row in _rows(_WHOLES, ids, now)}
+    waits_by_target = {(str(row[0]), str(row[1])): _wait_of_target(row) for row in _rows(_TARGETS, ids, now)}
+    waits_by_operation = {str(row[0]): _wait_of_operation(row) for row in _rows(_OPERATIONS, ids, now)}
     for entry in entries:
-        _add(entry, wholes.get(entry["jobID"]))
+        _add_wait(entry, waits_by_operation.get(entry["jobID"]))
         nodes = entry.get("nodes", ())
-        for part in nodes:
-            wait = parts.get((entry["jobID"], part["node_id"]))
-            _add(part, wait)
+        for target in nodes:
+            wait = waits_by_target.get((entry["jobID"], target["node_id"]))
+            _add_wait(target, wait)
             if len(nodes) == 1:
-                _add(entry, wait)
+                _add_wait(entry, wait)
 
 
 def _rows(statement: str, ids: Iterable[str], now: datetime) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(statement, {"ids": list(ids), "now": now})
-        found: list[tuple[Any, ...]] = cursor.fetchall()
-    return found
+        rows: list[tuple[Any, ...]] = cursor.fetchall()
+    return rows
 
 
-def _part(row: tuple[Any, ...]) -> Wait | None:
+def _wait_of_target(row: tuple[Any, ...]) -> Wait | None:
     _, _, name, status, since, place, running, op, backend, actor = row
     return of_part(name, status, since, place, running, (op, backend, actor or "somebody") if op else None)
 
 
-def _whole(row: tuple[Any, ...]) -> Wait:
+def _wait_of_operation(row: tuple[Any, ...]) -> Wait:
     _, place, kind, element, node, actor = row
     if kind is None:
         return Wait(f"{ordinal(place)} in the queue of the controllers", place=place)
-    where = f" on {node}" if node else ""
+    suffix = f" on {node}" if node else ""
     word = kind.removeprefix("backend_")
-    return Wait(f"waits for the {_WORDS.get(word, kind)} of {element} by {actor}{where}")
+    return Wait(f"waits for the {_WORDS.get(word, kind)} of {element} by {actor}{suffix}")
 
 
-def _add(entry: dict[str, Any], wait: Wait | None) -> None:
+def _add_wait(entry: dict[str, Any], wait: Wait | None) -> None:
     if wait is not None:
         entry.update(wait.fields())

@@ -1,7 +1,7 @@
-"""Which nodes of an upgrade go in which wave. Pure.
+"""The assignment of an upgrade's nodes to waves. Pure.
 
-The canary shows what the upgrade does where the least is at stake. Where a model would be left without a
-replica comes last of the nodes that are there; nodes that are away would hold up all others, so they end it.
+The canary shows the effect of the upgrade where the least is at stake. Nodes with the last replica of a model
+follow after the other reachable nodes. Unreachable nodes would delay all others, so they come last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from uuid import UUID
 
 CANARY = 0
-"""The number of the canary's wave; the others count from 1."""
+"""Number of the canary's wave; the others count from 1."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may be asked of waves. `max_unavailable`: nodes upgraded at a time, at least 1."""
+    """Options of a request for waves. `max_unavailable`: nodes upgraded at a time, at least 1."""
 
     max_unavailable: int = 1
     canary: bool = True
@@ -22,7 +22,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Member:
-    """One node: its loaded replicas of the backend, and whether one of them is a model's last."""
+    """One node: its loaded replicas of the backend, and True in `last` if one is a model's last."""
 
     id: UUID
     name: str
@@ -32,7 +32,7 @@ class Member:
 
 
 def plan(members: Iterable[Member], options: Options) -> dict[UUID, int]:
-    """The wave of each node."""
+    """Return the wave of each node."""
     order: Sequence[Member] = sorted(members, key=lambda m: (not m.present, m.last, m.replicas, m.name, m.id))
     first = min(1, len(order)) if options.canary else 0
     waves = {member.id: CANARY for member in order[:first]}

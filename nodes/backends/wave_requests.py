@@ -1,4 +1,4 @@
-"""What people ask about upgrades in waves: the plan for their nodes, last replicas, continue or stop."""
+"""Requests about upgrades in waves: the plan for the nodes, last replicas, continue or stop."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -24,20 +24,20 @@ CHOICES = (CONTINUE, STOP)
 
 
 def options_of(operation: Operation) -> Options | None:
-    """As they were asked for; None without waves."""
-    asked = operation.payload.get("waves")
-    return Options(asked["max_unavailable"], asked["canary"]) if asked else None
+    """Parse the wave options of the operation's payload; None without waves."""
+    waves_payload = operation.payload.get("waves")
+    return Options(waves_payload["max_unavailable"], waves_payload["canary"]) if waves_payload else None
 
 
 def confirmed_in(operation: Operation) -> Sequence[str]:
-    """The models whose last replica may go."""
+    """Return the models whose last replica may stop."""
     return tuple(operation.payload.get("waves", {}).get("last_replicas", ()))
 
 
 def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: Collection[str]) -> None:
-    """Raises Conflict, which names the models, if a last replica would go that no one has confirmed.
+    """Raise Conflict, which names the models, if a last replica would stop without a confirmation.
 
-    What is so now may be otherwise when the wave opens: then the part waits for a confirmation (`sparing`).
+    The state may change until the wave opens: then the target waits for a confirmation (`sparing`).
     """
     last = upgrade_drains.last_replicas(backend, [node.id for node in nodes])
     if missing := sorted(set().union(*last.values()) - set(confirmed)):
@@ -49,11 +49,11 @@ def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: 
 
 
 def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> dict[UUID, int]:
-    """The wave of each node, as its replicas are now. Three queries."""
+    """Return the wave of each node for its present replicas. Three queries."""
     ids = [node.id for node in nodes]
-    mine = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
-    counted = mine.order_by().values_list("node_id").annotate(replicas=Count("pk"))
-    replicas, last = dict(counted), upgrade_drains.last_replicas(backend, ids)
+    loaded = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
+    counts = loaded.order_by().values_list("node_id").annotate(replicas=Count("pk"))
+    replicas, last = dict(counts), upgrade_drains.last_replicas(backend, ids)
     return plan(
         (
             Member(node.id, node.name, replicas.get(node.id, 0), node.id in last, node.status == "healthy")
@@ -66,29 +66,29 @@ def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> di
 def choose(
     operation_id: UUID, choice: str, *, last_replicas: Collection[str] = (), actor: str, now: datetime
 ) -> Operation:
-    """An operator's choice after a wave that failed, or a confirmation of last replicas while one waits.
+    """Apply an operator's choice after a failed wave, or a confirmation of last replicas while one waits.
 
-    "continue" opens the next wave; "stop" ends the parts whose wave is not open as cancelled, also while
-    nothing has failed. Raises NotFound and Conflict.
+    "continue" opens the next wave; "stop" ends the targets whose wave is not open as cancelled, also without
+    a failure. Raise NotFound and Conflict.
     """
     with committed("waves.decide"):
-        # Intents before operations. A part that waits for this confirmation is looked at now.
+        # Intents before operations. A target that waits for this confirmation is due now.
         open_parts = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
         if last_replicas:
-            carried = open_parts.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
-            ids = [id for id in carried if id is not None]
-            # An attempt that is about to be put back is settled before this, or after the choice is there.
+            intents_of_open = open_parts.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
+            ids = [id for id in intents_of_open if id is not None]
+            # An attempt that is about to be put back is settled before this, or after the choice is stored.
             list(PendingBackendOp.objects.filter(pk__in=ids).order_by("id").select_for_update(no_key=True))
             intents.nudge(ids, now=now)
         operation = admission.locked(operation_id)
         _refuse(operation, choice, last_replicas)
         all_parts = list(OperationTarget.objects.filter(operation=operation))
-        asked = operation.payload["waves"]
-        said = {"choice": choice, "by": actor, "at": now.isoformat(), "last_replicas": sorted(last_replicas)}
-        confirmed = sorted({*asked.get("last_replicas", ()), *last_replicas})
-        choices = [*asked.get("choices", ()), said]
+        waves_payload = operation.payload["waves"]
+        entry = {"choice": choice, "by": actor, "at": now.isoformat(), "last_replicas": sorted(last_replicas)}
+        confirmed = sorted({*waves_payload.get("last_replicas", ()), *last_replicas})
+        choices = [*waves_payload.get("choices", ()), entry]
         operation.payload = operation.payload | {
-            "waves": asked | {"last_replicas": confirmed, "choices": choices}
+            "waves": waves_payload | {"last_replicas": confirmed, "choices": choices}
         }
         if choice == STOP:
             _stop(operation, all_parts, actor, now)
@@ -96,9 +96,9 @@ def choose(
             _continue(operation, all_parts, now)
         operation.updated_at = now
         operation.save()
-        did = "stopped" if choice == STOP else "continued"
+        verb = "stopped" if choice == STOP else "continued"
         confirmed_now = f"last replicas: {', '.join(sorted(last_replicas))}" if last_replicas else ""
-        audit.record(admission.changed(did, operation, confirmed_now), at=now)
+        audit.record(admission.changed(verb, operation, confirmed_now), at=now)
         announce([operation])
     return operation
 
@@ -116,18 +116,18 @@ def _refuse(operation: Operation, choice: str, last_replicas: Collection[str]) -
 
 def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str, now: datetime) -> None:
     operation.waves = Waves.STOPPED
-    left = [part for part in all_parts if targets.held(part)]
-    for part in left:
-        parts.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(part, now)
-    update(left, parts.PART)
+    unopened = [target for target in all_parts if targets.held(target)]
+    for target in unopened:
+        parts.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
+    update(unopened, parts.PART)
     targets.adopt(operation, all_parts, now)
 
 
 def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> None:
     operation.waves = Waves.CONTINUED
-    left = [part for part in all_parts if targets.held(part)]
-    wait_for_turns(left, all_parts, now)
-    update(left, parts.PART)
+    unopened = [target for target in all_parts if targets.held(target)]
+    wait_for_turns(unopened, all_parts, now)
+    update(unopened, parts.PART)
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)
@@ -137,8 +137,8 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
 def wait_for_turns(
     held: Sequence[OperationTarget], all_parts: Sequence[OperationTarget], now: datetime
 ) -> None:
-    """Their waves are not open yet."""
+    """Make the targets of unopened waves wait for their wave."""
     words = targets.waves_in_words(all_parts)
-    for part in held:
-        assert part.wave is not None
-        parts.rest(f"waits for {words[part.wave]}", until=None)(part, now)
+    for target in held:
+        assert target.wave is not None
+        parts.rest(f"waits for {words[target.wave]}", until=None)(target, now)

@@ -1,11 +1,11 @@
-"""Upgrades in waves: the transaction that ends the last part of a wave opens the next one.
+"""Upgrades in waves: the transaction that ends the last target of a wave opens the next one.
 
-A part whose wave is not open has no intent, so nothing of it can begin. When every part of the open wave has
-ended well, the parts of the next get theirs. When one failed or was cancelled, nothing more opens until an
-operator has said what becomes of the rest (`wave_requests.py`).
+A target whose wave is not open has no intent, so no work on it can begin. When every target of the open wave
+has succeeded, the targets of the next one get their intents. When one failed or was cancelled, no more waves
+open until an operator has decided about the remaining ones (`wave_requests.py`).
 
-Locks: intents, then operations, both in the order of their ids. Then intents go and come, those that come in
-the order of nodes and backends, and no row of a node is waited for. The counter of changes comes last.
+Locks: intents, then operations, both in the order of their ids. Then intents are deleted and created, the new
+ones in the order of nodes and backends; a locked row of a node is skipped. The counter of changes comes last.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,16 +25,16 @@ from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Stat
 
 STATE = [*parts.STATE, "waves", "open_wave"]
 WISHED = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
-"""What the operation says of the work on each node."""
+"""Payload keys of the operation that become columns of each node's intent."""
 LOOK_AGAIN = timedelta(seconds=15)
-"""After this time a part is looked at again whose node is busy with the same backend (`catch_up`)."""
+"""Time until the next check of a target whose node is busy with the same backend (`catch_up`)."""
 
 Turn = tuple[Operation, Sequence[OperationTarget]]
-"""An operation, and the parts whose wave opens."""
+"""An operation, and its targets whose wave opens."""
 
 
 def conclude(changes: Mapping[UUID, parts.Change], *, ended: Collection[UUID], now: datetime) -> None:
-    """Lets the changes happen to the parts of these intents, removes what has ended, and opens what follows.
+    """Apply the changes to the targets of these intents, delete the ended intents, and open the next waves.
 
     The last step of a transaction that has locked the intents.
     """
@@ -47,90 +47,104 @@ def conclude(changes: Mapping[UUID, parts.Change], *, ended: Collection[UUID], n
 
 
 def go_on(changed: parts.Changed, *, now: datetime) -> None:
-    """Opens the next wave of each of these locked operations whose open one ended; the caller announces."""
+    """Open the next wave of each locked operation whose open wave has ended; the caller announces."""
     waiting: Sequence[Operation] = changed.operations
     while waiting:
-        turns = [turn for one in waiting if (turn := _turn(one, changed.parts[one.id], now)) is not None]
+        turns = [
+            turn
+            for operation in waiting
+            if (turn := _decide_turn(operation, changed.parts[operation.id], now)) is not None
+        ]
         attach(turns, changed.parts, now=now)
-        # A wave whose nodes are all gone has ended as soon as it opens.
+        # A wave whose nodes were all removed has ended as soon as it opens.
         waiting = [operation for operation, _ in turns]
 
 
-def _turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
-    """What opens now; None if nothing does. Says so where an operator is asked."""
+def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now: datetime) -> Turn | None:
+    """Return the wave to open, or None.
+
+    If a target of the open wave did not succeed, write the question to the operator instead.
+    """
     if operation.waves not in GOING_ON or operation.status not in ACTIVE:
         return None
-    opened = [part for part in all_parts if part.wave == operation.open_wave]
-    if any(part.status not in targets.ENDED for part in opened):
+    opened = [target for target in all_parts if target.wave == operation.open_wave]
+    if any(target.status not in targets.ENDED for target in opened):
         return None
-    named = {
-        status: [part.node_name for part in opened if part.status == status]
+    names_by_status = {
+        status: [target.node_name for target in opened if target.status == status]
         for status in (TargetStatus.ERROR, TargetStatus.CANCELLED)
     }
-    if not any(named.values()):
+    if not any(names_by_status.values()):
         return next_turn(operation, all_parts)
     operation.waves = Waves.ASKS
     words = {TargetStatus.ERROR: "failed", TargetStatus.CANCELLED: "was cancelled"}
-    ended = [f"{words[status]} on {', '.join(names)}" for status, names in named.items() if names]
+    ended = [f"{words[status]} on {', '.join(names)}" for status, names in names_by_status.items() if names]
     reason = f"the upgrade {' and '.join(ended)}: continue with the next wave, or stop"
-    left = [part for part in all_parts if targets.held(part)]
-    for part in left:
-        parts.rest(reason, until=None)(part, now)
-    _save([operation], {operation.id: all_parts}, left, now)
+    unopened = [target for target in all_parts if targets.held(target)]
+    for target in unopened:
+        parts.rest(reason, until=None)(target, now)
+    _save([operation], {operation.id: all_parts}, unopened, now)
     return None
 
 
 def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Turn | None:
-    """Makes the next wave the open one; None if there is none."""
-    left = [part.wave for part in all_parts if part.wave is not None and targets.held(part)]
-    if not left:
+    """Make the next wave the open one and return it; None if there is none."""
+    waves = [target.wave for target in all_parts if target.wave is not None and targets.held(target)]
+    if not waves:
         return None
-    operation.open_wave = min(left)
-    return operation, [part for part in all_parts if part.wave == operation.open_wave and targets.held(part)]
+    operation.open_wave = min(waves)
+    return operation, [
+        target for target in all_parts if target.wave == operation.open_wave and targets.held(target)
+    ]
 
 
 def attach(
     turns: Sequence[Turn], all_parts: Mapping[UUID, Sequence[OperationTarget]], *, now: datetime
 ) -> None:
-    """Gives these parts of locked operations their intents; the caller announces.
+    """Create the intents of these targets of locked operations; the caller announces.
 
-    A part waits on where the node already has an intent on the backend, and ends where the node is gone.
+    A target waits if the node already has an intent on the backend, and ends if the node was removed.
     """
     if not turns:
         return
-    nodes = _nodes({part.node_id for _, opening in turns for part in opening})
-    # An insert beside an intent that someone is changing would wait for them, and they for our operations.
+    nodes = _lock_statuses({target.node_id for _, targets_to_open in turns for target in targets_to_open})
+    # An insert beside an intent that another transaction changes would deadlock: each waits for the other.
     busy = set(PendingBackendOp.objects.filter(node__in=nodes).values_list("node_id", "backend"))
-    wanted = [
-        (part, _intent(operation, part, now))
-        for operation, opening in turns
-        for part in opening
-        if part.node_id in nodes and (part.node_id, operation.payload["backend"]) not in busy
+    new_intents = [
+        (target, _new_intent(operation, target, now))
+        for operation, targets_to_open in turns
+        for target in targets_to_open
+        if target.node_id in nodes and (target.node_id, operation.payload["backend"]) not in busy
     ]
-    wanted.sort(key=lambda one: (one[1].node_id, one[1].backend))
-    PendingBackendOp.objects.bulk_create([intent for _, intent in wanted], ignore_conflicts=True)
-    ids = [intent.id for _, intent in wanted]
-    made = set(PendingBackendOp.objects.filter(pk__in=ids).values_list("id", flat=True))
-    by_part = {part.pk: intent for part, intent in wanted if intent.id in made}
-    moved = [part for _, opening in turns for part in opening]
-    there = set(BackendNode.objects.filter(pk__in={p.node_id for p in moved}).values_list("id", flat=True))
-    for part in moved:
-        if (intent := by_part.get(part.pk)) is not None:
-            part.intent_id = intent.id
-            status = nodes[part.node_id]
-            reason = "queued" if status == "healthy" else f"node {part.node_name} is {status}"
-            parts.rest(reason, until=now, node=status != "healthy")(part, now)
-        elif part.node_id in there:
-            reason = f"other work on this backend has not ended on {part.node_name}"
-            parts.rest(reason, until=now + LOOK_AGAIN)(part, now)
+    new_intents.sort(key=lambda pair: (pair[1].node_id, pair[1].backend))
+    PendingBackendOp.objects.bulk_create([intent for _, intent in new_intents], ignore_conflicts=True)
+    ids = [intent.id for _, intent in new_intents]
+    created_ids = set(PendingBackendOp.objects.filter(pk__in=ids).values_list("id", flat=True))
+    intents_by_target = {target.pk: intent for target, intent in new_intents if intent.id in created_ids}
+    opening_targets = [target for _, targets_to_open in turns for target in targets_to_open]
+    registered_ids = set(
+        BackendNode.objects.filter(pk__in={p.node_id for p in opening_targets}).values_list("id", flat=True)
+    )
+    for target in opening_targets:
+        if (intent := intents_by_target.get(target.pk)) is not None:
+            target.intent_id = intent.id
+            status = nodes[target.node_id]
+            reason = "queued" if status == "healthy" else f"node {target.node_name} is {status}"
+            parts.rest(reason, until=now, node=status != "healthy")(target, now)
+        elif target.node_id in registered_ids:
+            reason = f"other work on this backend has not ended on {target.node_name}"
+            parts.rest(reason, until=now + LOOK_AGAIN)(target, now)
         else:
-            parts.end(TargetStatus.ERROR, error=f"node {part.node_name} was removed")(part, now)
-    _save([operation for operation, _ in turns], all_parts, moved, now)
+            parts.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
+    _save([operation for operation, _ in turns], all_parts, opening_targets, now)
     events.notify(events.OPERATIONS, f"* {Status.PENDING}")
 
 
-def _nodes(ids: Collection[UUID]) -> dict[UUID, str]:
-    """The states of these nodes, which stay until the commit; one that is being removed is left out."""
+def _lock_statuses(ids: Collection[UUID]) -> dict[UUID, str]:
+    """Return the status of these nodes, and prevent their removal until the commit.
+
+    Nodes that are being removed are left out.
+    """
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT id, status FROM backend_nodes WHERE id = ANY(%s) ORDER BY id FOR KEY SHARE SKIP LOCKED",
@@ -139,10 +153,10 @@ def _nodes(ids: Collection[UUID]) -> dict[UUID, str]:
         return dict(cursor.fetchall())
 
 
-def _intent(operation: Operation, part: OperationTarget, now: datetime) -> PendingBackendOp:
+def _new_intent(operation: Operation, target: OperationTarget, now: datetime) -> PendingBackendOp:
     return PendingBackendOp(
         id=uuid4(),
-        node_id=part.node_id,
+        node_id=target.node_id,
         op=PendingBackendOp.Op.UPGRADE,
         operation_id=operation.id,
         spares_requests=True,
@@ -165,22 +179,25 @@ def _save(
 
 
 def catch_up(*, now: datetime) -> int:
-    """Opens parts whose node was busy when their wave opened; answers how many were looked at."""
-    left = OperationTarget.objects.filter(operation__waves__in=GOING_ON, operation__status__in=ACTIVE)
-    left = left.filter(intent_id__isnull=True, next_look_at__lte=now).exclude(status__in=targets.ENDED)
-    ids = set(left.values_list("operation_id", flat=True))
+    """Open targets whose node was busy when their wave opened; return how many were checked."""
+    waiting = OperationTarget.objects.filter(operation__waves__in=GOING_ON, operation__status__in=ACTIVE)
+    waiting = waiting.filter(intent_id__isnull=True, next_look_at__lte=now).exclude(status__in=targets.ENDED)
+    ids = set(waiting.values_list("operation_id", flat=True))
     if not ids:
         return 0
     with committed("waves.catch_up"):
         rows = Operation.objects.filter(pk__in=ids, status__in=ACTIVE, waves__in=GOING_ON)
         operations = list(rows.order_by("pk").select_for_update(no_key=True))
-        found = targets.of(operations)
+        targets_by_operation = targets.of(operations)
         turns = []
-        for one in operations:
-            due = [part for part in found[one.id] if targets.held(part) and part.wave == one.open_wave]
-            turns += [(one, due)] if due else []
-        attach(turns, found, now=now)
+        for operation in operations:
+            all_parts = targets_by_operation[operation.id]
+            due = [
+                target for target in all_parts if targets.held(target) and target.wave == operation.open_wave
+            ]
+            turns += [(operation, due)] if due else []
+        attach(turns, targets_by_operation, now=now)
         changed = [operation for operation, _ in turns]
-        go_on(parts.Changed(changed, found), now=now)
-        announce(changed, found)
+        go_on(parts.Changed(changed, targets_by_operation), now=now)
+        announce(changed, targets_by_operation)
     return sum(len(due) for _, due in turns)

@@ -1,6 +1,6 @@
-"""What may be asked about a backend, of whom and by whom: the words of a request, before anything is written.
+"""Requests for work on backends: the command, the nodes and the requester, before anything is written.
 
-Which nodes "all nodes" means is decided here, once for each request.
+The meaning of "all nodes" is decided here, once for each request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ KINDS = {
     UPGRADE: PendingBackendOp.Op.UPGRADE,
     DELETE: PendingBackendOp.Op.DELETE,
 }
-"""What each kind of operation wants on its nodes."""
+"""The op of an intent by the kind of its operation."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked about one backend, the same for all nodes."""
+    """A request for one backend, equal for all nodes."""
 
     kind: str
     backend: str
@@ -39,36 +39,37 @@ class Wish:
 
     @property
     def element(self) -> str:
-        """What people call it."""
+        """The name of the backend in pages and texts."""
         if self.uri and self.backend == one_node.subject(self.uri):
             return self.uri
         return f"{self.gallery}@{self.backend}" if self.gallery else self.backend
 
     def columns(self) -> dict[str, Any]:
-        """As an intent keeps it."""
+        """Return the columns of an intent for this request."""
         return {name: value for name, value in asdict(self).items() if name != "kind"} | {
             "op": KINDS[self.kind]
         }
 
     def is_that_of(self, intent: PendingBackendOp) -> bool:
-        """Whether an intent does what is wished. Galleries are refreshed, they are no wish (R1.108)."""
+        """Return True if the intent does what is requested; galleries do not count (R1.108)."""
+        # Galleries are refreshed in the row, so different ones are no different request.
         return self._is_met_by({name: getattr(intent, name) for name in self.columns()})
 
     def is_that_of_operation(self, operation: Operation) -> bool:
-        """Whether an operation was asked for the same."""
+        """Return True if the operation was created for an equal request."""
         return operation.kind == self.kind and self._is_met_by(Wish.of(operation).columns())
 
-    def _is_met_by(self, other: Mapping[str, Any]) -> bool:
-        mine = self.columns()
-        if not self.gallery:  # any will do
-            mine["gallery"] = other["gallery"]
-        if not self.force:  # files that are replaced are there as well
-            mine["force"] = other["force"]
-        return all(other[name] == mine[name] for name in mine if name != "galleries")
+    def _is_met_by(self, columns: Mapping[str, Any]) -> bool:
+        required = self.columns()
+        if not self.gallery:  # any gallery matches
+            required["gallery"] = columns["gallery"]
+        if not self.force:  # a forced install leaves the files there as well
+            required["force"] = columns["force"]
+        return all(columns[name] == required[name] for name in required if name != "galleries")
 
     @classmethod
     def of(cls, operation: Operation) -> "Wish":
-        """What this operation was asked for."""
+        """Parse the operation's payload."""
         stored = {
             name: operation.payload[name] for name in cls.__dataclass_fields__ if name in operation.payload
         }
@@ -77,89 +78,97 @@ class Wish:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A node that an operation does not touch, and says so; `fails`: somebody has to decide about it."""
+    """A node that an operation leaves out, with the reason.
+
+    With `fails` the target of the node fails, so that an operator has to decide about it.
+    """
 
     node: BackendNode
     reason: str
     fails: bool = False
 
     def part(self, operation: Operation, now: datetime) -> OperationTarget:
-        """Its part has ended before it began."""
-        part = OperationTarget(operation=operation, node_id=self.node.id, node_name=self.node.name)
+        """Return the target of the node, which has already ended."""
+        target = OperationTarget(operation=operation, node_id=self.node.id, node_name=self.node.name)
         end = (
             parts.end(TargetStatus.ERROR, error=self.reason)
             if self.fails
             else parts.end(TargetStatus.CANCELLED, reason=self.reason)
         )
-        end(part, now)
-        return part
+        end(target, now)
+        return target
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who asks, and for which nodes."""
+    """The scope of a request: its nodes, its requester, and how it proceeds from node to node."""
 
     nodes: Sequence[BackendNode]
     actor: str
     all_nodes: bool = False
-    """Whether the nodes are all that there are for it at this moment."""
+    """True if the request is for all nodes that are eligible at this moment."""
     request_id: str = ""
     client_address: str = ""
     parent: Operation | None = None
     waves: Options | None = None
-    """None: on all nodes at once."""
+    """None: all nodes at once."""
     last_replicas: Sequence[str] = ()
     """Models whose last replica an upgrade in waves may stop."""
     left_out: Sequence[LeftOut] = ()
     drains: bool = False
-    """Engines that the command stops get no new requests, and those that run may end before it is sent.
+    """Take replicas out of the picks before the command stops them, and wait for their running requests.
 
-    Unlike waves, this spares no model's last replica.
+    Unlike waves, this does not protect a model's last replica.
     """
 
     @property
     def concerned(self) -> list[BackendNode]:
-        """All that have a part."""
-        return [*self.nodes, *(one.node for one in self.left_out)]
+        """All nodes with a target."""
+        return [*self.nodes, *(left_out.node for left_out in self.left_out)]
 
     def payload(self) -> dict[str, Any]:
-        """What the operation keeps of it."""
+        """Return the part of the operation's payload that stores the scope."""
         waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
         drains = {"drains": True} if self.drains else {}
         return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
-def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
-    """What "all nodes" means now: for an install all that may get it, else those that list it.
+def everywhere(request: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
+    """Return the nodes that "all nodes" means now, and those left out.
 
-    A node that is draining is left out and named; if there is no other one, somebody has to decide.
+    An install is for all nodes that can get it, other requests for the nodes that list the backend. A
+    draining node is left out and named; if all nodes are draining, their targets fail.
     """
     nodes = BackendNode.objects.filter(node_type="backend").exclude(status="pending")
-    if wish.kind != INSTALL:
-        listed = NodeBackend.objects.named(wish.backend)
+    if request.kind != INSTALL:
+        listed = NodeBackend.objects.named(request.backend)
         nodes = nodes.filter(pk__in=listed.values("node_id"))
-    found = list(nodes.order_by("name"))
-    ready = [node for node in found if node.status != "draining"]
-    why = "left out: {} is draining; try it again there when the drain has ended"
-    away = [LeftOut(node, why.format(node.name), fails=not ready) for node in found if node not in ready]
+    eligible = list(nodes.order_by("name"))
+    ready = [node for node in eligible if node.status != "draining"]
+    reason = "left out: {} is draining; try it again there when the drain has ended"
+    away = [
+        LeftOut(node, reason.format(node.name), fails=not ready) for node in eligible if node not in ready
+    ]
     return ready, away
 
 
-def unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+def unlisted(request: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
     """Return the reachable nodes whose last inventory lacks the backend of an upgrade.
 
-    Nothing is known of a node without an inventory; the one of a node that is away may be out of date.
+    A node without an inventory may have it, and the inventory of an unreachable node may be out of date.
     """
-    if wish.kind != UPGRADE:
+    if request.kind != UPGRADE:
         return []
-    listed = NodeBackend.objects.named(wish.backend).filter(node__in=[node.id for node in nodes])
-    having = set(listed.values_list("node_id", flat=True))
+    listed = NodeBackend.objects.named(request.backend).filter(node__in=[node.id for node in nodes])
+    nodes_with_backend = set(listed.values_list("node_id", flat=True))
     reachable = [node for node in nodes if node.status == "healthy" and node.inventory_at is not None]
-    return [node for node in reachable if node.id not in having]
+    return [node for node in reachable if node.id not in nodes_with_backend]
 
 
-def refuse_unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> None:
+def refuse_unlisted(request: Wish, nodes: Sequence[BackendNode]) -> None:
     """Raise Conflict, which names the nodes, for an upgrade of what they do not list."""
-    if lacking := unlisted(wish, nodes):
-        names = ", ".join(node.name for node in lacking)
-        raise errors.Conflict(f"{wish.backend} is not installed on {names}; install it there", field="nodes")
+    if lacking_nodes := unlisted(request, nodes):
+        names = ", ".join(node.name for node in lacking_nodes)
+        raise errors.Conflict(
+            f"{request.backend} is not installed on {names}; install it there", field="nodes"
+        )

@@ -1,8 +1,8 @@
 """The output of a worker's engines, read and followed over its HTTP server (http-api §2.13).
 
-Only the registered address is dialled (`registry/dialling.py`): no redirect is followed and no proxy of the
-environment is used. What comes back is a stranger's: it is bounded in size and time, and only what has the
-right shape is passed on.
+Only the registered address is dialled (`registry/dialling.py`): redirects are not followed and proxies of the
+environment are not used. The reply is untrusted: its size and time are bounded, and only messages of the
+expected shape are forwarded.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from localai_cluster import errors
 from nodes.registry.dialling import Contact, HttpServer, NotReachable
 
 ANSWER_LIMIT = 15.0
-"""Seconds for a whole answer (operations-and-ui.md 1.19)."""
+"""Seconds for a complete reply (operations-and-ui.md 1.19)."""
 HANDSHAKE_LIMIT = 10.0
 LARGEST = 16 * 1024 * 1024
-"""Bytes of an answer or a message; our workers keep less (`worker/config_table.py`)."""
+"""Maximum bytes of a reply or a message; our workers store less (`worker/config_table.py`)."""
 QUEUE = 4
-"""Messages that are read ahead of a slow reader."""
+"""Number of messages that are read ahead of a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 LONGEST_NAME = 512
 _ROUTE = "/v1/backend-logs"
@@ -65,43 +65,46 @@ _MESSAGE = msgspec.json.Decoder(_Initial | _Line)
 
 
 class _Places:
-    """So many at once in this process; who comes then is sent away."""
+    """Limit of parallel uses in this process; a caller above the limit is refused."""
 
-    def __init__(self, most: int, what: str) -> None:
+    def __init__(self, most: int, participle: str) -> None:
         self.most = most
-        self._what = what
-        self._taken = 0
+        self._participle = participle
+        self._used = 0
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Takes a place for the block. Unavailable."""
-        if self._taken >= self.most:
-            raise errors.Unavailable(f"too many logs are being {self._what}", retry_after=5.0)
-        self._taken += 1
+        """Occupy a place for the block. Raise Unavailable if there is none."""
+        if self._used >= self.most:
+            raise errors.Unavailable(f"too many logs are being {self._participle}", retry_after=5.0)
+        self._used += 1
         try:
             yield
         finally:
-            self._taken -= 1
+            self._used -= 1
 
 
 READERS, FOLLOWERS = _Places(8, "read"), _Places(64, "followed")
 
 
 async def models(server: HttpServer) -> list[str]:
-    """The model ids that have output on the worker. NotReachable, Late, Unavailable."""
-    return _decoded(server, _NAMES, await _get(server, _ROUTE))
+    """Return the ids of the models with output on the worker. Raise NotReachable, Late, Unavailable."""
+    return _decode(server, _NAMES, await _get(server, _ROUTE))
 
 
 async def lines(server: HttpServer, name: str) -> list[Any]:
-    """The output of a model's engines, of one replica for `model#n`. NotReachable, Late, Unavailable."""
-    found = _decoded(server, _LINES, await _get(server, _path(name)))
-    return [msgspec.to_builtins(line) for line in found]
+    """Return the output of a model's engines, of one replica for `model#n`.
+
+    Raise NotReachable, Late, Unavailable.
+    """
+    log_lines = _decode(server, _LINES, await _get(server, _path(name)))
+    return [msgspec.to_builtins(line) for line in log_lines]
 
 
 async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
-    """The worker's messages as they come: the lines there are, then each new one.
+    """Yield the worker's messages: first the existing lines, then each new one.
 
-    Ends with NotReachable or Late, whichever side closes. Unavailable if too many are followed already.
+    Always end with NotReachable or Late, whichever side closes. Raise Unavailable if too many are followed.
     """
     url = f"ws://{server.contact.address}{_path(name)}/ws"
     with FOLLOWERS.one():
@@ -125,20 +128,20 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
                 async for message in messages:
                     yield message
         except InvalidStatus as error:
-            raise _refused(server, error.response.status_code) from error
+            raise _status_error(server, error.response.status_code) from error
         except ConnectionClosed as error:
             raise NotReachable(f"node {server.node}: its worker has ended the stream") from error
         except TimeoutError as error:
-            raise _late(server, HANDSHAKE_LIMIT) from error
+            raise _late_error(server, HANDSHAKE_LIMIT) from error
         except (OSError, InvalidHandshake) as error:
-            raise _silent(server, error) from error
+            raise _no_reply_error(server, error) from error
 
 
 class _Dialled(connect):
-    """A connection to the address that is given, and to no other."""
+    """A connection to the given address only."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
-        """Follows none."""
+        """Refuse redirects."""
         return exc
 
 
@@ -146,13 +149,13 @@ async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenera
     while True:
         message = await socket.recv()
         if not isinstance(message, str):
-            raise _unreadable(server)
-        _decoded(server, _MESSAGE, message.encode())
+            raise _unreadable_error(server)
+        _decode(server, _MESSAGE, message.encode())
         yield message
 
 
 async def _get(server: HttpServer, path: str) -> bytes:
-    """The body of a 200."""
+    """Return the body of a reply with status 200."""
     url = f"http://{server.contact.address}{path}"
     headers = {**_bearer(server.contact), "Accept-Encoding": "identity"}
     with READERS.one():
@@ -160,18 +163,18 @@ async def _get(server: HttpServer, path: str) -> bytes:
             async with (
                 asyncio.timeout(ANSWER_LIMIT),
                 httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client,
-                client.stream("GET", url, headers=headers) as answer,
+                client.stream("GET", url, headers=headers) as response,
             ):
-                if answer.status_code != 200:
-                    raise _refused(server, answer.status_code)
-                return await _bounded(server, answer.aiter_raw())
+                if response.status_code != 200:
+                    raise _status_error(server, response.status_code)
+                return await _read_bounded(server, response.aiter_raw())
         except TimeoutError as error:
-            raise _late(server, ANSWER_LIMIT) from error
+            raise _late_error(server, ANSWER_LIMIT) from error
         except httpx.HTTPError as error:
-            raise _silent(server, error) from error
+            raise _no_reply_error(server, error) from error
 
 
-async def _bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
+async def _read_bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
     body = bytearray()
     async for piece in pieces:
         body += piece
@@ -188,18 +191,18 @@ def _bearer(contact: Contact) -> dict[str, str]:
     return {"Authorization": f"Bearer {contact.token}"} if contact.token else {}
 
 
-def _decoded(server: HttpServer, decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+def _decode(server: HttpServer, decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError):
-        raise _unreadable(server) from None
+        raise _unreadable_error(server) from None
 
 
-def _unreadable(server: HttpServer) -> errors.ClusterError:
+def _unreadable_error(server: HttpServer) -> errors.ClusterError:
     return NotReachable(f"node {server.node}: its worker's answer is no log")
 
 
-def _silent(server: HttpServer, error: Exception) -> errors.ClusterError:
+def _no_reply_error(server: HttpServer, error: Exception) -> errors.ClusterError:
     off = " The node is offline." if server.status == "offline" else ""
     return NotReachable(
         f"node {server.node}: its worker does not answer at {server.contact.address} ({_reason(error)}).{off}"
@@ -207,7 +210,7 @@ def _silent(server: HttpServer, error: Exception) -> errors.ClusterError:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system says of it, else what the library does."""
+    """Return the system's description of the error, or else the library's."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
@@ -216,11 +219,11 @@ def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:200]
 
 
-def _late(server: HttpServer, limit: float) -> errors.ClusterError:
+def _late_error(server: HttpServer, limit: float) -> errors.ClusterError:
     return Late(f"node {server.node}: its worker has not answered within {limit:g} s")
 
 
-def _refused(server: HttpServer, status: int) -> errors.ClusterError:
+def _status_error(server: HttpServer, status: int) -> errors.ClusterError:
     meaning = {
         401: "it refuses our token; if it has just started, it registers a new one in a moment",
         404: "it is of a version that has no logs",

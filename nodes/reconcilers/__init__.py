@@ -1,1 +1,1 @@
-"""Recurring passes over the fleet (observe, plan purely, apply), and the wakes of what waits for nodes."""
+"""Recurring passes over the fleet (observe, plan purely, apply), and wake-ups of waiting work."""

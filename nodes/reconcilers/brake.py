@@ -1,27 +1,27 @@
-"""The brake on mass failure: are so many nodes down, or are we cut off from them? Pure.
+"""The mass-disruption hold: decide whether many nodes failed, or whether we are cut off from them. Pure.
 
 When more than a third of at least twenty nodes fall silent together, a cut network between them and us is
 more likely than that many failures. Then they keep their state and their replicas until they are heard again,
 until a controller finds that nothing listens for them on the bus (`nodes/backends/inventory.py`), or until
-the hold runs out. In a smaller fleet a few machines are easily more than a third, so each is judged alone.
-Nodes that beat every ten seconds pass the limit of their silence over ten seconds, which is several passes;
-so those that are nearly silent count, as soon as one has passed it.
+the hold expires. In a smaller fleet a few machines are easily more than a third, so each is judged alone.
+Nodes that send a heartbeat every ten seconds exceed the limit within ten seconds of each other, which is
+several passes; so nodes that are nearly silent count as soon as one node has exceeded the limit.
 """
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 SMALLEST_FLEET = 20
-"""Nodes, the silent ones among them, from which on silent nodes may be kept."""
+"""Number of nodes, the silent ones included, from which on silent nodes may be held."""
 HEALING = timedelta(seconds=30)
-"""Three beats of ten seconds."""
+"""Three heartbeat intervals of ten seconds."""
 NEARLY = 0.75
-"""The share of the limit after which a node is nearly silent: four beats of ten seconds are missing."""
+"""Fraction of the limit after which a node is nearly silent: four heartbeats of ten seconds are missing."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Since when and until when silent nodes are kept."""
+    """The start and the end of a hold on silent nodes."""
 
     since: datetime
     until: datetime
@@ -29,24 +29,24 @@ class Hold:
 
 @dataclass(frozen=True)
 class Silence:
-    """How many nodes are silent for longer than the limit, how many nearly, out of how many."""
+    """The numbers of nodes beyond the limit, of nearly silent nodes, and of all nodes."""
 
     silent: int
     nearly: int
     of: int
 
 
-def decide(found: Silence, standing: Hold | None, now: datetime, seconds: float) -> Hold | None:
-    """The hold from now on, None for none; `seconds` is how long a new one lasts, 0 = there is never one.
+def decide(counts: Silence, hold: Hold | None, now: datetime, seconds: float) -> Hold | None:
+    """Return the hold from now on, or None; `seconds` is the duration of a new one, 0 = holds are off.
 
-    One that has run out is not followed by another in the same pass: its nodes are given up. While a cut
-    heals the nodes are heard one after another, so the last few are kept for `HEALING` longer.
+    An expired hold is not followed by another one in the same pass: its nodes are given up. While a cut
+    heals, the nodes are heard one after another, so the last few are held for `HEALING` longer.
     """
-    if not found.silent or not seconds:
+    if not counts.silent or not seconds:
         return None
-    massive = found.of >= SMALLEST_FLEET and (found.silent + found.nearly) * 3 > found.of
-    if standing is None:
+    massive = counts.of >= SMALLEST_FLEET and (counts.silent + counts.nearly) * 3 > counts.of
+    if hold is None:
         return Hold(now, now + timedelta(seconds=seconds)) if massive else None
     if not massive:
-        standing = Hold(standing.since, min(standing.until, now + HEALING))
-    return standing if now < standing.until else None
+        hold = Hold(hold.since, min(hold.until, now + HEALING))
+    return hold if now < hold.until else None

@@ -1,4 +1,4 @@
-"""Checks the nodes' file ports (`nodes/registry/file_port.py`): at approval, regularly, after a failure.
+"""Periodic checks of the nodes' file ports, at approval and after a failure (`registry/file_port.py`).
 
 One `FilePorts` lives in every controller. They share the nodes by claims, so no lock is held while a port is
 contacted. What a check finds wakes the loads that wait for the node, by the NOTIFY of its row.
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 PARALLEL = 16
 LOOK_EVERY = 30.0
-"""Seconds between two passes when no hint arrives and nothing is due."""
+"""Seconds between two passes when no wake-up arrives and nothing is due."""
 _GATHER = 0.2
-"""Hints of so many seconds are one pass."""
+"""Seconds for which wake-ups are gathered into one pass."""
 
 
 class FilePorts:
-    """A controller's part."""
+    """Periodic task of a controller."""
 
     def __init__(self) -> None:
         self._hint = asyncio.Event()
         self._running = 0
 
     def hint(self) -> None:
-        """A node may be due; look now."""
+        """Run a pass now, as a node may be due."""
         self._hint.set()
 
     async def run(self) -> None:

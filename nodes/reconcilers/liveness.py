@@ -1,13 +1,15 @@
 """The liveness pass: observe, plan (pure), apply.
 
-R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
-node goes offline, draining and unhealthy ones too; its replicas stop counting.
-A node that was heard after it fell silent comes back by its own heartbeat, not here. One that was marked
-unhealthy, because nothing listened for its commands, is healthy again once it was heard and has answered a
-question on the bus. A heartbeat alone proves nothing of the bus, and work would be tried there in a circle
-(H7).
-A web process that stopped refreshing its row is dead; what it carried is subtracted from the replicas. Nodes
-that fall silent in masses are kept for some time (`brake.py`), and a controller asks each of them on the bus.
+R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are not judged; a silent
+node goes offline, also a draining or unhealthy one; its replicas stop counting.
+
+A node that sends a heartbeat after it fell silent recovers through that heartbeat, not here. A node that was
+marked unhealthy, because nothing listened for its commands, is healthy again after a heartbeat and a reply on
+the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
+
+A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
+Nodes that fall silent in masses are held for some time (`brake.py`), while a controller pings each of them on
+the bus.
 """
 
 from collections.abc import Sequence
@@ -29,19 +31,19 @@ from nodes.replicas import statements
 
 @dataclass(frozen=True)
 class Limits:
-    """Silence, in seconds, after which something is gone."""
+    """Seconds of silence after which a node or a web process counts as gone."""
 
     node: float
     web: float
     hold: float = 0.0
-    """How long nodes that fell silent together are kept; 0 = not at all."""
+    """Seconds of the mass-disruption hold; 0 = no hold."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """When a node gave its last sign of life, None = never, and since when it is marked unhealthy.
+    """Signs of life of a node: its last heartbeat (None = never), and since when it is marked unhealthy.
 
-    `answered_at` is the time of the last question on the bus that it has answered.
+    `answered_at` is the time of the last request on the bus that it replied to.
     """
 
     id: UUID
@@ -51,19 +53,19 @@ class Heard:
 
     @property
     def is_back(self) -> bool:
-        """Whether it was heard after it had been marked."""
+        """True if a heartbeat came after the mark."""
         return self.at is not None and self.unhealthy_at is not None and self.at > self.unhealthy_at
 
     @property
     def hears(self) -> bool:
-        """Whether it has answered since."""
+        """True if it has replied on the bus after the mark."""
         marked = self.unhealthy_at
         return marked is not None and self.answered_at is not None and self.answered_at > marked
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A web process: its last sign of life, and since when it has been there without a gap."""
+    """A web process: its last sign of life, and the start of its present uninterrupted run."""
 
     id: UUID
     at: datetime
@@ -72,7 +74,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Observed:
-    """Approved nodes that are not offline, web processes, and the hold that stands."""
+    """Approved nodes that are not offline, web processes, and the active mass-disruption hold."""
 
     nodes: Sequence[Heard]
     processes: Sequence[Listener]
@@ -81,47 +83,48 @@ class Observed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be declared gone, which nodes are well again, and which silent ones are kept."""
+    """The nodes and web processes to declare gone, the recovered nodes, and the silent nodes on hold."""
 
     nodes: list[UUID]
     processes: list[UUID]
     recovered: list[UUID] = field(default_factory=list)
     doubtful: list[UUID] = field(default_factory=list)
-    """Nodes that are back, but have not answered on the bus yet: they are to be asked."""
+    """Nodes with heartbeats but no reply on the bus yet; they are queried."""
     held: list[UUID] = field(default_factory=list)
     of: int = 0
-    """How many nodes were observed."""
+    """Number of observed nodes."""
     hold: Hold | None = None
     released: bool = False
-    """The hold that stood is over."""
+    """True if the active hold is over."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be done."""
-        news = self.nodes or self.processes or self.recovered or self.doubtful or self.held
-        return not (news or self.released)
+        """True if there is nothing to apply."""
+        changes = self.nodes or self.processes or self.recovered or self.doubtful or self.held
+        return not (changes or self.released)
 
 
 def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
-    """R5.4: silence strictly longer than the limit, counted only while somebody could have heard.
+    """R5.4: silence strictly longer than the limit, counted only while a web process could hear the node.
 
     After an outage of the web processes or the database every node looks silent; none is judged before a web
-    process has listened for a whole limit (I12).
+    process has listened for a full limit (I12).
     """
     web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
     dead = [process.id for process in observed.processes if now - process.at > web]
-    since = min((one.hearing_since for one in observed.processes if one.id not in dead), default=now)
-    ages = {one.id: now - max(one.at or since, since) for one in observed.nodes}
+    living = (process for process in observed.processes if process.id not in dead)
+    since = min((process.hearing_since for process in living), default=now)
+    ages = {heard.id: now - max(heard.at or since, since) for heard in observed.nodes}
     silent = [id for id, age in ages.items() if age > node]
     nearly = sum(node * NEARLY < age <= node for age in ages.values())
     hold = decide(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
-    gone = frozenset(silent)
-    back = [one for one in observed.nodes if one.is_back and one.id not in gone]
+    silent_ids = frozenset(silent)
+    returned = [heard for heard in observed.nodes if heard.is_back and heard.id not in silent_ids]
     return Plan(
         nodes=[] if hold else silent,
         processes=dead,
-        recovered=[one.id for one in back if one.hears],
-        doubtful=[one.id for one in back if not one.hears],
+        recovered=[heard.id for heard in returned if heard.hears],
+        doubtful=[heard.id for heard in returned if not heard.hears],
         held=silent if hold else [],
         of=len(ages),
         hold=hold,
@@ -133,7 +136,7 @@ _HEARD = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
 
 
 def observe() -> Observed:
-    """Three queries."""
+    """Read the snapshot in three queries."""
     held = mass_silence.standing()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
@@ -146,7 +149,7 @@ def observe() -> Observed:
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
-    """Carries the plan out, as far as it is still true; answers how many are gone (nodes, processes)."""
+    """Apply the plan where it still holds; return how many are gone (nodes, processes)."""
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
@@ -160,14 +163,15 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
             mass_silence.hold(plan.held, since=hold.since, until=hold.until, of=plan.of, actor=actor, now=now)
         locked = _lock(plan)
         services.recovered(plan.recovered, actor=actor, now=now)
-        gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
-        return gone, _processes_dead(plan.processes, locked, now, limits.web)
+        nodes_gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
+        return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
 
 
 def _lock(plan: Plan) -> list[UUID]:
-    """All rows that the plan touches: nodes by id, then replicas by id, as heartbeats and the hot path do.
+    """Lock all rows that the plan changes; return the replicas.
 
-    In steps it would hold a later replica while it waits for an earlier one. Answers the replicas.
+    Nodes by id, then replicas by id, as heartbeats and the hot path do. Locking in steps would hold a later
+    replica while it waits for an earlier one.
     """
     services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
     used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
@@ -175,7 +179,7 @@ def _lock(plan: Plan) -> list[UUID]:
     return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
 
 
-def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
+def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
     parameters: dict[str, Any] = {

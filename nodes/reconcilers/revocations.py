@@ -1,9 +1,9 @@
-"""Tells the NATS server whose credentials are revoked; it ends their connections and refuses new ones.
+"""Revocation of NATS credentials: the server ends connections with revoked credentials and refuses new ones.
 
-One `Revocations` lives in every controller, with a connection of its own to the bus's system account. It
-looks at a NOTIFY, at every new connection and every `LOOK_EVERY` seconds: it compares the account's JWT that
-the server has with the rows, and pushes one with the right revocations where they differ. It looks again
-after each push: two controllers that push at once end with what the rows say.
+One `Revocations` runs in every controller, with its own connection to the bus's system account. It runs a
+pass after a NOTIFY, after every reconnect and every `LOOK_EVERY` seconds: it compares the server's copy of
+the account's JWT with the rows, and pushes a new JWT if they differ. It checks again after each push, so that
+two controllers that push at once end with the state of the rows.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _PUSHES = 5
 
 
 class Revocations:
-    """A controller's part; without the operator's key it says so and does nothing."""
+    """Periodic task of a controller; without the operator's key it logs a warning and does nothing."""
 
     def __init__(self) -> None:
         self._operator = bus_access.operator()
         self._look = asyncio.Event()
 
     def hint(self) -> None:
-        """Something was revoked; look now."""
+        """Run a pass now, as credentials were revoked."""
         self._look.set()
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Run passes until cancelled."""
         if self._operator is None:
             log.warning(
                 "a revoked node stays on the message bus until its credentials expire (%g h): set "
@@ -68,19 +68,22 @@ class Revocations:
             await bus.close()
 
     async def look_once(self, bus: NatsBus, operator: KeyPair) -> int:
-        """Brings the server to what the rows say; answers how many pushes it took. ClusterError."""
+        """Make the server's revocations equal to the rows; return the number of pushes.
+
+        Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.
+        """
         account = bus_access.account().public_key
         for pushes in range(_PUSHES):
-            wanted = await in_thread(bus_credentials.revoked, clock.now())
+            expected = await in_thread(bus_credentials.revoked, clock.now())
             lookup = f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP"
             current = (await bus.request(lookup, b"", _LIMIT, inbox=_INBOX)).decode()
-            if revocations_of(current) == wanted:
+            if revocations_of(current) == expected:
                 return pushes
-            token = revoking_token(operator, current, wanted, now=clock.now().timestamp())
+            token = revoking_token(operator, current, expected, now=clock.now().timestamp())
             reply = await bus.request("$SYS.REQ.CLAIMS.UPDATE", token.encode(), _LIMIT, inbox=_INBOX)
             if b'"code":200' not in reply:
                 raise ValueError(f"the NATS server refused the account: {reply[:200]!r}")
-            log.info("revoked credentials of the message bus: %d", len(wanted))
+            log.info("revoked credentials of the message bus: %d", len(expected))
         raise ValueError("another controller keeps changing them")
 
     async def _next_look(self, bus: NatsBus, generation: int) -> None:

@@ -1,7 +1,7 @@
-"""What the replica pass would do now if a rule were saved, and where its loads would go. Writes nothing.
+"""Preview of a rule: what the replica pass would do now if the rule were saved. Writes nothing.
 
-The rule is looked at as by a tick. A cooldown of the stored rule goes on when the rule is saved: its end is
-told, and the rest is what comes then.
+The rule is evaluated as by a tick of the schedule. Saving the rule does not end the cooldown of the stored
+one: the preview shows the end of the cooldown, and the rest is what follows after it.
 """
 
 from collections import Counter
@@ -27,11 +27,11 @@ from nodes.scheduling.rules import Rule, check
 
 _ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
 MOST = 64
-"""Loads whose nodes are worked out."""
+"""Maximum number of loads whose nodes are computed."""
 
 
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
-    """The plan of the rule on the present fleet with these nodes; InvalidInput for what is no rule."""
+    """Plan the rule on the present fleet plus these nodes; raise InvalidInput for an invalid rule."""
     check(rule)
     demand = Demand(
         rule.model_name,
@@ -40,14 +40,14 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.max_replicas,
         rule.spread_all,
     )
-    picture = _picture(rule, nodes, now)
-    fleet = _with(replicas.observe([demand], replicas.revisions_now(), now), picture)
+    picture = _read_snapshot(rule, nodes, now)
+    fleet = _add_new_nodes(replicas.observe([demand], replicas.revisions_now(), now), picture)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
     loads = [action for action in ruling.actions if isinstance(action, LoadAnother)]
-    told = list(successive(picture.asked, [_only(one) for one in loads[:MOST]]))
-    missed = [one for one in told if one.node is None]
+    explanations = list(successive(picture.asked, [_allowed_nodes(load) for load in loads[:MOST]]))
+    missed = [explanation for explanation in explanations if explanation.node is None]
     if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
         missed = list(successive(picture.asked, [None]))
     return RULE_PLAN.of(
@@ -57,40 +57,48 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         wanted=ruling.wanted,
         says=ruling.reason,
         waits_until=_waits_until(rule.model_name, now),
-        loads=[_placed(action, one) for action, one in zip(loads, told, strict=False) if one.node],
-        retires=_retired(ruling, fleet),
+        loads=[
+            _load_row(load, explanation)
+            for load, explanation in zip(loads, explanations, strict=False)
+            if explanation.node
+        ],
+        retires=_retired_rows(ruling, fleet),
         left_out=max(len(loads) - MOST, 0),
-        unsatisfiable=_unsatisfied(ruling, missed),
-        misses=_misses(missed),
+        unsatisfiable=_unsatisfied_row(ruling, missed),
+        misses=_missed_rows(missed),
     )
 
 
-def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
-    """What its loads would see: nothing is evicted for a replica that no request waits for."""
-    wanted = wanted_of(rule.model_name)
-    need, conflicts = (wanted.need, wanted.conflicts) if wanted is not None else (NOTHING, frozenset())
-    backend = wanted.definition.backend if wanted is not None else ""
-    wish = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
-    return planning.pictured(wish, now, evicts=False)
+def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
+    """Read the snapshot for its loads, without evictions: no request waits for these replicas."""
+    load_needs = wanted_of(rule.model_name)
+    need, conflicts = (
+        (load_needs.need, load_needs.conflicts) if load_needs is not None else (NOTHING, frozenset())
+    )
+    backend = load_needs.definition.backend if load_needs is not None else ""
+    request = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
+    return planning.pictured(request, now, evicts=False)
 
 
-def _with(fleet: Fleet, picture: PlanPicture) -> Fleet:
-    """The fleet as the pass sees it, with the nodes that are added."""
-    new = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
-    more = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new]
-    return replace(fleet, hosts=[*fleet.hosts, *more])
+def _add_new_nodes(fleet: Fleet, picture: PlanPicture) -> Fleet:
+    """Add the new nodes to the fleet that the pass sees."""
+    new_nodes = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
+    new_hosts = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
+    return replace(fleet, hosts=[*fleet.hosts, *new_hosts])
 
 
-def _only(action: LoadAnother) -> frozenset[UUID] | None:
+def _allowed_nodes(action: LoadAnother) -> frozenset[UUID] | None:
     return action.only if action.pinned else None
 
 
-def _placed(action: LoadAnother, told: Explanation) -> Row:
-    assert told.node is not None
-    return PLACE_WHY.of(node=told.node.name, why=action.reason if action.pinned else told.sentence)
+def _load_row(action: LoadAnother, explanation: Explanation) -> Row:
+    assert explanation.node is not None
+    return PLACE_WHY.of(
+        node=explanation.node.name, why=action.reason if action.pinned else explanation.sentence
+    )
 
 
-def _retired(ruling: Ruling, fleet: Fleet) -> list[Row]:
+def _retired_rows(ruling: Ruling, fleet: Fleet) -> list[Row]:
     names = {host.id: host.name for host in fleet.hosts}
     nodes = {row.id: names.get(row.node_id, "") for row in fleet.replicas}
     return [
@@ -100,21 +108,21 @@ def _retired(ruling: Ruling, fleet: Fleet) -> list[Row]:
     ]
 
 
-def _unsatisfied(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
-    """By the rule's own words, or by those of the first load that finds no node."""
-    said = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
-    said += [one.sentence for one in missed]
-    if not said:
+def _unsatisfied_row(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
+    """Return the reason of the rule itself, or of the first load without a node."""
+    reasons = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
+    reasons += [explanation.sentence for explanation in missed]
+    if not reasons:
         return None
     counts: Counter[str] = Counter()
-    for one in missed:
-        counts.update({refused["code"]: refused["count"] for refused in one.facts["refused"]})
-    return UNSATISFIED.of(reason=said[0], counts=dict(counts))
+    for explanation in missed:
+        counts.update({refused["code"]: refused["count"] for refused in explanation.facts["refused"]})
+    return UNSATISFIED.of(reason=reasons[0], counts=dict(counts))
 
 
-def _misses(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
-    """The first few nodes, each once."""
-    nodes = {miss["node_id"]: miss for one in missed for miss in one.facts["misses"]}
+def _missed_rows(missed: Sequence[Explanation]) -> list[Mapping[str, Any]]:
+    """Return the first few nodes, each once."""
+    nodes = {miss["node_id"]: miss for explanation in missed for miss in explanation.facts["misses"]}
     return list(nodes.values())[:SHOWN]
 
 

@@ -1,6 +1,7 @@
-"""The record of what the replica pass decides: which replicas are loaded or retired, and what cannot be had.
+"""Decision records of the replica pass: replicas to load or retire, and demands that cannot be satisfied.
 
-It is kept before anything is done, for all rules at once. What is refused afterwards has a record of its own.
+They are written before any action, for all rules at once. A refused action gets a record of its own
+afterwards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,40 +19,46 @@ from nodes.scheduling.picture import ClearFlags, Demand, EndPressure, Fleet, Rul
 def keep(
     rulings: Iterable[Ruling], fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick: bool
 ) -> Seen | None:
-    """Keeps the rulings that decide anything; a constant number of statements."""
+    """Record the rulings that decide anything; a constant number of statements."""
     decided = [(ruling, ending) for ruling in rulings if (ending := outcome(ruling)) is not None]
     if not decided:
         return None
-    about = {ruling.model: demands[ruling.model] for ruling, _ in decided}
-    seen = fleet_log.remember(coded.sections(fleet, about, now, tick=tick), now=now)
-    every = (_decided(ruling.model, seen, ending, sentence(ruling)) for ruling, ending in decided)
-    reasons.record_all(every, now=now)
-    return seen
+    demands_by_model = {ruling.model: demands[ruling.model] for ruling, _ in decided}
+    snapshot = fleet_log.remember(coded.sections(fleet, demands_by_model, now, tick=tick), now=now)
+    records = (_new_record(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
+    reasons.record_all(records, now=now)
+    return snapshot
 
 
-def keep_refused(planned: Iterable[Ruling], done: Sequence[Ruling], seen: Seen | None, now: datetime) -> None:
-    """Keeps what was refused of it, with the words of the refusal."""
-    refused = [(before, after) for before, after in zip(planned, done, strict=True) if after is not before]
+def keep_refused(
+    rulings_before: Iterable[Ruling], rulings_after: Sequence[Ruling], snapshot: Seen | None, now: datetime
+) -> None:
+    """Record the refused rulings, with the reason of the refusal."""
+    refused = [
+        (before, after)
+        for before, after in zip(rulings_before, rulings_after, strict=True)
+        if after is not before
+    ]
     if refused:
-        every = (
-            _decided(before.model, seen, Ending.REFUSED, sentence(after), decided=sentence(before))
+        records = (
+            _new_record(before.model, snapshot, Ending.REFUSED, sentence(after), decided=sentence(before))
             for before, after in refused
         )
-        reasons.record_all(every, now=now)
+        reasons.record_all(records, now=now)
 
 
 def outcome(ruling: Ruling) -> Ending | None:
-    """What it decides; None if everything stays as it is."""
-    deeds = [action for action in ruling.actions if not isinstance(action, ClearFlags | EndPressure)]
-    if not deeds:
+    """Return the ending that the ruling decides; None if everything stays as it is."""
+    decisions = [action for action in ruling.actions if not isinstance(action, ClearFlags | EndPressure)]
+    if not decisions:
         return None
-    return Ending.WAITING if all(isinstance(one, Unsatisfiable) for one in deeds) else Ending.SCALED
+    return Ending.WAITING if all(isinstance(action, Unsatisfiable) for action in decisions) else Ending.SCALED
 
 
 def sentence(ruling: Ruling) -> str:
-    """Why, in the words of the rule."""
+    """Return the reason of the ruling, cut to the length of the record."""
     return cut(ruling.reason, LONGEST_SENTENCE)
 
 
-def _decided(model: str, seen: Seen | None, ending: Ending, said: str, **facts: str) -> Decided:
-    return Decided(model, None, reasons.without_fleet(ending, said, **facts), seen, DecisionKind.SCALE)
+def _new_record(model: str, snapshot: Seen | None, ending: Ending, reason: str, **facts: str) -> Decided:
+    return Decided(model, None, reasons.without_fleet(ending, reason, **facts), snapshot, DecisionKind.SCALE)

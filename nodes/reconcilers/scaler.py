@@ -1,4 +1,4 @@
-"""Looks at the scheduling rules as soon as a node or a rule changes; the tick of the schedule is the net."""
+"""Runs the replica pass as soon as a node or a rule changes; the tick of the schedule is the safety net."""
 
 import asyncio
 import logging
@@ -11,21 +11,21 @@ from operations.executor.work import in_thread
 log = logging.getLogger(__name__)
 
 GATHER = 1.0
-"""Seconds for which changes are gathered into one look."""
+"""Seconds for which changes are gathered into one pass."""
 
 
 class Scaler:
-    """A controller's part."""
+    """Periodic task of a controller."""
 
     def __init__(self) -> None:
         self._look = asyncio.Event()
 
     def hint(self) -> None:
-        """Something has changed; look soon."""
+        """Run a pass soon, as something has changed."""
         self._look.set()
 
     async def run(self) -> None:
-        """Looks after each change, until cancelled."""
+        """Run a pass after each change, until cancelled."""
         while True:
             await self._look.wait()
             await asyncio.sleep(GATHER)
@@ -36,5 +36,5 @@ class Scaler:
                 log.warning("cannot see what the scheduling rules need: %s", error)
                 continue
             if not looked:
-                # The pass that another process makes may have looked before the change.
+                # The pass of another process may have read the rows before the change.
                 self._look.set()

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 @left_out_in_an_outage
 def liveness() -> None:
-    """One liveness pass (R5.1); at once if another process is at it."""
-    with try_lock(Lock.LIVENESS) as mine:
-        if not mine:
+    """Run one liveness pass (R5.1); return at once if another process holds the lock."""
+    with try_lock(Lock.LIVENESS) as locked:
+        if not locked:
             return
         now, cluster = clock.now(), conf.cluster()
         limits = Limits(
@@ -39,59 +39,61 @@ def liveness() -> None:
 
 @left_out_in_an_outage
 def state_pass() -> None:
-    """Has controllers look at engines in question, corrects counts of requests, tells of engines that stay.
+    """Make controllers check doubtful engines, correct request counts, and report engines that do not stop.
 
-    At once if another process is at it.
+    Return at once if another process holds the lock.
     """
-    with try_lock(Lock.STATE_PASS) as mine:
-        if not mine:
+    with try_lock(Lock.STATE_PASS) as locked:
+        if not locked:
             return
         now = clock.now()
         checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount.recount()
-    if told := stuck.tell(now=now):
-        log.warning("%d engines could not be stopped: see the operations", told)
+    if stuck_engines := stuck.tell(now=now):
+        log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
 
 
 @left_out_in_an_outage
 def finish_drains() -> None:
-    """Ends the drains that are over; at once if another process is at it."""
-    with try_lock(Lock.DRAINS) as mine:
-        ended = services.finish_drains(now=clock.now()) if mine else 0
+    """End the drains that are over; return at once if another process holds the lock."""
+    with try_lock(Lock.DRAINS) as locked:
+        ended = services.finish_drains(now=clock.now()) if locked else 0
     if ended:
         log.info("drains: the replicas of %d nodes have gone", ended)
 
 
 @left_out_in_an_outage
 def scale() -> None:
-    """One tick of the replica pass (R4.1); at once if another process is at it (R4.2)."""
+    """Run one tick of the replica pass (R4.1); return at once if another process holds the lock (R4.2)."""
     replicas.look(tick=True)
 
 
 @left_out_in_an_outage
 def keep_samples() -> None:
-    """Keeps this minute's memory of all nodes; another process at it would write the same."""
+    """Store this minute's memory of all nodes; a second process would write the same rows."""
     samples.keep(now=clock.now())
 
 
 @left_out_in_an_outage
 def prune_timeline() -> None:
-    """Deletes events, join tokens, audit, reasons of placement and what those saw, past their retention.
+    """Delete events, join tokens, audit entries, decision records and their snapshots past their retention.
 
-    The last two are bounded by their size too: a fleet may make a decision every second. A chunk a
-    transaction; at once if another process is at it. Expired credentials for the bus go with them, and
+    The last two are bounded by their size too: a fleet may make a decision every second. One transaction for
+    each chunk; return at once if another process holds the lock. Also delete expired bus credentials, and
     pending nodes that have been silent for a day.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
-    kept = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    kept.append((reasons.prune, _later(before, reasons.fitting_since(cluster.decision_space))))
-    kept.append((fleet_log.prune, _later(snapshots_before, fleet_log.fitting_since(cluster.decision_space))))
-    for prune, since in kept:
-        while _chunk(prune, since) == PRUNED_AT_ONCE:
+    prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
+    prunes.append((reasons.prune, _latest(before, reasons.fitting_since(cluster.decision_space))))
+    prunes.append(
+        (fleet_log.prune, _latest(snapshots_before, fleet_log.fitting_since(cluster.decision_space)))
+    )
+    for prune, since in prunes:
+        while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
             pass
     bus_credentials.prune(now)
     if expired := pending.expire(now=now):
@@ -100,22 +102,22 @@ def prune_timeline() -> None:
 
 @left_out_in_an_outage
 def check_upgrades() -> None:
-    """Asks a controller for a check (R6.35); one that is asked for already is the same one."""
-    with try_lock(Lock.UPGRADE_CHECK) as mine:
-        if mine:
+    """Request an upgrade check (R6.35); it merges with a check that is requested already."""
+    with try_lock(Lock.UPGRADE_CHECK) as locked:
+        if locked:
             upgrade_state.ask()
 
 
-def _later(one: datetime, other: datetime | None) -> datetime:
-    return one if other is None else max(one, other)
+def _latest(first: datetime, second: datetime | None) -> datetime:
+    return first if second is None else max(first, second)
 
 
-def _chunk(prune: Callable[..., int], before: datetime) -> int:
-    with try_lock(Lock.TIMELINE) as mine:
-        return prune(before=before, limit=PRUNED_AT_ONCE) if mine else 0
+def _prune_chunk(prune: Callable[..., int], before: datetime) -> int:
+    with try_lock(Lock.TIMELINE) as locked:
+        return prune(before=before, limit=PRUNED_AT_ONCE) if locked else 0
 
 
 @left_out_in_an_outage
 def clean_intents() -> None:
-    """Ends work on backends whose node cannot take it; at once if another process is at it."""
+    """End backend work whose node cannot take it; return at once if another process holds the lock."""
     intents.clean(now=clock.now())

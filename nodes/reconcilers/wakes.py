@@ -1,9 +1,8 @@
-"""What a change of nodes wakes: loads that one of them could take, and work on backends that waits for them.
+"""Wake-ups after a change of nodes: loads that a node could take now, and backend work that waits for nodes.
 
-`Wakes` gathers the node ids of NOTIFYs for a moment and looks at the rows once for all of them, so a burst
-costs a bounded number of looks. The state of the node wakes an operation, not the fact that it changed: a
-label of an absent node wakes nothing. A wake that is lost costs time only: every waiting operation also
-looks again by itself.
+`Wakes` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst costs
+a bounded number of passes. The present state of the node decides, not the fact that it changed: a new label
+of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation also polls.
 """
 
 import asyncio
@@ -31,62 +30,73 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 GATHER = 0.2
-"""Seconds for which changes are gathered into one look."""
+"""Seconds for which changes are gathered into one pass."""
 CLEAN_EVERY = 30.0
-"""Seconds between two looks for intents that have no future."""
+"""Seconds between two passes over intents that cannot succeed any more."""
 MOST = 500
-"""Loads that one look considers, the oldest first; all others look again by themselves."""
+"""Maximum number of loads that one pass considers, the oldest first; all others poll by themselves."""
 
 Changed = Collection[UUID] | None
-"""Nodes that changed; None = any node may have."""
+"""Nodes that changed; None = any node may have changed."""
 
 
 def wake(changed: Changed) -> int:
-    """Wakes what waits for one of these nodes and could go on now; answers how many loads.
+    """Wake the operations that wait for one of these nodes and could continue now.
 
-    Intents that wait for a node are due when it is healthy; what they say of their node is brought up to
-    date.
+    Intents that wait for a node are due when it is healthy; their targets' reasons are refreshed. Return the
+    number of loads.
     """
     intents.explain(changed, now=clock.now())
     return lease.wake(_loads(changed), now=clock.now())
 
 
 def _loads(changed: Changed) -> list[UUID]:
-    """Loads that one of the nodes could take now, with what they need; a constant number of queries.
+    """Return the loads that one of the nodes could take now; a constant number of queries.
 
-    An eviction may help one that is not among them: it looks again by itself.
+    An eviction may help a load that is not among them: that load polls by itself.
     """
     loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING).order_by("created_at", "id")
     waiting = list(loads.only("id", "element", "payload")[:MOST])
     if not waiting:
         return []
     selectors = snapshot.selectors_of({operation.element for operation in waiting})
-    labels = frozenset(label for one in selectors.values() for label in one.labels or ())
-    nodes, taken = snapshot.fleet("", selector=Selector("", labels), only=changed), snapshot.taken(selectors)
+    labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
+    nodes, taken_slots = (
+        snapshot.fleet("", selector=Selector("", labels), only=changed),
+        snapshot.taken(selectors),
+    )
     now = clock.now()
     return [
-        one.id for one in waiting if _could_take(one, nodes, taken[one.element], selectors[one.element], now)
+        operation.id
+        for operation in waiting
+        if _could_take(operation, nodes, taken_slots[operation.element], selectors[operation.element], now)
     ]
 
 
 def _could_take(
     operation: Operation,
     nodes: Iterable[Candidate],
-    taken: Mapping[UUID, Set[int]],
+    taken_slots: Mapping[UUID, Set[int]],
     selector: Selector,
     now: datetime,
 ) -> bool:
-    rest, wish = resting(from_payload(operation.payload), now), wish_of(operation)
+    node_backoffs, request = resting(from_payload(operation.payload), now), wish_of(operation)
     need = needs.from_payload(operation.payload)
     return any(
-        refusal(replace(node, taken=frozenset(taken.get(node.id, ()))), rest, need, selector=selector) is None
+        refusal(
+            replace(node, taken=frozenset(taken_slots.get(node.id, ()))),
+            node_backoffs,
+            need,
+            selector=selector,
+        )
+        is None
         for node in nodes
-        if node.id not in wish.besides and (wish.only is None or node.id in wish.only)
+        if node.id not in request.besides and (request.only is None or node.id in request.only)
     )
 
 
 class Wakes:
-    """A controller's part: one look for all changes of a moment."""
+    """Periodic task of a controller: one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
         self._then = then
@@ -95,7 +105,7 @@ class Wakes:
         self._heard = asyncio.Event()
 
     def changed(self, node_id: str) -> None:
-        """This node has changed; what is no id means that any node may have."""
+        """Add a changed node; any text that is no id means that any node may have changed."""
         try:
             self._changed.add(UUID(node_id))
         except ValueError:
@@ -103,12 +113,12 @@ class Wakes:
         self._heard.set()
 
     async def run(self) -> None:
-        """Looks after each gathered change, until cancelled."""
+        """Run a pass after each gathered change, until cancelled."""
         clean_at = clock.monotonic()
         while True:
             try:
                 if clock.monotonic() >= clean_at:
-                    # A schedule does the same, but nothing must wait for one process to be there.
+                    # A schedule does the same, but this must not depend on the process that runs schedules.
                     clean_at = clock.monotonic() + CLEAN_EVERY
                     await in_thread(intents.clean, now=clock.now())
                 async with asyncio.timeout(CLEAN_EVERY):
