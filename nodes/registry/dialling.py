@@ -89,7 +89,7 @@ def check_registered(name: str, address: str, http_address: str, source_address:
 
 
 def permitted(address: str, *, name: str, registered: tuple[str, ...]) -> bool:
-    """Return True if the host of `address` (`host:port`) is in `registered`, or listed for the node `name`."""
+    """Return True if the host of `address` (`host:port`) is in `registered` or listed for the node `name`."""
     try:
         host = addresses.parse(address).host
     except ValueError:
