@@ -47,7 +47,9 @@ _RESIDENT_READ: Mapping[str, _Read] = {
 
 @dataclass(frozen=True)
 class SeenByLoad:
-    """A load's question as it was asked, with the replicas it could evict; `over` if it had expired."""
+    """XThe question of a load at the time of its decision, and the replicas it could evict; `over` if it had
+    expired.
+    """
 
     question: LoadQuestion
     occupants: Occupants | None

@@ -136,8 +136,8 @@ def choose_victims(
         why = _why_none(by_node.values(), guard)
         return Eviction(None, why=why, looked_at=looked_at, among=among, guard=guard)
     node, victims = min(options, key=lambda option: _rank(*option))
-    leaving = [resident for resident in by_node[node.id] if resident.leaving]
-    return Eviction(node, victims, leaving, _why(node, victims, leaving), looked_at, among, guard)
+    terminating = [resident for resident in by_node[node.id] if resident.leaving]
+    return Eviction(node, victims, terminating, _why(node, victims, terminating), looked_at, among, guard)
 
 
 def _least(
@@ -162,13 +162,14 @@ def _least(
     return tuple(victims)
 
 
-def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
-    """Return the node with the memory of the replicas `gone` free again, on the GPUs where it is known to be.
+def without(node: Candidate, freed: Iterable[Resident]) -> Candidate:
+    """Return the node with the memory of the replicas `freed` free again, on the GPUs where it is known to
+    be.
 
     Memory use is an estimate: all replicas together never free more than the node can have.
     """
     free, gpus = node.free_vram, node.gpus
-    for resident in gone:
+    for resident in freed:
         free, gpus = free + resident.vram, given_back(gpus, resident.gpus)
     if node.most_vram:
         free = min(free, max(node.most_vram, node.free_vram))
@@ -181,8 +182,8 @@ def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime 
     return (True, max(resident.last_used for resident in victims), len(victims), node.name)
 
 
-def _why(node: Candidate, victims: Sequence[Resident], leaving: Sequence[Resident]) -> str:
-    names = named([resident.name for resident in [*victims, *leaving]])
+def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
+    names = named([resident.name for resident in [*victims, *terminating]])
     return f"waits for {names} on {node.name} to stop" + (", the least recently used" if victims else "")
 
 

@@ -1,7 +1,4 @@
-"""What-if planning: place replicas one after another on a fleet, each as if those before it were loaded.
-
-Pure.
-"""
+"""Simulate placements: place replicas one by one on a fleet, each as if those before it were loaded. Pure."""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
@@ -59,13 +56,13 @@ def _with(node: Candidate, index: int, need: Need) -> Candidate:
     shares = shares_of(node, need)
     if shares is None:
         shares = filled(node.gpus, need.vram)
-    taken = total(shares, need.vram)
+    used_vram = total(shares, need.vram)
     return replace(
         node,
         taken=node.taken | {index},
         loaded=node.loaded + 1,
-        free_vram=node.free_vram - taken,
-        available_vram=max(node.available_vram - taken, 0),
+        free_vram=node.free_vram - used_vram,
+        available_vram=max(node.available_vram - used_vram, 0),
         gpus=given_back(node.gpus, ((index, -share) for index, share in shares.items())),
         available_disk=max(node.available_disk - disk, 0),
     )

@@ -56,8 +56,8 @@ def on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReadi
         if not reservation.gpus:
             on_this_gpu.append(replace(reservation, seen=reading.available))
         elif index in reservation.gpus:
-            needed, seen = reservation.gpus[index]
-            on_this_gpu.append(replace(reservation, needed=needed, seen=seen))
+            needed, available = reservation.gpus[index]
+            on_this_gpu.append(replace(reservation, needed=needed, seen=available))
     return outstanding(on_this_gpu, reading)
 
 
@@ -72,8 +72,8 @@ def outstanding(reservations: Iterable[Reservation], reading: MemoryReading) -> 
     most = needed_since = 0
     for reservation in sorted(counted, key=lambda reservation: reservation.seen_at, reverse=True):
         needed_since += reservation.needed
-        seen = min(reservation.seen, reading.ceiling) if reading.ceiling else reservation.seen
-        most = max(most, needed_since - (seen - reading.available))
+        available = min(reservation.seen, reading.ceiling) if reading.ceiling else reservation.seen
+        most = max(most, needed_since - (available - reading.available))
     return min(most, unread)
 
 

@@ -1,5 +1,4 @@
-"""Decide a load: the node it goes to, what it waits for, or that it ends; with the eviction that would help.
-Pure.
+"""Decide a load: the node it goes to, what it waits for, or that it ends; and the eviction that helps. Pure.
 
 `choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines them in
 the one way in which a load, a what-if answer and a decision that is replayed from stored rows are decided.

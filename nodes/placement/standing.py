@@ -142,8 +142,9 @@ class StandingFleet:
             ranking.changed.add(id)
 
     def decide(self, question: FleetView, own: Own = NOTHING_OWN) -> tuple[FleetView, Decision]:
-        """Return the question with all nodes and the labels that it tests, and the decision that `choose`
-        would make.
+        """Return the complete question and the decision that `choose` would make.
+
+        The returned view has all nodes, with the labels that the question tests.
         """
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)

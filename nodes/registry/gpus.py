@@ -1,8 +1,8 @@
-"""GPUs of a node one by one, as its worker reports them in registrations and heartbeats, and as they are
-shown.
+"""GPUs of a node one by one, as its worker reports them and as they are shown.
 
-They belong to the same reading as `available_vram`: both are written together, and a worker that reports only
-totals empties the list. So a GPU never counts as free by a figure that is older than the node's.
+Workers report them in registrations and heartbeats. They belong to the same reading as `available_vram`: both
+are written together, and a worker that reports only totals empties the list. So a GPU never counts as free by
+a figure that is older than the node's.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -76,8 +76,7 @@ def state(token: JoinToken, now: datetime) -> TokenState:
 def make(
     *, actor: Actor, now: datetime, note: str = "", lifetime: int = USUAL, uses: int = 1
 ) -> tuple[JoinToken, str]:
-    """Create a token valid for `lifetime` seconds; return the row and the token, which is stored nowhere
-    else.
+    """Create a token valid for `lifetime` seconds; return the row and the token, which is not stored.
 
     Raises InvalidInput naming the field that is out of bounds.
     """
@@ -121,11 +120,10 @@ def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
 
 
 def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
-    """Return the ticket of a token that is offered with a worker's secret ("" without one). One or two
-    queries.
+    """Return the ticket of a token that is offered with a worker's secret ("" without one).
 
     Raises WrongCredential for an unknown token, TokenRefused for one that admits no new node, unless the
-    secret belongs to a node that has not been revoked.
+    secret belongs to a node that has not been revoked. One or two queries.
     """
     row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
     if row is None:

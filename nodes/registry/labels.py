@@ -128,10 +128,10 @@ def vram_bucket(total: int) -> str:
 
 
 def reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
-    """Merge the workers' labels into the sets; an administrator's stay, the registry's own replace both
-    (R1.30).
+    """Merge the labels that workers report into the stored sets (R1.30).
 
-    Two statements for any number of nodes, and one for each node that loses a label.
+    An administrator's labels stay, the registry's own replace both. Two statements for any number of nodes,
+    and one for each node that loses a label.
     """
     rows_by_node: dict[UUID, dict[str, NodeLabel]] = defaultdict(dict)
     old = [change.node.id for change, _ in reports if change.node.revision > 0]

@@ -143,10 +143,9 @@ def fell_silent(
 
 
 def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
-    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy; return their number
-    (R5.5).
+    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R5.5).
 
-    A constant number of statements for any number of nodes.
+    Returns their number. A constant number of statements for any number of nodes.
     """
     if not node_ids:
         return 0

@@ -40,9 +40,7 @@ class Renewal:
         return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
 
     def giving_way(self) -> list[GiveWay]:
-        """Return the replica to evict before its successor loads, if the successor reported that it does not
-        fit.
-        """
+        """Return the replica to evict before its successor loads, if the load reported a lack of room."""
         if any(row.state == "unloading" for row in self.rows):
             return []
         has_others = len(self.serving) > 1

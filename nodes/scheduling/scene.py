@@ -80,8 +80,8 @@ class Scene:
     def room(self) -> int:
         """Number of slots that are free for one more load (R1.65)."""
         occupied = ((self.fits.by_id[id], rows) for id, rows in self.held.items() if id in self.fits.ids)
-        taken = sum(min(len(rows), host.slots) for host, rows in occupied)
-        return self.fits.slots - taken - (self.loads - self.placed)
+        used = sum(min(len(rows), host.slots) for host, rows in occupied)
+        return self.fits.slots - used - (self.loads - self.placed)
 
     def free(self, host: Host) -> int:
         """Return the number of free slots of the node."""

@@ -84,8 +84,7 @@ class FilePlan:
         return any(target.option == MODEL_FILE and relative in target.needed for target in self.named)
 
     def told(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the options for an engine whose model files are in `root`, and a warning for each lost
-        option.
+        """Return the options for an engine whose model files are in `root`, and a warning per lost option.
 
         `failed` maps each file that was not sent to the reason; files of the model itself must not be among
         them.
