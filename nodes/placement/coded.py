@@ -47,9 +47,7 @@ _RESIDENT_READ: Mapping[str, _Read] = {
 
 @dataclass(frozen=True)
 class SeenByLoad:
-    """XThe question of a load at the time of its decision, and the replicas it could evict; `over` if it had
-    expired.
-    """
+    """The question of a load at its decision, and the replicas it could evict; `over` if it had expired."""
 
     question: LoadQuestion
     occupants: Occupants | None

@@ -163,8 +163,7 @@ def _least(
 
 
 def without(node: Candidate, freed: Iterable[Resident]) -> Candidate:
-    """Return the node with the memory of the replicas `freed` free again, on the GPUs where it is known to
-    be.
+    """Return the node with the memory of the replicas `freed` free again, on the GPUs that used it.
 
     Memory use is an estimate: all replicas together never free more than the node can have.
     """

@@ -1,7 +1,7 @@
 """A fleet whose nodes change one at a time, with a stored ranking for each kind of request. Pure.
 
 `choose` judges every node for every decision. Here the same functions judge a node only after it has changed:
-a ranking (`_Standing`) holds the nodes that one need and one selector refuse, with the reasons, and the
+a ranking (`_Ranking`) holds the nodes that one need and one selector refuse, with the reasons, and the
 others in the order of their rank. Facts that only one model or one load sees (slots taken, concurrency
 groups, back-offs) concern few nodes, which are judged again for each decision.
 """

@@ -266,7 +266,7 @@ async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.C
 
 
 def verdict(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None:
-    """Return why the rows `known` refuse the heartbeat, or None if they authenticate it."""
+    """Return why these rows refuse the heartbeat, or None if they authenticate it."""
     try:
         identity.judge(beat.id, beat.fingerprint, beat.instance, rows)
     except errors.ClusterError as refusal:

@@ -50,7 +50,7 @@ class _GpuNames(Func):
 
 
 class Parameters:
-    """The parameters of a request; raises InvalidInput for a parameter that is not among `known`."""
+    """The parameters of a request; raises InvalidInput for a parameter that is not among `allowed`."""
 
     def __init__(self, query: QueryDict, *allowed: str) -> None:
         unknown = next((name for name in query if name not in allowed), None)

@@ -1,8 +1,8 @@
 """Replace each replica of a former definition by one of the current definition; pure.
 
-A load names the replica that it replaces. If there is room for both, the new one is loaded first, and the old
-one leaves the picks in the transaction in which the new one enters them (`nodes/replicas/slots.py`). If there
-is no room, the load reports it, and the old one is evicted first: at once if others serve meanwhile,
+A load names the replica that it replaces. If both fit, the new one is loaded first, and the old one
+leaves the picks in the transaction in which the new one enters them (`nodes/replicas/slots.py`). If they do
+not fit, the load reports it, and the old one is evicted first: at once if others serve meanwhile,
 otherwise when it has no requests. Only one replica at a time is evicted first, and at most a quarter of the
 replicas are being replaced at once. Running requests are never ended.
 """
@@ -34,17 +34,17 @@ class Renewal:
     spread: bool = False
 
     @property
-    def old(self) -> list[Placed]:
+    def outdated(self) -> list[Placed]:
         """The replicas that were loaded with a former definition, the longest idle first."""
         former = (row for row in self.serving if self.revision and row.revision not in ("", self.revision))
         return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
 
-    def giving_way(self) -> list[GiveWay]:
-        """Return the replica to evict before its successor loads, if the load reported a lack of room."""
+    def evictions(self) -> list[GiveWay]:
+        """Return the replica to evict before its successor, if that one reported that it does not fit."""
         if any(row.state == "unloading" for row in self.rows):
             return []
         has_others = len(self.serving) > 1
-        for row in self.old:
+        for row in self.outdated:
             if self.replacing.get(row.id) and (has_others or not row.in_flight):
                 reason = f"{self._label(row)} goes before its successor, which finds no room beside it"
                 return [GiveWay(self.model, row.id, reason)]
@@ -52,11 +52,11 @@ class Renewal:
 
     def successors(self) -> list[LoadAnother]:
         """Return the loads that replace the next replicas."""
-        old = self.old
-        under_way = sum(row.id in self.replacing for row in old)
-        waiting = [row for row in old if row.id not in self.replacing]
+        outdated = self.outdated
+        under_way = sum(row.id in self.replacing for row in outdated)
+        waiting = [row for row in outdated if row.id not in self.replacing]
         allowance = max(len(self.serving) // AT_ONCE, 1) - under_way
-        return [self._successor(row, len(old)) for row in waiting[: max(allowance, 0)]]
+        return [self._successor(row, len(outdated)) for row in waiting[: max(allowance, 0)]]
 
     def _successor(self, row: Placed, count: int) -> LoadAnother:
         plural = "replica has" if count == 1 else "replicas have"

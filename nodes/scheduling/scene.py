@@ -15,7 +15,7 @@ from nodes.scheduling.picture import Action, Demand, Host, LoadAnother, Placed, 
 LOADING = ("loading", "staging")
 
 
-class Ground(tuple[Host, ...]):
+class EligibleNodes(tuple[Host, ...]):
     """The nodes that a selector matches, sorted by name. Rules share it, so that no rule scans every node."""
 
     @cached_property
@@ -35,11 +35,11 @@ class Ground(tuple[Host, ...]):
 
 
 @dataclass(frozen=True)
-class Scene:
+class RuleContext:
     """One rule and the part of the fleet that concerns it."""
 
     demand: Demand
-    fits: Ground
+    eligible: EligibleNodes
     hosts: Mapping[UUID, Host]
     """Every healthy node."""
     rows: Sequence[Placed]
@@ -47,8 +47,7 @@ class Scene:
     serving: Sequence[Placed]
     """The replicas that are loaded on healthy nodes."""
     loads: int
-    placed: int
-    """Number of loads that have a slot."""
+    loads_with_slot: int
     pinned: frozenset[UUID]
     """Nodes for which alone a load is under way."""
     failure: str
@@ -60,11 +59,11 @@ class Scene:
     """Current revision of its definition; empty if unknown."""
     replacing: Mapping[UUID, bool]
     """The model's replicas that a load will replace; see `Fleet`."""
-    pressed: int
-    """Number of requests not sent to their cached prompt, or 0 if too few."""
+    pressure: int
+    """Requests within the last minute that could not use their cached prompt; 0 if too few."""
 
     @cached_property
-    def held(self) -> dict[UUID, list[Placed]]:
+    def rows_by_node(self) -> dict[UUID, list[Placed]]:
         """The rows by node. A row in any state occupies a slot (R1.62, R1.65)."""
         rows_by_node: dict[UUID, list[Placed]] = defaultdict(list)
         for row in self.rows:
@@ -72,40 +71,40 @@ class Scene:
         return dict(rows_by_node)
 
     @cached_property
-    def fitting(self) -> list[Placed]:
+    def eligible_serving(self) -> list[Placed]:
         """The subset of `serving` on nodes that the rule's selector matches."""
-        return [row for row in self.serving if row.node_id in self.fits.ids]
+        return [row for row in self.serving if row.node_id in self.eligible.ids]
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """Number of slots that are free for one more load (R1.65)."""
-        occupied = ((self.fits.by_id[id], rows) for id, rows in self.held.items() if id in self.fits.ids)
-        used = sum(min(len(rows), host.slots) for host, rows in occupied)
-        return self.fits.slots - used - (self.loads - self.placed)
+        hosts = self.eligible.by_id
+        used = sum(min(len(rows), hosts[id].slots) for id, rows in self.rows_by_node.items() if id in hosts)
+        return self.eligible.slots - used - (self.loads - self.loads_with_slot)
 
-    def free(self, host: Host) -> int:
+    def free_slots_of(self, host: Host) -> int:
         """Return the number of free slots of the node."""
-        return max(host.slots - len(self.held.get(host.id, ())), 0)
+        return max(host.slots - len(self.rows_by_node.get(host.id, ())), 0)
 
     @property
-    def leaving(self) -> bool:
+    def is_freeing_slot(self) -> bool:
         """Return True if a slot is being freed."""
-        return any(row.state == "unloading" and row.node_id in self.fits.ids for row in self.rows)
+        return any(row.state == "unloading" and row.node_id in self.eligible.ids for row in self.rows)
 
     @property
-    def wanted(self) -> int:
+    def required(self) -> int:
         """The number of replicas below which the rule is not satisfied."""
-        return len(self.fits) if self.demand.spread else self.demand.minimum
+        return len(self.eligible) if self.demand.spread else self.demand.minimum
 
     @property
-    def only(self) -> frozenset[UUID] | None:
+    def allowed_nodes(self) -> frozenset[UUID] | None:
         """The nodes on which a load may be placed; None: any (R4.15)."""
-        return None if self.demand.selector == {} else self.fits.ids
+        return None if self.demand.selector == {} else self.eligible.ids
 
     def ruling(self, reason: str, *actions: Action) -> Ruling:
         """Return the ruling with these actions and the rule's figures."""
         added = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
         removed = sum(isinstance(action, Retire) for action in actions)
         removed += sum(row.id in self.replacing for row in self.serving)
-        aim = max(self.wanted, len(self.serving) + self.loads + added - removed)
+        aim = max(self.required, len(self.serving) + self.loads + added - removed)
         return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
