@@ -46,7 +46,7 @@ _RESIDENT_READ: Mapping[str, _Read] = {
 
 
 @dataclass(frozen=True)
-class SeenByLoad:
+class LoadSnapshot:
     """The question of a load at its decision, and the replicas it could evict; `over` if it had expired."""
 
     question: LoadQuestion
@@ -112,7 +112,7 @@ def _eviction_sections(room: Eviction) -> dict[str, Section]:
     }
 
 
-def known(state: State, load: str, model: str) -> SeenByLoad | None:
+def known(state: State, load: str, model: str) -> LoadSnapshot | None:
     """Decode the facts of the load's decision; None if the state has none."""
     facts = state.get(f"load/{load}")
     if not facts:
@@ -128,7 +128,7 @@ def known(state: State, load: str, model: str) -> SeenByLoad | None:
         restricted=facts["nodes"] is not None,
     )
     question = LoadQuestion(view, frozenset(map(UUID, facts["refusing"])), facts["evicts"])
-    return SeenByLoad(question, _occupants(state, facts["guard"]), facts["over"])
+    return LoadSnapshot(question, _occupants(state, facts["guard"]), facts["over"])
 
 
 def _nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterable[Candidate]:

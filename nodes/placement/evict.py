@@ -23,7 +23,7 @@ JUST_LOADED = timedelta(seconds=5)
 _NAMED, _LONGEST_NAME = 5, 64
 
 
-class Spared(StrEnum):
+class ProtectionReason(StrEnum):
     """The reason why a replica is protected from eviction."""
 
     BUSY = "busy"
@@ -71,20 +71,20 @@ class Guard:
     spread: Set[str] = frozenset()
     """Models whose rule requires a replica on every node."""
 
-    def spares(self, resident: Resident, going: Mapping[str, int]) -> Spared | None:
-        """Return the reason that protects it, or None. `going` counts the evicted replicas per model."""
+    def spares(self, resident: Resident, evicted_count: Mapping[str, int]) -> ProtectionReason | None:
+        """Return the reason that protects it, or None. `evicted_count`: evictions so far, per model."""
         if resident.model_name == self.model_name:
-            return Spared.OWN
+            return ProtectionReason.OWN
         if resident.in_flight > 0:
-            return Spared.BUSY
+            return ProtectionReason.BUSY
         if resident.model_name in self.spread:
-            return Spared.SPREAD
-        remaining = self.loaded.get(resident.model_name, 0) - going.get(resident.model_name, 0)
+            return ProtectionReason.SPREAD
+        remaining = self.loaded.get(resident.model_name, 0) - evicted_count.get(resident.model_name, 0)
         if resident.model_name in self.minimums and remaining <= self.minimums[resident.model_name]:
-            return Spared.MINIMUM
+            return ProtectionReason.MINIMUM
         if resident.loaded_at is not None and resident.loaded_at > self.now - JUST_LOADED:
-            return Spared.FRESH
-        return Spared.UNKNOWN if resident.vram <= 0 else None
+            return ProtectionReason.FRESH
+        return ProtectionReason.UNKNOWN if resident.vram <= 0 else None
 
 
 @dataclass(frozen=True)

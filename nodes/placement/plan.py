@@ -10,12 +10,12 @@ from nodes.placement.explain import Explanation
 from nodes.placement.gpus import filled, given_back, total
 from nodes.placement.settle import LoadQuestion, Occupants, settle
 
-Wishes = Sequence[Set[UUID] | None]
+AllowedNodes = Sequence[Set[UUID] | None]
 """For each replica, the allowed nodes; None: any node."""
 
 
 def successive(
-    question: LoadQuestion, wishes: Wishes, occupants: Occupants | None = None
+    question: LoadQuestion, allowed_nodes: AllowedNodes, occupants: Occupants | None = None
 ) -> Iterator[Explanation]:
     """Yield the decision for each replica.
 
@@ -24,18 +24,16 @@ def successive(
     """
     view = question.view
     nodes = {node.id: node for node in view.nodes}
-    for allowed_nodes in wishes:
-        candidates = [node for node in nodes.values() if allowed_nodes is None or node.id in allowed_nodes]
-        allowed_view = replace(
-            view, nodes=candidates, restricted=view.restricted or allowed_nodes is not None
-        )
+    for node_ids in allowed_nodes:
+        candidates = [node for node in nodes.values() if node_ids is None or node.id in node_ids]
+        allowed_view = replace(view, nodes=candidates, restricted=view.restricted or node_ids is not None)
         allowed_question = replace(question, view=allowed_view)
         decision = allowed_view.decide()
         room = occupants.room(allowed_question, decision) if occupants is not None else None
         explanation = settle(allowed_question, decision, room)
         yield explanation
         if explanation.node is None:
-            if allowed_nodes is None:
+            if node_ids is None:
                 return
             continue
         node = explanation.node
