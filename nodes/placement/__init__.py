@@ -1,4 +1,4 @@
-"""Where a replica may go: feasibility, then ranking, with the reasons kept. Pure.
+"""Placement of a replica: feasible nodes, their ranking, and the reasons of the decision. Pure.
 
 A snapshot in, a decision out.
 """

@@ -1,10 +1,10 @@
-"""Chooses the node for one new replica.
+"""Choose the node for one new replica.
 
-First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
-failures of this load first, then those without a model of its concurrency groups (R2.82), then as R1.70 to
-R1.72 say, in the order that `nodes/replicas/finders.py` has in SQL: those with enough memory free, idle
-ones, fewest requests, most memory. Of nodes that are still equal, those that have the backend come first. The
-reasons of all others stay in the decision, so that the caller can say what is missing.
+First, each node that cannot take the replica gets a reason. The nodes without a reason are ranked: fewest
+failures of this load, then nodes without a model of its concurrency groups (R2.82), then R1.70 to R1.72 in
+the order that `nodes/replicas/finders.py` has in SQL: enough memory free, idle, fewest requests, most memory.
+Of nodes that are still equal, those with the backend come first. The decision keeps the reasons of the
+refused nodes, so that the caller can report what is missing.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from nodes.placement.setbacks import Setbacks
 
 
 class Reason(StrEnum):
-    """Why a node cannot take a replica now."""
+    """The reason why a node cannot take a replica now."""
 
     AGENT = "not a backend node"
     SELECTOR = "not matching the rule's selector"
@@ -48,22 +48,24 @@ _BY_STATUS = {
 
 _NONE: Setbacks = MappingProxyType({})
 _NAMED = 5
-"""Nodes that a refusal for want of room names, those with the most first."""
+"""Number of nodes that a refusal for lack of space names, those with the most first."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a replica needs of its node, in bytes; 0 = not known."""
+    """The resources that a replica needs on its node, in bytes; 0 = unknown."""
 
     vram: int = 0
     vram_required: bool = False
-    """R2.32: otherwise a node that lacks it only comes after those that have it."""
+    """True if a node without the memory is refused (R2.32); otherwise it ranks after those that have it."""
     disk: int = 0
     disk_required: bool = False
     files: int = 0
-    """The part of `disk` that is the model's files, which are sent to the node; 0 = none, or not known."""
+    """The part of `disk` for the model's files, which are sent to the node; 0 = none, or unknown."""
     own_gpus: bool = False
-    """Its definition says which GPUs it uses: then it sees all of them, and the node counts as a whole."""
+    """True if its definition selects the GPUs: then it sees all of them, and only the node's total memory
+    counts.
+    """
 
 
 NOTHING = Need()
@@ -71,61 +73,63 @@ NOTHING = Need()
 
 @dataclass(frozen=True)
 class Candidate:
-    """What placement sees of a node; memory in bytes."""
+    """The facts about a node that placement reads; memory in bytes."""
 
     id: UUID
     name: str
     node_type: str
     status: str
     free_vram: int
-    """Effectively free: available minus what is reserved (R1.51)."""
+    """Effectively free memory: available minus reserved (R1.51)."""
     loaded: int
-    """Loaded replicas of any model."""
+    """Number of loaded replicas of any model."""
     in_flight: int
     taken: frozenset[int]
     """Replica indices of this model in use on the node, in any state (R1.62 [S])."""
     slots: int
     """`max_replicas_per_model`."""
     labels: Labels = frozenset()
-    """Those that a selector asks for; others may be missing."""
+    """The labels that the selector tests; others may be missing."""
     available_vram: int = 0
     most_vram: int = 0
-    """What it can have free at most, with nothing loaded; 0 = not reported."""
+    """Most memory that the node can have free, with nothing loaded; 0 = not reported."""
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
     brought: int = 0
-    """Bytes of this model's files that it has."""
+    """Bytes of this model's files that the node already has."""
     gpus: Rooms = frozenset()
-    """What is effectively free on each GPU, by index; empty if the node does not tell them."""
+    """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
     file_port_failed: bool = False
-    """A model's files cannot be sent there now (`registry/file_port.py`)."""
+    """True if a model's files cannot be sent to the node now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
     """Loaded models that share a concurrency group with this one (R2.81)."""
     has_backend: bool = False
-    """The model's backend is installed; said of nodes that are equal otherwise (`replicas/installed.py`)."""
+    """True if the model's backend is installed; read for nodes that are otherwise equal
+    (`replicas/installed.py`).
+    """
 
     def why_not_alone(self) -> str:
-        """Why it takes a model beside those of its groups, for people."""
+        """Return why the node takes a model beside those of its concurrency groups, for people."""
         shared = ", ".join(sorted(self.conflicts))
         return f"beside {shared} of the same concurrency group: no better node can take it"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The node and replica index chosen, or neither; and why each other node was not feasible."""
+    """The chosen node and replica index, or neither; and why each other node was not feasible."""
 
     node: Candidate | None
     replica_index: int = 0
     refused: dict[UUID, Reason] = field(default_factory=dict)
     ranked: Sequence[Candidate] = ()
-    """Every feasible node, the chosen one first."""
+    """All feasible nodes, the chosen one first."""
     selector: Selector = ANY
     room: Mapping[Reason, str] = field(default_factory=dict)
-    """For want of room: what is needed, and what the nodes have that were refused for it."""
+    """Per reason that is a lack of space: the amount needed, and what the refused nodes have."""
 
     def why_none(self) -> str:
-        """One sentence for the caller when no node was found."""
+        """Return one sentence for the caller when no node was chosen."""
         if not self.refused:
             return "no node is registered"
         counts = Counter(self.refused.values())
@@ -140,23 +144,23 @@ class Decision:
 
 
 class Rank(NamedTuple):
-    """The terms by which feasible nodes are ordered, the first one that differs decides; least is best."""
+    """The sort key of feasible nodes: the first term that differs decides, and the least is best."""
 
     failures: int
-    """Of this load."""
+    """Failures of this load on the node."""
     shared: bool
-    """A model of the same concurrency group is loaded there."""
+    """True if a model of the same concurrency group is loaded on the node."""
     lacks: bool
-    """Not known to have the memory that is needed."""
+    """True if the node is not known to have the memory needed."""
     gpus: int
-    """On so many GPUs would it be: one that it is not split over comes first."""
+    """Number of GPUs that the replica would use: a node where it is not split comes first."""
     busy: bool
-    """Some replica is loaded there."""
+    """True if any replica is loaded on the node."""
     in_flight: int
     memory: int
-    """Negative: the most comes first."""
+    """Memory in bytes, negated: the most comes first."""
     lacks_backend: bool
-    """The model's backend would have to be installed."""
+    """True if the model's backend would have to be installed."""
     name: str
 
 
@@ -167,9 +171,10 @@ def refusal(
     *,
     selector: Selector = ANY,
 ) -> Reason | None:
-    """Why `node` cannot take one more replica, or None.
+    """Return why `node` cannot take one more replica, or None.
 
-    What does not pass by itself comes first: a node that does not match is of no use when it is back.
+    Reasons that do not pass by themselves come first: a node that does not match is of no use when it
+    recovers.
     """
     if node.node_type != "backend":
         return Reason.AGENT
@@ -189,27 +194,27 @@ def refusal(
 
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
-    """R2.38: whether it reports a disk, and that with less space than is needed beside what is there."""
+    """Return True if the node reports too little disk space, counting the files it already has (R2.38)."""
     return node.total_disk > 0 and node.available_disk + node.brought < need.disk
 
 
 def has_memory(node: Candidate, need: Need) -> bool:
-    """Whether what is needed is effectively free there; of an unknown need nothing can be said."""
+    """Return True if the needed memory is effectively free on the node, or the need is unknown."""
     return shares_of(node, need) is not None
 
 
 def shares_of(node: Candidate, need: Need) -> Shares | None:
-    """What it would take of each GPU (`gpus.fit`); None if the memory is lacking."""
+    """Return the bytes that a replica would take of each GPU (`gpus.fit`); None if the memory is lacking."""
     return fit(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
 
 
 def free_index(node: Candidate) -> int | None:
-    """R1.63: the lowest replica index not in use, or None when all slots are taken."""
+    """Return the lowest replica index not in use, or None when all slots are taken (R1.63)."""
     return lowest_free(node.taken, node.slots)
 
 
 def lowest_free(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
-    """R1.63, R1.64: the lowest index not taken, None when `cap` are taken.
+    """Return the lowest index not taken, or None when `cap` are taken (R1.63, R1.64).
 
     A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
     replicas any more and may still run: they do not count toward the cap, and they are not used again.
@@ -227,7 +232,7 @@ def choose(
     resting: Set[UUID] = frozenset(),
     selector: Selector = ANY,
 ) -> Decision:
-    """The best feasible node; one that is `resting` after a failure is not feasible.
+    """Choose the best feasible node; a node that is `resting` after a failure is not feasible.
 
     A node that failed this load before comes after those that failed it less often.
     """
@@ -246,42 +251,49 @@ def concluded(
     need: Need,
     selector: Selector,
 ) -> Decision:
-    """The decision that follows when every node is either ranked or refused."""
+    """Return the decision for nodes that are each either ranked or refused."""
     if not ranked:
-        return Decision(None, refused=refused, selector=selector, room=_room(considered, refused, need))
+        return Decision(
+            None, refused=refused, selector=selector, room=_lacks_by_reason(considered, refused, need)
+        )
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
 
 def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
-    """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
+    """Return the rank of a node: R2.82, then R1.70 if the need is known and the node has it.
+
+    Otherwise R1.71 and R1.72, without reservations.
+    """
     failures = setbacks[node.id].times if node.id in setbacks else 0
     shares = shares_of(node, need) if need.vram > 0 else None
     by_need = shares is not None
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
     shared = bool(node.conflicts)
-    parts, in_flight = len(shares or ()) or 1, node.in_flight if busy else 0
+    gpu_count, in_flight = len(shares or ()) or 1, node.in_flight if busy else 0
     return Rank(
-        failures, shared, not by_need, parts, busy, in_flight, -memory, not node.has_backend, node.name
+        failures, shared, not by_need, gpu_count, busy, in_flight, -memory, not node.has_backend, node.name
     )
 
 
 def equal_to_best(decision: Decision, need: Need, setbacks: Setbacks) -> list[Candidate]:
-    """Return the ranked nodes that only their names put behind the best, with it."""
+    """Return the best node and the ranked nodes that differ from it only by name."""
     ranks = ((node, rank(node, need, setbacks)) for node in decision.ranked)
     best: tuple[object, ...] = ()
     equal: list[Candidate] = []
-    for node, its in ranks:
-        best = best or its[:-1]
-        if its[:-1] != best:
+    for node, node_rank in ranks:
+        best = best or node_rank[:-1]
+        if node_rank[:-1] != best:
             break
         equal.append(node)
     return equal
 
 
-def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
-    """R2.39: the figures of the nodes that were refused for want of room."""
-    words = {}
+def _lacks_by_reason(
+    nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
+) -> dict[Reason, str]:
+    """Describe the memory or disk of the nodes that were refused for lack of it (R2.39)."""
+    descriptions = {}
     by_memory, by_gpus = (
         sorted((n for n in nodes if refused.get(n.id) is reason), key=lambda n: (-n.free_vram, n.name))
         for reason in (Reason.MEMORY, Reason.GPUS)
@@ -290,47 +302,51 @@ def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
         (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
     )
     if by_memory:
-        has = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
-        words[Reason.MEMORY] = _listed(_up(need.vram), has)
+        free_by_node = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
+        descriptions[Reason.MEMORY] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
     if by_gpus:
-        has = [f"{n.name} has {gpus_free(n)} free" for n in by_gpus]
-        words[Reason.GPUS] = _listed(_up(need.vram), has)
+        free_by_node = [f"{n.name} has {gpus_free(n)} free" for n in by_gpus]
+        descriptions[Reason.GPUS] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
     if by_disk:
-        has = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
-        words[Reason.DISK] = _listed(disk_words(need.files, need.disk), has)
-    return words
+        free_by_node = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
+        descriptions[Reason.DISK] = _with_nodes(disk_words(need.files, need.disk), free_by_node)
+    return descriptions
 
 
-def _listed(needed: str, nodes: Sequence[str]) -> str:
-    more = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
-    return f" ({needed}: {', '.join([*nodes[:_NAMED], *more])})"
+def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
+    suffix = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
+    return f" ({needed}: {', '.join([*nodes[:_NAMED], *suffix])})"
 
 
 def disk_words(files: int, needed: int) -> str:
     """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
     if files <= 0:
-        return _up(needed) + (" assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else "")
+        return _gib_rounded_up(needed) + (
+            " assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else ""
+        )
     size = (
-        _up(files) if files >= 2**30 else next(f"{-(-files // 2**n)} {u}" for n, u in _UNITS if files >= 2**n)
+        _gib_rounded_up(files)
+        if files >= 2**30
+        else next(f"{-(-files // 2**n)} {u}" for n, u in _UNITS if files >= 2**n)
     )
-    return f"{size} of files and {_up(needed - files)} to spare" if needed > files else size
+    return f"{size} of files and {_gib_rounded_up(needed - files)} to spare" if needed > files else size
 
 
 _UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
 
 
-def _up(amount: int) -> str:
-    """Rounded up: what is needed never looks as small as what is there."""
+def _gib_rounded_up(amount: int) -> str:
+    """Format bytes as GiB, rounded up: a need never looks as small as what is free."""
     return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
 
 
 def gpus_free(node: Candidate) -> str:
-    """What is free on each of its GPUs, the roomiest ones first; empty if it does not tell them."""
+    """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
     rooms = sorted((room for _, room in node.gpus), reverse=True)
-    more = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
-    return " + ".join([*map(gib, rooms[:_NAMED]), *more])
+    suffix = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
+    return " + ".join([*map(gib, rooms[:_NAMED]), *suffix])
 
 
 def gib(amount: int) -> str:
-    """Rounded down: what is there never looks as large as what is needed."""
+    """Format bytes as GiB, rounded down: free memory never looks as large as a need."""
     return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"

@@ -1,42 +1,42 @@
-"""How long a load may take: its LoadModel by the size of the files, and the whole by what it does. Pure.
+"""Limits for the duration of a load: its LoadModel by the size of the files, the load by its steps. Pure.
 
-All in seconds. A whole load has no fixed limit: `hold` is how long it is wanted at first, and what moves
-pushes that on (`nodes/loading/hold.py`).
+All in seconds. A load as a whole has no fixed limit: `hold` is its first progress deadline, and any progress
+extends it (`nodes/loading/hold.py`).
 """
 
 LOAD, LONGEST_LOAD = 300.0, 6 * 3600.0
-"""C28: of a payload that is not known, and of any."""
-_A_GIB = 20.0
+"""Limit for a payload of unknown size, and the largest limit (C28)."""
+_SECONDS_PER_GIB = 20.0
 INSTALL = 900.0
 MARGIN, LEAST_HOLD = 300.0, 1500.0
-"""C29."""
+"""The margin and the smallest progress deadline (C29)."""
 STALL = 300.0
-"""C30: without progress for so long, a load is not wanted any more."""
-_READ_A_SECOND = 32 * 2**20
+"""Time without progress after which a load is abandoned (C30)."""
+_BYTES_READ_PER_SECOND = 32 * 2**20
 LONGEST_HOLD = 24 * 3600.0
-"""C31."""
+"""Largest age of a load (C31)."""
 
 
 def load_limit(payload: int, given: float = 0.0) -> float:
-    """R2.60: the limit of one LoadModel for files of `payload` bytes (0 = not known); `given` wins."""
+    """Return the limit of one LoadModel for files of `payload` bytes (0 = unknown); `given` wins (R2.60)."""
     if given > 0:
         return given
-    return min(LOAD + _A_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)
+    return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)
 
 
 def hold(install: float, load: float) -> float:
-    """R2.24, R2.25: how long a load is wanted before anything has moved."""
+    """Return the progress deadline of a load before any progress (R2.24, R2.25)."""
     return max((install if install > 0 else INSTALL) + (load if load > 0 else LOAD) + MARGIN, LEAST_HOLD)
 
 
 def pushed_on(age: float, more: float, base: float) -> float:
-    """R2.24: for how much longer a load of this age is wanted that has moved, or begins what may take `more`.
+    """Return the seconds that a load may take from now: after progress, or before a step of `more` (R2.24).
 
-    Never past the absolute limit, which is at least the base.
+    With its `age` they never exceed the absolute limit, which is at least `base`.
     """
     return max(min(more, max(LONGEST_HOLD, base) - age), 0.0)
 
 
 def hashing(size: int) -> float:
-    """How long a worker may take that reads a file of `size` bytes for its hash."""
-    return max(size, 0) / _READ_A_SECOND
+    """Return the time that a worker may take to hash a file of `size` bytes."""
+    return max(size, 0) / _BYTES_READ_PER_SECOND

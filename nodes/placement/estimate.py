@@ -1,36 +1,36 @@
-"""How much memory and disk a model needs, from the size of its files and its options (R2.37, R2.40, R2.41).
+"""Estimate the memory and disk space of a model from its files and options (R2.37, R2.40, R2.41).
 
-Pure. `nodes/definitions/sizes.py` measures the files. 0 bytes means that it is not known.
+Pure. `nodes/definitions/sizes.py` measures the files. 0 bytes means unknown.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 CONTEXT = 8192
-"""C37: tokens, if the definition does not say."""
+"""Tokens of context if the definition does not set them (C37)."""
 UNKNOWN_PAYLOAD = 2 * 2**30
 LEAST_MARGIN = 2**30
 LARGEST = 2**62
-"""An estimate is stored and added to others: a header that says nonsense must not end in an error."""
+"""Bytes. Estimates are stored and added up: a header with nonsensical values must not cause an error."""
 
-_BYTES_A_TOKEN = 2048
+_BYTES_PER_TOKEN = 2048
 _LAYERS, _EMBEDDING, _HEADS = 32, 4096, 8
 _KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_0": 5, "q5_1": 5, "q4_0": 4, "q4_1": 4}
 _PLAIN_KV_BITS = 16
 
 
 def vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]) -> int:
-    """R2.41: bytes that the engine will allocate for weights of `size` bytes; 0 if they are not known.
+    """Return the bytes that the engine will allocate for weights of `size` bytes; 0 if unknown (R2.41).
 
-    `header` has what a GGUF says of the model, by its keys without the architecture; None for other files,
-    empty for one that says nothing.
+    `header` holds the GGUF values of the model, by their keys without the architecture; None for other files,
+    empty for a file without values.
     """
     if size <= 0:
         return 0
     context = options.get("ContextSize") or 0
     context = context if context > 0 else CONTEXT
     if not header:
-        return min(size + _BYTES_A_TOKEN * context, LARGEST)
+        return min(size + _BYTES_PER_TOKEN * context, LARGEST)
     layers, on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
     if 0 < on_gpu < layers:
         size = size * on_gpu // layers
@@ -41,13 +41,13 @@ def vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]
 
 
 def _kv_bits(options: Mapping[str, Any]) -> int:
-    """Bits of one number in the cache of keys and values; the larger of the two if they differ."""
+    """Return the bits of one number in the cache of keys and values; the larger of the two if they differ."""
     kinds = (options.get("CacheTypeKey"), options.get("CacheTypeValue"))
     return max(_KV_BITS.get(str(kind).lower(), _PLAIN_KV_BITS) for kind in kinds)
 
 
 def disk(payload: int) -> int:
-    """R2.37: free bytes that a node must have for files of `payload` bytes."""
+    """Return the free bytes that a node must have for files of `payload` bytes (R2.37)."""
     if payload <= 0:
         return UNKNOWN_PAYLOAD
     return payload + max(payload // 20, LEAST_MARGIN)

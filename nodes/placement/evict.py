@@ -1,9 +1,9 @@
-"""Which replicas make room for a load that lacks memory on every node: the least recently used ones. Pure.
+"""Choose the least recently used replicas to evict for a load that lacks memory on every node. Pure.
 
-Memory is the only lack that an eviction helps: slots are counted for each model, so only the model's own
-replicas could free one, and those serve. Victims are on one node, and no more than it needs. What is leaving
-there already counts as free, and what loads have reserved counts as taken, so two loads never make the same
-room twice. Whose leaving frees an unknown amount is no victim.
+An eviction helps only against a lack of memory. Slots are counted per model, so only replicas of the model
+itself could free one, and those serve. All victims are on one node, no more of them than the load needs.
+The memory of replicas that are already terminating counts as free, and memory that loads have reserved counts
+as taken, so two loads never free the same memory twice. A replica of unknown size is no victim.
 """
 
 from collections import Counter
@@ -17,14 +17,14 @@ from nodes.placement.choose import Candidate, Need, Reason, has_memory
 from nodes.placement.gpus import Rooms, given_back
 
 JUST_LOADED = timedelta(seconds=5)
-"""A replica is spared for so long after its load: the requests that waited for it are on their way."""
+"""Time after its load that a replica is protected: the requests that waited for it are on their way."""
 
 
 _NAMED, _LONGEST_NAME = 5, 64
 
 
-class Spared(StrEnum):
-    """Why a replica is no victim."""
+class ProtectionReason(StrEnum):
+    """The reason why a replica is protected from eviction."""
 
     BUSY = "busy"
     OWN = "of the model itself"
@@ -44,73 +44,72 @@ class Resident:
     """`<model>#<index>`."""
     model_name: str
     leaving: bool
-    """It gets no requests any more and its engine is about to stop."""
+    """The replica receives no more requests, and its engine is about to stop."""
     in_flight: int
     last_used: datetime
     vram: int
-    """Bytes that it is estimated to use; 0 = not known."""
+    """Estimated memory use in bytes; 0 = unknown."""
     loaded_at: datetime | None = None
     gpus: Rooms = frozenset()
-    """How much of that is on which GPU, by index; empty if it is not known."""
+    """The part of `vram` on each GPU, by index; empty if unknown."""
 
     @property
     def replica_index(self) -> int:
-        """The one in its name."""
         return int(self.name.rpartition("#")[2])
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What keeps replicas from being evicted for a load of `model_name`."""
+    """The facts that protect replicas from an eviction for `model_name`."""
 
     model_name: str
     now: datetime
     loaded: Mapping[str, int]
-    """Loaded replicas by model, in the whole cluster."""
+    """Number of loaded replicas per model, in the whole cluster."""
     minimums: Mapping[str, int]
-    """Of the models that have a rule."""
+    """Minimum number of replicas per model, for the models that have a rule."""
     spread: Set[str] = frozenset()
-    """The models whose rule wants one on every node."""
+    """Models whose rule requires a replica on every node."""
 
-    def spares(self, one: Resident, going: Mapping[str, int]) -> Spared | None:
-        """Why this one may not go, if so many of each model go already; None if it may."""
-        if one.model_name == self.model_name:
-            return Spared.OWN
-        if one.in_flight > 0:
-            return Spared.BUSY
-        if one.model_name in self.spread:
-            return Spared.SPREAD
-        left = self.loaded.get(one.model_name, 0) - going.get(one.model_name, 0)
-        if one.model_name in self.minimums and left <= self.minimums[one.model_name]:
-            return Spared.MINIMUM
-        if one.loaded_at is not None and one.loaded_at > self.now - JUST_LOADED:
-            return Spared.FRESH
-        return Spared.UNKNOWN if one.vram <= 0 else None
+    def spares(self, resident: Resident, evicted_count: Mapping[str, int]) -> ProtectionReason | None:
+        """Return the reason that protects it, or None. `evicted_count`: evictions so far, per model."""
+        if resident.model_name == self.model_name:
+            return ProtectionReason.OWN
+        if resident.in_flight > 0:
+            return ProtectionReason.BUSY
+        if resident.model_name in self.spread:
+            return ProtectionReason.SPREAD
+        remaining = self.loaded.get(resident.model_name, 0) - evicted_count.get(resident.model_name, 0)
+        if resident.model_name in self.minimums and remaining <= self.minimums[resident.model_name]:
+            return ProtectionReason.MINIMUM
+        if resident.loaded_at is not None and resident.loaded_at > self.now - JUST_LOADED:
+            return ProtectionReason.FRESH
+        return ProtectionReason.UNKNOWN if resident.vram <= 0 else None
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """The node that gets room, by whose leaving; or no node."""
+    """The node on which memory is freed, and the replicas that free it; no node if no eviction helps."""
 
     node: Candidate | None
     victims: Sequence[Resident] = ()
-    """To be taken out; none if what leaves already is enough."""
+    """Replicas to evict; empty if the terminating ones free enough."""
     leaving: Sequence[Resident] = ()
-    """Those that leave already."""
+    """Replicas that are already terminating."""
     why: str = ""
-    """A sentence: what the load waits for, or why nothing can make room."""
+    """One sentence: the replicas that the load waits for, or the reason why none can free memory."""
     looked_at: Sequence[UUID] = ()
     among: Sequence[Resident] = ()
     guard: Guard | None = None
-    """What it was chosen from: nodes, replicas, and what keeps them."""
+    """The input of the decision: considered nodes, their replicas and the protection rules."""
 
 
 def short_of_memory(
     fleet: Iterable[Candidate], refused: Mapping[UUID, Reason], resting: Set[UUID] = frozenset()
 ) -> list[Candidate]:
-    """The nodes that lack nothing but memory; none while a node has it and only rests.
+    """Return the nodes that lack only memory; none if some node has the memory and merely backs off.
 
-    All other reasons come before it (`choose.refusal`), so these match the selector and have a free slot.
+    `choose.refusal` checks all other reasons first, so these nodes match the selector and have a free slot.
     """
     if Reason.SILENT in refused.values():
         return []
@@ -121,56 +120,56 @@ def short_of_memory(
 def choose_victims(
     nodes: Iterable[Candidate], residents: Iterable[Resident], guard: Guard, need: Need
 ) -> Eviction:
-    """For a load that needs so much: the node whose victims were last used the longest ago."""
+    """Choose the node whose victims were last used the longest ago, for a load with this need."""
     considered, among = list(nodes), list(residents)
     by_node: dict[UUID, list[Resident]] = {node.id: [] for node in considered}
-    for one in among:
-        if one.node_id in by_node:
-            by_node[one.node_id].append(one)
-    found = [
+    for resident in among:
+        if resident.node_id in by_node:
+            by_node[resident.node_id].append(resident)
+    options = [
         (node, victims)
         for node in considered
         if (victims := _least(node, by_node[node.id], guard, need)) is not None
     ]
     looked_at = list(by_node)
-    if not found:
+    if not options:
         why = _why_none(by_node.values(), guard)
         return Eviction(None, why=why, looked_at=looked_at, among=among, guard=guard)
-    node, victims = min(found, key=lambda one: _rank(*one))
-    leaving = [one for one in by_node[node.id] if one.leaving]
-    return Eviction(node, victims, leaving, _why(node, victims, leaving), looked_at, among, guard)
+    node, victims = min(options, key=lambda option: _rank(*option))
+    terminating = [resident for resident in by_node[node.id] if resident.leaving]
+    return Eviction(node, victims, terminating, _why(node, victims, terminating), looked_at, among, guard)
 
 
 def _least(
     node: Candidate, residents: Sequence[Resident], guard: Guard, need: Need
 ) -> tuple[Resident, ...] | None:
-    """The victims that give the node enough memory, the longest unused first; None if it cannot have it."""
-    soon = without(node, [one for one in residents if one.leaving])
+    """Return the fewest victims that free enough memory, the longest unused first; None if none do."""
+    soon = without(node, [resident for resident in residents if resident.leaving])
     victims: list[Resident] = []
-    going: Counter[str] = Counter()
-    for one in sorted(residents, key=lambda one: (one.last_used, one.id)):
+    evicted_by_model: Counter[str] = Counter()
+    for resident in sorted(residents, key=lambda resident: (resident.last_used, resident.id)):
         if has_memory(without(soon, victims), need):
             break
-        if not one.leaving and guard.spares(one, going) is None:
-            victims.append(one)
-            going[one.model_name] += 1
+        if not resident.leaving and guard.spares(resident, evicted_by_model) is None:
+            victims.append(resident)
+            evicted_by_model[resident.model_name] += 1
     if not has_memory(without(soon, victims), need):
         return None
-    for one in tuple(victims):
-        others = [other for other in victims if other is not one]
-        if has_memory(without(soon, others), need):
-            victims = others
+    for resident in tuple(victims):
+        remaining = [victim for victim in victims if victim is not resident]
+        if has_memory(without(soon, remaining), need):
+            victims = remaining
     return tuple(victims)
 
 
-def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
-    """The node when the memory of these is free again, on the GPUs where it is known to be.
+def without(node: Candidate, freed: Iterable[Resident]) -> Candidate:
+    """Return the node with the memory of the replicas `freed` free again, on the GPUs that used it.
 
-    What they use is an estimate: together they never give back more than the node can have.
+    Memory use is an estimate: all replicas together never free more than the node can have.
     """
     free, gpus = node.free_vram, node.gpus
-    for one in gone:
-        free, gpus = free + one.vram, given_back(gpus, one.gpus)
+    for resident in freed:
+        free, gpus = free + resident.vram, given_back(gpus, resident.gpus)
     if node.most_vram:
         free = min(free, max(node.most_vram, node.free_vram))
     return replace(node, free_vram=free, gpus=gpus)
@@ -179,25 +178,29 @@ def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
 def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime | None, int, str]:
     if not victims:
         return (False, None, 0, node.name)
-    return (True, max(one.last_used for one in victims), len(victims), node.name)
+    return (True, max(resident.last_used for resident in victims), len(victims), node.name)
 
 
-def _why(node: Candidate, victims: Sequence[Resident], leaving: Sequence[Resident]) -> str:
-    names = named([one.name for one in [*victims, *leaving]])
+def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
+    names = named([resident.name for resident in [*victims, *terminating]])
     return f"waits for {names} on {node.name} to stop" + (", the least recently used" if victims else "")
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few of them, cut, and how many more: there may be many, and names are long."""
-    every = sorted(names)
-    more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
-    return ", ".join([*(name[:_LONGEST_NAME] for name in every[:_NAMED]), *more])
+    """Join the first few names, each cut in length, and the number of the remaining ones."""
+    sorted_names = sorted(names)
+    suffix = [f"{len(sorted_names) - _NAMED} more"] if len(sorted_names) > _NAMED else []
+    return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_NAMED]), *suffix])
 
 
 def _why_none(residents: Iterable[Sequence[Resident]], guard: Guard) -> str:
-    every = [one for of_node in residents for one in of_node]
-    spared = Counter(str(guard.spares(one, {}) or "too small") for one in every if not one.leaving)
-    if not spared:
+    protected_count = Counter(
+        str(guard.spares(replica, {}) or "too small")
+        for of_node in residents
+        for replica in of_node
+        if not replica.leaving
+    )
+    if not protected_count:
         return ""
-    said = ", ".join(f"{count} {reason}" for reason, count in sorted(spared.items()))
-    return f"no replica there can make room: {said}"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(protected_count.items()))
+    return f"no replica there can make room: {reasons}"

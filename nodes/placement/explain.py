@@ -1,10 +1,11 @@
-"""Why a replica was placed where it was, or nowhere: the record of one decision. Pure.
+"""Explain why a replica was placed on its node, or nowhere: the record of one decision. Pure.
 
-A `FleetView` is all that a decision depends on. `explain` says in one sentence what decided: the first term
-of the rank in which the best node differs from the second, or what keeps all nodes out. Beside the sentence
-stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
+A `FleetView` is all that a decision depends on. `explain` states in one sentence what decided: the first term
+of the rank in which the best node differs from the second, or what excludes all nodes. The facts beside the
+sentence are the number of nodes that each reason excluded, the best nodes with their terms, and the nearest
+misses.
 
-What the decision was made from is kept elsewhere (`coded.py`, `sections.py`): it may be large.
+The input of the decision is stored elsewhere (`coded.py`, `sections.py`), because it may be large.
 """
 
 import heapq
@@ -36,25 +37,25 @@ from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setbacks
 
 MOST_BYTES = 16 * 1024
-"""Of one record as JSON, with everything."""
+"""Most bytes of one record as JSON, with everything."""
 SHOWN = 5
-"""Nodes that an explanation names: as many of the best, as many of the nearest misses."""
+"""Number of best nodes, and of nearest misses, that an explanation names."""
 LONGEST_SENTENCE = 1000
 _LONGEST_SELECTOR, _LONGEST_NAME = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
 AROUND = 2560
-"""Bytes left for what a row has besides an explanation: two names of 255 characters, ids and times."""
+"""Bytes reserved for the other columns of a row: two names of 255 characters, ids and times."""
 
 _FOR_VICTIMS = 2048
-"""And for the replicas that make room."""
+"""Bytes reserved for the replicas that are evicted."""
 
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
-"""`refusal` asks for what passes by itself last: who failed a later question was nearer."""
+"""`refusal` tests what passes by itself last: a node that failed a later test was nearer."""
 
 
 class Ending(StrEnum):
-    """What came of a decision."""
+    """The outcome of a decision."""
 
     PLACED = "placed"
     WAITING = "waiting"
@@ -66,7 +67,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class FleetView:
-    """All that a decision depends on."""
+    """The complete input of a decision."""
 
     nodes: Sequence[Candidate]
     need: Need
@@ -74,10 +75,10 @@ class FleetView:
     setbacks: Setbacks = field(default_factory=dict)
     resting: Set[UUID] = frozenset()
     restricted: bool = False
-    """Whether these are not all nodes, but those that the load may use."""
+    """True if `nodes` holds only the nodes that the load may use, not all nodes."""
 
     def decide(self) -> Decision:
-        """What placement makes of it."""
+        """Choose a node from this view."""
         return choose(
             self.nodes,
             need=self.need,
@@ -99,7 +100,7 @@ class Explanation:
 
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
-    """Why `snapshot` led to `decision`; never larger than `MOST_BYTES`."""
+    """Explain why `snapshot` led to `decision`, in at most `MOST_BYTES`."""
     sentence = cut(_sentence(snapshot, decision), LONGEST_SENTENCE)
     best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
     facts: dict[str, Any] = {
@@ -108,15 +109,15 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
         if snapshot.selector.labels != ANY.labels
         else "",
         "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
-        "refused": _counted(decision),
+        "refused": _refusal_counts(decision),
         "best": best,
         "misses": misses,
         "evicts": [],
     }
     if len(orjson.dumps([sentence, facts])) > MOST_BYTES - AROUND - _FOR_VICTIMS:
-        for one in [*best, *misses]:
-            one["node"] = cut(one["node"], _LONGEST_NAME)
-            one.pop("against", None)
+        for entry in [*best, *misses]:
+            entry["node"] = cut(entry["node"], _LONGEST_NAME)
+            entry.pop("against", None)
     outcome = Ending.WAITING if decision.node is None else Ending.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
@@ -130,19 +131,19 @@ NO_FLEET: Mapping[str, Any] = {
     "misses": [],
     "evicts": [],
 }
-"""The facts of a decision that no node was compared for."""
+"""The facts of a decision for which no nodes were compared."""
 
 
 def evicted(victims: Iterable[Resident]) -> list[dict[str, Any]]:
-    """The first of the replicas that make room: what they free, and since when they were idle."""
+    """Describe the first of the evicted replicas: the bytes they free, and since when they were idle."""
     return [
         {
-            "replica_id": str(one.id),
-            "replica": cut(one.name, _LONGEST_NAME),
-            "vram": one.vram,
-            "last_used": one.last_used.isoformat(),
+            "replica_id": str(victim.id),
+            "replica": cut(victim.name, _LONGEST_NAME),
+            "vram": victim.vram,
+            "last_used": victim.last_used.isoformat(),
         }
-        for one in heapq.nsmallest(SHOWN, victims, key=lambda one: (one.last_used, one.id))
+        for victim in heapq.nsmallest(SHOWN, victims, key=lambda victim: (victim.last_used, victim.id))
     ]
 
 
@@ -153,11 +154,11 @@ def _sentence(snapshot: FleetView, decision: Decision) -> str:
         return _against(snapshot, decision.node, decision.ranked[1])
     if not decision.refused:
         return "the only node"
-    counts = ", ".join(f"{one['count']} {one['reason']}" for one in _counted(decision))
+    counts = ", ".join(f"{entry['count']} {entry['reason']}" for entry in _refusal_counts(decision))
     return f"the only node that can take it; the others: {counts}"
 
 
-def _counted(decision: Decision) -> list[dict[str, Any]]:
+def _refusal_counts(decision: Decision) -> list[dict[str, Any]]:
     counts = Counter(decision.refused.values())
     return [
         {"code": code(reason), "reason": str(reason), "count": count}
@@ -166,41 +167,45 @@ def _counted(decision: Decision) -> list[dict[str, Any]]:
 
 
 def code(reason: Reason) -> str:
-    """The reason for programs."""
+    """Return the reason's code for programs."""
     return reason.name.lower()
 
 
-def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
-    """The term of the rank that put one node before the other."""
-    mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
-    behind = cut(other.name, _LONGEST_NAME)
-    term, one, two = _differing(snapshot.need, (mine, chosen), (its, other))
+def _against(snapshot: FleetView, chosen: Candidate, runner_up: Candidate) -> str:
+    """Name the term of the rank that put `chosen` before `runner_up`."""
+    chosen_rank, runner_up_rank = (
+        rank(node, snapshot.need, snapshot.setbacks) for node in (chosen, runner_up)
+    )
+    behind = cut(runner_up.name, _LONGEST_NAME)
+    term, figure, behind_figure = _differing(
+        snapshot.need, (chosen_rank, chosen), (runner_up_rank, runner_up)
+    )
     if term is None:
         return f"equal to {behind} in every term, the first by name"
-    return f"{term.ahead(mine)}: {one} against {two} on {behind}"
+    return f"{term.ahead(chosen_rank)}: {figure} against {behind_figure} on {behind}"
 
 
-def _behind(snapshot: FleetView, other: Candidate, chosen: Candidate) -> str:
-    """The same, said of the node that comes after the chosen one."""
-    its, best = (rank(one, snapshot.need, snapshot.setbacks) for one in (other, chosen))
+def _behind(snapshot: FleetView, node: Candidate, chosen: Candidate) -> str:
+    """Name the term of the rank that put the node behind the chosen one."""
+    node_rank, best_rank = (rank(ranked, snapshot.need, snapshot.setbacks) for ranked in (node, chosen))
     ahead = cut(chosen.name, _LONGEST_NAME)
-    term, one, two = _differing(snapshot.need, (its, other), (best, chosen))
+    term, figure, best_figure = _differing(snapshot.need, (node_rank, node), (best_rank, chosen))
     if term is None:
         return f"equal to {ahead} in every term, later by name"
-    return f"{term.behind(best)}: {one} against {two} on {ahead}"
+    return f"{term.behind(best_rank)}: {figure} against {best_figure} on {ahead}"
 
 
 def _differing(
-    need: Need, this: tuple[Rank, Candidate], that: tuple[Rank, Candidate]
+    need: Need, first: tuple[Rank, Candidate], second: tuple[Rank, Candidate]
 ) -> tuple["Term | None", str, str]:
-    """The first term in which two nodes differ, and its figures; None if they are equal."""
-    term = next((name for name in TERMS if getattr(this[0], name) != getattr(that[0], name)), None)
+    """Return the first term in which two nodes differ and its two figures; None if they are equal."""
+    term = next((name for name in TERMS if getattr(first[0], name) != getattr(second[0], name)), None)
     if term is None:
         return None, "", ""
-    one, two = TERMS[term].figure(*this, need), TERMS[term].figure(*that, need)
-    if term == "memory" and one == two:  # too near for GiB
-        one, two = f"{-this[0].memory} bytes", f"{-that[0].memory} bytes"
-    return TERMS[term], one, two
+    first_figure, second_figure = TERMS[term].figure(*first, need), TERMS[term].figure(*second, need)
+    if term == "memory" and first_figure == second_figure:  # too near for GiB
+        first_figure, second_figure = f"{-first[0].memory} bytes", f"{-second[0].memory} bytes"
+    return TERMS[term], first_figure, second_figure
 
 
 _Words = Callable[[Rank], str]
@@ -209,7 +214,7 @@ _Figure = Callable[[Rank, Candidate, Need], str]
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the rank in words: of the node that it puts ahead, of the one behind, and its figure."""
+    """A term of the rank in words: for the node that it puts ahead, for the one behind, and its figure."""
 
     ahead: _Words
     behind: _Words
@@ -301,5 +306,5 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
 
 
 def cut(text: str, longest: int) -> str:
-    """At most so many characters."""
+    """Cut the text to at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -1,4 +1,4 @@
-"""What if: replicas placed one after another on a fleet, each as if those before it were loaded. Pure."""
+"""Simulate placements: place replicas one by one on a fleet, each as if those before it were loaded. Pure."""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
@@ -10,56 +10,57 @@ from nodes.placement.explain import Explanation
 from nodes.placement.gpus import filled, given_back, total
 from nodes.placement.settle import LoadQuestion, Occupants, settle
 
-Wishes = Sequence[Set[UUID] | None]
-"""For each replica the nodes that it is for; None: any."""
+AllowedNodes = Sequence[Set[UUID] | None]
+"""For each replica, the allowed nodes; None: any node."""
 
 
 def successive(
-    question: LoadQuestion, wishes: Wishes, occupants: Occupants | None = None
+    question: LoadQuestion, allowed_nodes: AllowedNodes, occupants: Occupants | None = None
 ) -> Iterator[Explanation]:
-    """The decision for each replica; ends with the first for any node that finds none, as all after it would.
+    """Yield the decision for each replica.
 
-    What is evicted for one is gone for the next.
+    End after the first replica without allowed nodes that finds no node, as all after it would fail too. A
+    replica that is evicted for one decision is gone for the next.
     """
     view = question.view
     nodes = {node.id: node for node in view.nodes}
-    for only in wishes:
-        among = [node for node in nodes.values() if only is None or node.id in only]
-        looking = replace(view, nodes=among, restricted=view.restricted or only is not None)
-        asked = replace(question, view=looking)
-        decision = looking.decide()
-        room = occupants.room(asked, decision) if occupants is not None else None
-        told = settle(asked, decision, room)
-        yield told
-        if told.node is None:
-            if only is None:
+    for node_ids in allowed_nodes:
+        candidates = [node for node in nodes.values() if node_ids is None or node.id in node_ids]
+        allowed_view = replace(view, nodes=candidates, restricted=view.restricted or node_ids is not None)
+        allowed_question = replace(question, view=allowed_view)
+        decision = allowed_view.decide()
+        room = occupants.room(allowed_question, decision) if occupants is not None else None
+        explanation = settle(allowed_question, decision, room)
+        yield explanation
+        if explanation.node is None:
+            if node_ids is None:
                 return
             continue
-        left = told.node
+        node = explanation.node
         if room is not None and occupants is not None:
-            left, occupants = _emptied(left, room), occupants.without([*room.victims, *room.leaving])
-        nodes[left.id] = _with(left, told.replica_index, view.need)
+            node, occupants = _emptied(node, room), occupants.without([*room.victims, *room.leaving])
+        nodes[node.id] = _with(node, explanation.replica_index, view.need)
 
 
 def _emptied(node: Candidate, room: Eviction) -> Candidate:
-    """The node when those have gone that make room."""
+    """Return the node after the eviction."""
     freed = without(node, [*room.victims, *room.leaving])
     return replace(freed, loaded=max(freed.loaded - len(room.victims), 0))
 
 
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
-    """The node when the replica is loaded; the model's files are there once."""
+    """Return the node with the replica loaded; several replicas share the model's files."""
     disk = 0 if node.taken else max(need.disk - node.brought, 0)
     shares = shares_of(node, need)
     if shares is None:
         shares = filled(node.gpus, need.vram)
-    taken = total(shares, need.vram)
+    used_vram = total(shares, need.vram)
     return replace(
         node,
         taken=node.taken | {index},
         loaded=node.loaded + 1,
-        free_vram=node.free_vram - taken,
-        available_vram=max(node.available_vram - taken, 0),
+        free_vram=node.free_vram - used_vram,
+        available_vram=max(node.available_vram - used_vram, 0),
         gpus=given_back(node.gpus, ((index, -share) for index, share in shares.items())),
         available_disk=max(node.available_disk - disk, 0),
     )

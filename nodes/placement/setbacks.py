@@ -1,8 +1,8 @@
-"""Setbacks: which nodes failed one load, how often, and how long each rests before it is tried again.
+"""Node back-off per load: the nodes that failed the load, how often, and when each may be tried again.
 
-One node's silence delays that node and nothing else. The rest doubles with each failure of the same node, up
-to `LONGEST_REST`. Setbacks are kept in the operation's payload, so that the next attempt knows them on any
-controller.
+One unresponsive node delays that node and nothing else. The delay doubles with each failure of the same node,
+up to `LONGEST_REST`. Back-offs are stored in the operation's payload, so that the next attempt has them on
+any controller.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FIRST_REST, LONGEST_REST = 1.0, 15.0
 
 @dataclass(frozen=True)
 class Setback:
-    """How often a node failed a load, and until when it rests."""
+    """The number of failures of a node in one load, and the end of its back-off."""
 
     times: int
     until: datetime
@@ -27,30 +27,30 @@ Setbacks = Mapping[UUID, Setback]
 
 
 def after_failure(setbacks: Setbacks, node_id: UUID, now: datetime) -> dict[UUID, Setback]:
-    """The setbacks with one more failure of this node."""
+    """Return the back-offs with one more failure of this node."""
     times = setbacks[node_id].times + 1 if node_id in setbacks else 1
-    rest = min(FIRST_REST * 2.0 ** min(times - 1, 10), LONGEST_REST)
-    return {**setbacks, node_id: Setback(times, now + timedelta(seconds=rest))}
+    delay = min(FIRST_REST * 2.0 ** min(times - 1, 10), LONGEST_REST)
+    return {**setbacks, node_id: Setback(times, now + timedelta(seconds=delay))}
 
 
 def resting(setbacks: Setbacks, now: datetime) -> frozenset[UUID]:
-    """The nodes that are not to be tried yet."""
+    """Return the nodes that may not be tried yet."""
     return frozenset(node_id for node_id, setback in setbacks.items() if setback.until > now)
 
 
 def next_end(setbacks: Setbacks, now: datetime) -> float | None:
-    """Seconds until the first node has rested; None if none rests."""
+    """Return the seconds until the first back-off ends; None if no node backs off."""
     ends = [(setback.until - now).total_seconds() for setback in setbacks.values() if setback.until > now]
     return min(ends, default=None)
 
 
 def from_payload(payload: Mapping[str, Any]) -> dict[UUID, Setback]:
-    """What an operation's payload says."""
-    kept = payload.get("setbacks", {})
-    return {UUID(id): Setback(times, datetime.fromisoformat(until)) for id, (times, until) in kept.items()}
+    """Parse the back-offs in an operation's payload."""
+    entries = payload.get("setbacks", {})
+    return {UUID(id): Setback(times, datetime.fromisoformat(until)) for id, (times, until) in entries.items()}
 
 
 def into_payload(payload: Mapping[str, Any], setbacks: Setbacks) -> dict[str, Any]:
-    """The payload with these setbacks."""
-    kept = {str(id): [setback.times, setback.until.isoformat()] for id, setback in setbacks.items()}
-    return {**payload, "setbacks": kept}
+    """Return the payload with these back-offs."""
+    entries = {str(id): [setback.times, setback.until.isoformat()] for id, setback in setbacks.items()}
+    return {**payload, "setbacks": entries}

@@ -1,9 +1,9 @@
-"""A fleet whose nodes change one at a time, with their ranking kept for each kind of request. Pure.
+"""A fleet whose nodes change one at a time, with a stored ranking for each kind of request. Pure.
 
-`choose` looks at every node for every decision. Here each node is judged by the same functions, but again
-only after it has changed: a `Standing` keeps the nodes that one need and one selector refuse, with the
-reasons, and the others in the order of their rank. What one model or one load sees otherwise (slots taken,
-concurrency groups, setbacks) concerns few nodes, which are judged again for each decision.
+`choose` judges every node for every decision. Here the same functions judge a node only after it has changed:
+a ranking (`_Ranking`) holds the nodes that one need and one selector refuse, with the reasons, and the
+others in the order of their rank. Facts that only one model or one load sees (slots taken, concurrency
+groups, back-offs) concern few nodes, which are judged again for each decision.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,25 +20,25 @@ from nodes.placement.selector import Labels, Selector
 from nodes.placement.setbacks import Setbacks
 
 MOST_ROWS = 64_000
-"""Nodes in all standings together; those that were not asked for the longest time go."""
+"""Most nodes in all rankings together; the least recently used rankings are dropped."""
 _REBUILT = 8
-"""A standing is sorted again when more than one in so many nodes has changed."""
+"""A ranking is sorted again when more than one in this many nodes has changed."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a model sees of nodes that others do not: slots taken, models of its groups, files."""
+    """The facts about nodes that only one model sees: slots taken, models of its groups, files."""
 
     taken: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     brought: Mapping[UUID, int] = field(default_factory=dict)
 
     def nodes(self) -> set[UUID]:
-        """Those that it sees so."""
+        """Return the ids of the nodes with such facts."""
         return {*self.taken, *self.conflicts, *self.brought}
 
     def of(self, node: Candidate) -> Candidate:
-        """The node as the model sees it."""
+        """Return the node as the model sees it."""
         return replace(
             node,
             taken=self.taken.get(node.id, frozenset()),
@@ -52,31 +52,31 @@ _NO_SETBACKS: Setbacks = MappingProxyType({})
 
 
 class _Order:
-    """Nodes by rank. Two lists, because comparing and hashing in Python costs more than all the rest."""
+    """Nodes by rank. Two lists, because comparing and hashing in Python dominates the cost."""
 
     def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
         self.ranks, self.nodes = ranks, nodes
 
     def copy(self) -> "_Order":
-        """One that changes alone."""
+        """Return a copy that changes independently."""
         return _Order(self.ranks.copy(), self.nodes.copy())
 
-    def add(self, node: Candidate, its: Rank) -> None:
-        """Puts the node where it belongs."""
-        place = bisect_right(self.ranks, its)
-        self.ranks.insert(place, its)
-        self.nodes.insert(place, node)
+    def add(self, node: Candidate, node_rank: Rank) -> None:
+        """Insert the node at its rank."""
+        position = bisect_right(self.ranks, node_rank)
+        self.ranks.insert(position, node_rank)
+        self.nodes.insert(position, node)
 
-    def remove(self, id: UUID, its: Rank) -> None:
-        """Takes the node out that was added with this rank."""
-        place = bisect_left(self.ranks, its)
-        while self.nodes[place].id != id:
-            place += 1
-        del self.ranks[place], self.nodes[place]
+    def remove(self, id: UUID, node_rank: Rank) -> None:
+        """Remove the node that was added with this rank."""
+        position = bisect_left(self.ranks, node_rank)
+        while self.nodes[position].id != id:
+            position += 1
+        del self.ranks[position], self.nodes[position]
 
 
-class _Standing:
-    """All nodes for one need and one selector, as a model sees them that has no replica."""
+class _Ranking:
+    """All nodes for one need and one selector, as seen by a model that has no replica."""
 
     def __init__(self, need: Need, labels: Labels | None) -> None:
         self.need, self.selector = need, Selector("", labels)
@@ -88,18 +88,18 @@ class _Standing:
         self.changed: set[UUID] = set()
 
     def follow(self, fleet: Mapping[UUID, Candidate]) -> None:
-        """Judges again what has changed."""
-        whole = len(self.changed) * _REBUILT > len(fleet)
+        """Judge the changed nodes again."""
+        rebuild = len(self.changed) * _REBUILT > len(fleet)
         for id in self.changed:
             before = self._forget(id)
-            if before is not None and not whole:
+            if before is not None and not rebuild:
                 self.order.remove(id, before)
-            its = self._judge(fleet[id]) if id in fleet else None
-            if its is not None and not whole:
-                self.order.add(self.nodes[id], its)
-        if whole:
+            node_rank = self._judge(fleet[id]) if id in fleet else None
+            if node_rank is not None and not rebuild:
+                self.order.add(self.nodes[id], node_rank)
+        if rebuild:
             ranked = sorted(self.ranks.items(), key=itemgetter(1))
-            self.order = _Order([its for _, its in ranked], [self.nodes[id] for id, _ in ranked])
+            self.order = _Order([node_rank for _, node_rank in ranked], [self.nodes[id] for id, _ in ranked])
         self.changed.clear()
 
     def _forget(self, id: UUID) -> Rank | None:
@@ -108,61 +108,66 @@ class _Standing:
         return self.ranks.pop(id, None)
 
     def _judge(self, node: Candidate) -> Rank | None:
-        asked_for = frozenset(pair for pair in node.labels if pair[0] in self.keys)
-        self.nodes[node.id] = node = replace(node, labels=asked_for) if node.labels != asked_for else node
+        tested_labels = frozenset(pair for pair in node.labels if pair[0] in self.keys)
+        self.nodes[node.id] = node = (
+            replace(node, labels=tested_labels) if node.labels != tested_labels else node
+        )
         reason = refusal(node, need=self.need, selector=self.selector)
         if reason is not None:
             self.refused[node.id] = reason
             return None
-        self.ranks[node.id] = its = rank(node, self.need, _NO_SETBACKS)
-        return its
+        self.ranks[node.id] = node_rank = rank(node, self.need, _NO_SETBACKS)
+        return node_rank
 
 
 class StandingFleet:
-    """Every node with all its labels, without what a single model sees of it. Not for two threads at once."""
+    """All nodes with all their labels, without the facts that only one model sees. Not thread-safe."""
 
     def __init__(self) -> None:
         self.nodes: dict[UUID, Candidate] = {}
-        self._standings: OrderedDict[tuple[Need, Labels | None], _Standing] = OrderedDict()
+        self._rankings: OrderedDict[tuple[Need, Labels | None], _Ranking] = OrderedDict()
 
     def put(self, node: Candidate) -> None:
-        """The node is new, or other than before."""
+        """Add or replace the node."""
         self.nodes[node.id] = node
         self._changed(node.id)
 
     def drop(self, id: UUID) -> None:
-        """The node is gone."""
+        """Remove the node."""
         self.nodes.pop(id, None)
         self._changed(id)
 
     def _changed(self, id: UUID) -> None:
-        for standing in self._standings.values():
-            standing.changed.add(id)
+        for ranking in self._rankings.values():
+            ranking.changed.add(id)
 
-    def decide(self, asked: FleetView, own: Own = NOTHING_OWN) -> tuple[FleetView, Decision]:
-        """The question with all nodes, and with the labels that it asks for; and what `choose` answers."""
-        need, selector = asked.need, asked.selector
-        standing = self._standing(need, selector.labels)
-        nodes, refused, order = standing.nodes.copy(), standing.refused.copy(), standing.order.copy()
-        for id in (own.nodes() | {*asked.setbacks, *asked.resting}) & nodes.keys():
+    def decide(self, question: FleetView, own: Own = NOTHING_OWN) -> tuple[FleetView, Decision]:
+        """Return the complete question and the decision that `choose` would make.
+
+        The returned view has all nodes, with the labels that the question tests.
+        """
+        need, selector = question.need, question.selector
+        ranking = self._ranking(need, selector.labels)
+        nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
+        for id in (own.nodes() | {*question.setbacks, *question.resting}) & nodes.keys():
             if refused.pop(id, None) is None:
-                order.remove(id, standing.ranks[id])
+                order.remove(id, ranking.ranks[id])
             nodes[id] = node = own.of(nodes[id])
-            reason = refusal(node, asked.resting, need, selector=selector)
+            reason = refusal(node, question.resting, need, selector=selector)
             if reason is None:
-                order.add(node, rank(node, need, asked.setbacks))
+                order.add(node, rank(node, need, question.setbacks))
             else:
                 refused[id] = reason
-        seen = replace(asked, nodes=list(nodes.values()))
-        return seen, concluded(seen.nodes, order.nodes, refused, need, selector)
+        view = replace(question, nodes=list(nodes.values()))
+        return view, concluded(view.nodes, order.nodes, refused, need, selector)
 
-    def _standing(self, need: Need, labels: Labels | None) -> _Standing:
-        found = self._standings.get((need, labels))
-        if found is None:
-            found = self._standings[need, labels] = _Standing(need, labels)
-            found.changed.update(self.nodes)
-        self._standings.move_to_end((need, labels))
-        while len(self._standings) > max(MOST_ROWS // max(len(self.nodes), 1), 1):
-            self._standings.popitem(last=False)
-        found.follow(self.nodes)
-        return found
+    def _ranking(self, need: Need, labels: Labels | None) -> _Ranking:
+        ranking = self._rankings.get((need, labels))
+        if ranking is None:
+            ranking = self._rankings[need, labels] = _Ranking(need, labels)
+            ranking.changed.update(self.nodes)
+        self._rankings.move_to_end((need, labels))
+        while len(self._rankings) > max(MOST_ROWS // max(len(self.nodes), 1), 1):
+            self._rankings.popitem(last=False)
+        ranking.follow(self.nodes)
+        return ranking

@@ -1,4 +1,4 @@
-"""Who is a node: states, registration, identity, labels, drains, heartbeats, timeline, overrides.
+"""The registry of nodes: states, registration, identity, labels, drains, heartbeats, timeline, overrides.
 
-`services.py` names every verb that changes a node; callers outside this room use that module.
+`services.py` names every verb that changes a node; callers outside this package use that module.
 """

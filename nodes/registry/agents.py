@@ -1,7 +1,7 @@
-"""Agent nodes: the user and API key that the registry makes for them (R1.26, R1.31, R1.38).
+"""Agent nodes: the user and API key that the registry creates for them (R1.26, R1.31, R1.38).
 
-They live as long as the node: every approved registration replaces both, deregistration and a revoked secret
-remove them. The token leaves once and is stored nowhere.
+Both live as long as the node: every approved registration replaces them; deregistration and a revoked secret
+remove them. The token is returned once and stored nowhere.
 """
 
 from django.contrib.auth import get_user_model
@@ -16,7 +16,7 @@ _LONGEST_USERNAME = 150
 
 
 def provision(change: Change) -> str:
-    """Gives the agent a new user and key in place of any earlier ones; returns the key's plaintext."""
+    """Create a new user and key for the agent in place of any earlier ones; return the key's plaintext."""
     revoke(change)
     users = get_user_model()
     user = users.objects.create_user(username=_username(change.node))
@@ -27,7 +27,7 @@ def provision(change: Change) -> str:
 
 
 def revoke(change: Change) -> None:
-    """Removes the agent's user, its key goes with it; nothing if it has none."""
+    """Remove the agent's user, and with it the key; do nothing if it has none."""
     user_id = change.node.auth_user_id
     if user_id is None:
         return
@@ -36,8 +36,8 @@ def revoke(change: Change) -> None:
 
 
 def _username(node: BackendNode) -> str:
-    """`agent-worker:<node>`; with the node's id where that is too long or somebody else has the name."""
+    """Return `agent-worker:<node>`, with the node's id if that is too long or the name is taken."""
     users = get_user_model()
     name = users.normalize_username(f"agent-worker:{node.name}")
-    taken = users.objects.filter(username=name).exists()
-    return f"agent-worker:{node.id}" if taken or len(name) > _LONGEST_USERNAME else name
+    is_taken = users.objects.filter(username=name).exists()
+    return f"agent-worker:{node.id}" if is_taken or len(name) > _LONGEST_USERNAME else name

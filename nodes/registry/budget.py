@@ -1,4 +1,4 @@
-"""VRAM budgets: the text an operator or a worker writes, and the ceiling in bytes that it means (R1.49)."""
+"""VRAM budgets: parse the text of an operator or worker to a ceiling in bytes (R1.49)."""
 
 import re
 from decimal import Decimal
@@ -12,9 +12,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
 def ceiling(text: str, total: int) -> int:
-    """Bytes of `total` that may be used, 0 = no cap; raises ValueError if `text` is not a budget.
+    """Return the bytes of `total` that may be used, 0 = no cap; raise ValueError if `text` is not a budget.
 
-    `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
+    Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
     """
     text = text.strip().lower()
     if not text:
@@ -40,7 +40,7 @@ def _amount(number: Decimal, unit: str, total: int) -> int:
 
 
 def ceiling_or_none(text: str, total: int) -> int:
-    """Like `ceiling`, but an unreadable budget means no cap (R1.49, registry level)."""
+    """Return `ceiling`, or no cap if the budget is unreadable (R1.49, registry level)."""
     try:
         return ceiling(text, total)
     except ValueError:
@@ -48,5 +48,5 @@ def ceiling_or_none(text: str, total: int) -> int:
 
 
 def cap(available: int, ceiling_bytes: int) -> int:
-    """R1.36: what remains of `available` under a ceiling, 0 = no ceiling."""
+    """Return the part of `available` that a ceiling allows, 0 = no ceiling (R1.36)."""
     return min(available, ceiling_bytes) if ceiling_bytes else available

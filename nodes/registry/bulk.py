@@ -1,7 +1,7 @@
-"""Verbs of the registry over many nodes: one operation with a part for each node.
+"""Verbs of the registry over many nodes: one operation with a target for each node.
 
 `request` admits the operation; a controller runs it with `RunOnNodes`. Each node is one transaction that
-holds the verb and the outcome of its part. So an attempt that is cut off at any statement is continued, and
+holds the verb and the outcome of its target. So an attempt that is cut off at any statement is continued, and
 no node gets the verb twice. A refusal of one node does not stop the others. On one node a verb ends at once
 and is no operation.
 """
@@ -31,7 +31,7 @@ APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
 RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
 
 Options = Mapping[str, Any]
-"""Arguments of a verb as the operation's payload keeps them."""
+"""Arguments of a verb as the operation's payload stores them."""
 Verb = Callable[[UUID, Actor, datetime, Options], object]
 
 
@@ -44,7 +44,7 @@ class BulkFailed(errors.ClusterError):
 
 @dataclass(frozen=True)
 class BulkRequest:
-    """A verb, the nodes that it is for, and who requests it."""
+    """A verb, its nodes, and the user who requests it."""
 
     kind: str
     node_ids: Sequence[UUID]
@@ -57,7 +57,7 @@ class BulkRequest:
 def request(bulk: BulkRequest, *, now: datetime) -> Admission:
     """Admit the operation, or join the active one with the same verb, options and nodes.
 
-    A node that is not registered any more gets a part as well, which fails.
+    A node that is no longer registered gets a target as well, which fails.
     """
     ids = sorted(set(bulk.node_ids))
     names = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "name"))
@@ -82,23 +82,23 @@ class RunOnNodes:
     """Handler of every kind in `VERBS`."""
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Run the verb on each node whose part has not ended. Raises BulkFailed if a node refused it."""
+        """Run the verb on each node whose target has not ended. Raises BulkFailed if a node refused it."""
         for node_id in await in_thread(_unfinished_nodes, work):
             await in_thread(_run_on_node, work, node_id)
-        parts = await in_thread(lambda: list(OperationTarget.objects.filter(operation_id=work.id)))
-        refused = [f"{part.node_name}: {part.error}" for part in parts if part.status == TargetStatus.ERROR]
-        if refused:
-            raise BulkFailed("; ".join(refused))
+        rows = await in_thread(lambda: list(OperationTarget.objects.filter(operation_id=work.id)))
+        refusals = [f"{row.node_name}: {row.error}" for row in rows if row.status == TargetStatus.ERROR]
+        if refusals:
+            raise BulkFailed("; ".join(refusals))
         return {"message": f"done on {work.operation.element}"}
 
 
 def _unfinished_nodes(work: Work) -> list[UUID]:
-    parts = OperationTarget.objects.filter(operation_id=work.id).exclude(status__in=targets.ENDED)
-    return list(parts.order_by("node_id").values_list("node_id", flat=True))
+    unfinished = OperationTarget.objects.filter(operation_id=work.id).exclude(status__in=targets.ENDED)
+    return list(unfinished.order_by("node_id").values_list("node_id", flat=True))
 
 
 def _run_on_node(work: Work, node_id: UUID) -> None:
-    """Run the verb and end the part, both or neither. Raises LeaseLost.
+    """Run the verb and end the target, both or neither. Raises LeaseLost.
 
     The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
     """
@@ -116,9 +116,9 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
 
 
 def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
-    """An agent gets its API token when it registers again: no operation keeps a secret."""
-    compared = options.get("fingerprints", {}).get(str(node_id))
-    services.approve(node_id, actor=actor, now=now, reason=_reason(options), fingerprint=compared)
+    """Approve the node. An agent gets its API token when it registers again: no operation stores a secret."""
+    fingerprint = options.get("fingerprints", {}).get(str(node_id))
+    services.approve(node_id, actor=actor, now=now, reason=_reason(options), fingerprint=fingerprint)
 
 
 def _reject(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
@@ -155,4 +155,4 @@ VERBS: Mapping[str, Verb] = {
     LABEL: _label,
     REMOVE: _remove,
 }
-"""By kind of operation."""
+"""The verbs by kind of operation."""

@@ -1,7 +1,7 @@
-"""Who may speak for a node: claims, conflicts, rotation and revocation of secrets.
+"""Claims to a node's identity: conflicts, rotation and revocation of secrets.
 
-The first registration binds a secret to a name. A worker with another one is refused and becomes a
-conflict that an admin sees; the node itself goes on. A conflict is decided by an admin only.
+The first registration binds a secret to a name. A worker with another secret is refused and recorded as a
+conflict for an administrator; the node itself is unaffected. Only an administrator resolves a conflict.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 
 MOST_CONFLICTS = 32
-"""Conflicts kept for a node; a flood of claims counts on the last of them."""
+"""Most conflicts stored for a node; further claims increase the count of the last one."""
 MOST_INSTANCES = 16
 
 Kind = NodeConflict.Mismatch
-_SAID = {
+_REFUSAL_TEXTS = {
     Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin must accept this one",
     Kind.WEAK: "the name {name!r} is known by the shared token; an admin must accept this secret",
     Kind.TOKEN: "the name {name!r} belongs to a worker with a secret; the shared token is not enough",
@@ -39,11 +39,11 @@ NOT_ACCEPTABLE = {
     Kind.TOKEN: "a node with a secret cannot fall back to the shared token; deregister it instead",
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
-"""What an admin cannot answer with a yes, and what to do instead."""
+"""Conflicts that an administrator cannot accept, and the action to take instead."""
 
 
 def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
-    """Whether the bearer of `fingerprint` ("" = the shared token only) may register as `node`; None = yes."""
+    """Return the mismatch if a bearer of `fingerprint` ("" = shared token) may not register as `node`."""
     if principals.same(fingerprint, node.fingerprint):
         return Kind.INSTANCE if instance and instance in node.former_instances else None
     if node.fingerprint:
@@ -56,8 +56,8 @@ def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mi
 def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
     """Return True if an approved node without a secret would register from, or at, another host than before.
 
-    Its address is all that tells its worker from others who have the shared token. Another port of the same
-    host is a restart.
+    Its address is all that distinguishes its worker from others that have the shared token. Another port of
+    the same host is a restart.
     """
     if not node.weak_identity or node.approved_at is None:
         return False
@@ -69,7 +69,7 @@ def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
 
 
 def bind(change: Change, fingerprint: str, instance: str) -> None:
-    """Makes the bearer of `fingerprint` the node, and this process its voice."""
+    """Bind the node's identity to the bearer of `fingerprint`, and its instance to this process."""
     node = change.node
     if fingerprint != node.fingerprint or bool(fingerprint) is node.weak_identity:
         change.set(fingerprint=fingerprint, weak_identity=not fingerprint)
@@ -90,20 +90,20 @@ def note(
     advertised_address: str = "",
     claimed_name: str = "",
 ) -> errors.Conflict:
-    """Records the claim, once more if it is known; answers the refusal.
+    """Record the claim, or count a repeated one; return the refusal.
 
     The caller holds the node's lock, commits, then raises.
     """
-    seen = {
+    columns = {
         "source_address": source_address,
         "advertised_address": advertised_address,
         "node_source_address": node.source_address,
         "last_at": now,
     }
-    known = NodeConflict.objects.filter(node=node, kind=kind, claim=claim)
-    if not known.update(**seen, count=F("count") + 1):
-        _add(node, kind, claim, {**seen, "first_at": now, "claimed_name": claimed_name})
-    _open_again(known)
+    existing = NodeConflict.objects.filter(node=node, kind=kind, claim=claim)
+    if not existing.update(**columns, count=F("count") + 1):
+        _add(node, kind, claim, {**columns, "first_at": now, "claimed_name": claimed_name})
+    _reopen_accepted(existing)
     entry = Entry(
         node.id,
         node.name,
@@ -115,18 +115,18 @@ def note(
         {"kind": kind.value, "source_address": source_address, "advertised_address": advertised_address},
     )
     timeline.record_repeated(entry, at=now)
-    return errors.Conflict(_SAID[kind].format(name=node.name), field="name")
+    return errors.Conflict(_REFUSAL_TEXTS[kind].format(name=node.name), field="name")
 
 
-def _open_again(known: "QuerySet[NodeConflict]") -> None:
-    """A claim that was accepted once and does not fit any more is another question to an admin."""
-    known.filter(state=NodeConflict.State.ACCEPTED).update(
+def _reopen_accepted(matching: "QuerySet[NodeConflict]") -> None:
+    """Reopen an accepted claim that no longer fits: an administrator must decide it again."""
+    matching.filter(state=NodeConflict.State.ACCEPTED).update(
         state=NodeConflict.State.OPEN, decided_at=None, decided_by=""
     )
 
 
 def note_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
-    """Somebody called with the node's secret under the id of another process: seen, and nothing else."""
+    """Record a call with the node's secret under the instance id of another process, as a conflict only."""
     with transaction.atomic():
         node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
         if node is not None:
@@ -134,20 +134,21 @@ def note_other_process(node_id: UUID, instance: str, *, source_address: str, now
 
 
 def _add(node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: dict[str, Any]) -> None:
-    waiting = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
-    if waiting.count() < MOST_CONFLICTS:
+    open_conflicts = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
+    if open_conflicts.count() < MOST_CONFLICTS:
         NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)
         return
-    last = waiting.order_by("-last_at").values_list("pk", flat=True)[:1]
-    NodeConflict.objects.filter(pk__in=list(last)).update(count=F("count") + 1, last_at=columns["last_at"])
+    newest = open_conflicts.order_by("-last_at").values_list("pk", flat=True)[:1]
+    NodeConflict.objects.filter(pk__in=list(newest)).update(count=F("count") + 1, last_at=columns["last_at"])
 
 
 def accept_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """The claimant is the node from now on; who was it before is refused.
+    """Bind the node to the claimant; its former bearer is refused from now on.
 
-    Raises NotFound, and Conflict if it is decided already or cannot be accepted. A refused one still can.
+    Raises NotFound, and Conflict if it is already accepted or cannot be accepted. A refused conflict still
+    can.
     """
     conflict = _conflict(conflict_id, node_id)
     if conflict.kind in NOT_ACCEPTABLE:
@@ -157,7 +158,7 @@ def accept_conflict(
         if conflict.kind == Kind.NAME:
             _rename(change, conflict.claimed_name)
         if conflict.kind == Kind.ADDRESS:
-            _move(change, conflict, actor)
+            _change_address(change, conflict, actor)
         elif conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
             change.tell(NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict))
         else:
@@ -168,7 +169,7 @@ def accept_conflict(
 def refuse_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """The node stays who it is; the claimant goes on being refused, and the conflict is open no more."""
+    """Keep the node's identity; the claimant stays refused, and the conflict is closed."""
     conflict = _conflict(conflict_id, node_id)
     with changing(conflict.node_id, now) as change:
         _decide(conflict, NodeConflict.State.REFUSED, actor, now)
@@ -188,7 +189,7 @@ def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
 
 
 def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now: datetime) -> None:
-    """Decides it as `state`, for one caller alone; the node is locked before it, as for a claim."""
+    """Set the conflict to `state`, for one caller alone; the node is locked before it, as for a claim."""
     decidable = [NodeConflict.State.OPEN]
     if state == NodeConflict.State.ACCEPTED:
         decidable.append(NodeConflict.State.REFUSED)
@@ -198,22 +199,22 @@ def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now
 
 
 def _rename(change: Change, name: str) -> None:
-    taken = BackendNode.objects.filter(name_key=names.key(name)).exclude(pk=change.node.pk).exists()
-    if taken:
+    is_taken = BackendNode.objects.filter(name_key=names.key(name)).exclude(pk=change.node.pk).exists()
+    if is_taken:
         raise errors.Conflict(f"there is another node named {name!r}", field="name")
     change.set(name=name, name_key=names.key(name))
 
 
 def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """The claimant's secret is the node's; nothing of the former worker counts until that one registers."""
+    """Bind the claimant's secret; drop the former worker's state until the claimant registers."""
     _replace_secret(change, conflict.claim, actor)
     change.set(instance="", former_instances=[], engine_token="")
     agents.revoke(change)
     change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
 
 
-def _move(change: Change, conflict: NodeConflict, actor: Actor) -> None:
-    """The node is at the claimed address from now on; who was it before is refused, also on the bus."""
+def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> None:
+    """Move the node to the claimed address; its former bearer is refused, also on the bus."""
     if not change.node.weak_identity:
         raise errors.Conflict("the node has a secret of its own by now", field="kind")
     change.set(
@@ -230,9 +231,9 @@ def _move(change: Change, conflict: NodeConflict, actor: Actor) -> None:
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
-    """The new secret; the former one is refused forever."""
+    """Bind the new secret; the former one is refused forever."""
     check_free(fingerprint)
-    _refuse_for_ever(change, actor)
+    _store_revocation(change, actor)
     change.set(
         fingerprint=fingerprint,
         weak_identity=False,
@@ -242,9 +243,9 @@ def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
 
 
 def check_free(fingerprint: str) -> None:
-    """Raises Conflict for a secret that belongs to a node or was revoked.
+    """Raise Conflict for a secret that belongs to a node or was revoked.
 
-    In this order: it may be revoked between the two queries.
+    The order matters: the secret may be revoked between the two queries.
     """
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
         raise errors.Conflict("this secret already belongs to a node", field="secret")
@@ -253,18 +254,18 @@ def check_free(fingerprint: str) -> None:
 
 
 def is_revoked(fingerprint: str) -> bool:
-    """Whether the secret is refused forever; "" is none."""
+    """Return True if the secret is refused forever; "" never is."""
     return any_revoked([fingerprint])
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
-    """Whether one of the secrets is refused forever; "" is none."""
+    """Return True if any of the secrets is refused forever; "" never is."""
     secrets = [fingerprint for fingerprint in fingerprints if fingerprint]
     return bool(secrets) and RevokedSecret.objects.filter(pk__in=secrets).exists()
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
-    """From now on the node's secret is good for two things: replacing itself, and registering before that."""
+    """Restrict the node's secret to replacing itself, and registering before that."""
     with changing(node_id, now) as change:
         if not change.node.fingerprint:
             raise errors.Conflict("the node has no secret of its own", field="weak_identity")
@@ -275,7 +276,10 @@ def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNo
 
 
 def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetime) -> BackendNode:
-    """The worker replaces its secret; the old one is refused forever. Raises NotAuthenticated if it lost."""
+    """Replace the secret of a worker; the old one is refused forever.
+
+    Raise NotAuthenticated if it is not current.
+    """
     fingerprint = identity.check_node_secret(new_secret)
     with changing(node_id, now) as change:
         if not principals.same(old_fingerprint, change.node.fingerprint):
@@ -286,10 +290,10 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
 
 
 def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """The secret is refused from now on, under any name; the node is pending and without identity."""
+    """Refuse the secret from now on, under any name; the node becomes pending and has no identity."""
     with changing(node_id, now) as change:
         change.happen(Event.REVOKED, actor, reason=reason)
-        _refuse_for_ever(change, actor)
+        _store_revocation(change, actor)
         agents.revoke(change)
         change.set(
             fingerprint="",
@@ -302,7 +306,7 @@ def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> B
     return change.node
 
 
-def _refuse_for_ever(change: Change, actor: Actor) -> None:
+def _store_revocation(change: Change, actor: Actor) -> None:
     node = change.node
     if node.fingerprint:
         RevokedSecret.objects.get_or_create(

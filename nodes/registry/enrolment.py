@@ -1,4 +1,4 @@
-"""Enrolment: approving beforehand the worker that will register under a name and prove itself by a secret."""
+"""Enrolment: approve in advance the worker that will register with this name and secret."""
 
 from datetime import datetime
 
@@ -13,20 +13,22 @@ from nodes.registry.claims import is_revoked
 from nodes.registry.states import Event
 
 PLACEHOLDER_ADDRESS = "unregistered"
-"""Address of an enrolled node until its worker registers; the node is offline for as long."""
+"""Address of an enrolled node until its worker registers; until then the node is offline."""
 ENROLLED = "enrolled, not seen yet"
 
 
 def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
-    """Approves the worker of that name and fingerprint; until it registers, the row is offline.
+    """Approve the worker of that name and fingerprint; until it registers, its row is offline.
 
-    Repeating it changes nothing, and an admin's no stays: a revoked secret is not bound again, a node that
-    was rejected or revoked not approved. Another fingerprint replaces the old one, because the caller
-    already rules the database. Raises Conflict for a name or a secret of another node.
+    Repeating it changes nothing, and it never overrides an administrator's refusal: a revoked secret is not
+    bound again, and a rejected or revoked node is not approved. Another fingerprint replaces the old one,
+    because the caller already controls the database. Raises Conflict for a name or a secret of another node.
     """
     names.check_name(name)
     with transaction.atomic():
-        BackendNode.objects.bulk_create([_enrolled(name, fingerprint, actor, now)], ignore_conflicts=True)
+        BackendNode.objects.bulk_create(
+            [_enrolled_node(name, fingerprint, actor, now)], ignore_conflicts=True
+        )
         node = BackendNode.objects.select_for_update(no_key=True).filter(name=name).first()
         if node is None:
             raise errors.Conflict(
@@ -54,7 +56,7 @@ def _bind(change: Change, fingerprint: str) -> None:
     )
 
 
-def _enrolled(name: str, fingerprint: str, actor: Actor, now: datetime) -> BackendNode:
+def _enrolled_node(name: str, fingerprint: str, actor: Actor, now: datetime) -> BackendNode:
     return BackendNode(
         name=name,
         name_key=names.key(name),

@@ -1,9 +1,9 @@
-"""The HTTP server of a node, through which it gets the files of models: can it be reached?
+"""Reachability of a node's HTTP server, through which the node gets the files of models.
 
 A load that cannot reach it records a failure and goes to another node; placement then leaves the node out of
 loads that bring files. `nodes/reconcilers/file_ports.py` checks the port when the node has been approved,
-every `EVERY` seconds, and after a failure at growing intervals, until it answers. The row is the truth
-(`file_port_*`), so every controller sees the failure of one.
+every `EVERY` seconds, and after a failure at growing intervals, until it answers. The state is stored in the
+row (`file_port_*`), so every controller sees the failure of one.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def seconds_until_due(*, now: datetime, at_most: float) -> float:
 
 
 def _checkable() -> BackendNodeQuerySet:
-    """Approved backend nodes that are not offline and have told an HTTP address."""
+    """Return the approved backend nodes that are not offline and have reported an HTTP address."""
     statuses = ("healthy", "draining", "unhealthy")
     return BackendNode.objects.filter(node_type="backend", status__in=statuses).exclude(http_address="")
 

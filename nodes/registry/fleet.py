@@ -1,7 +1,7 @@
-"""The same event for many nodes at once, in a constant number of statements.
+"""Apply one event to many nodes at once, in a constant number of statements.
 
 The nodes are locked in the order of their ids before anything else, as heartbeats do it, and their replicas
-after them, so that a pass over the fleet never waits for a transaction that waits for it.
+after them, so that a pass over the fleet and another transaction never wait for each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ from nodes.replicas import retire
 from operations.changes import events
 
 Why = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
-"""Cause and detail of what happens to a node."""
+"""Returns the cause and detail of the event for a node."""
 
 
 def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:
-    """The rows, locked until the transaction ends; who stopped fitting while this waited is left out."""
+    """Lock the rows until the transaction ends, and return them without those that no longer match."""
     return list(nodes.order_by("id").select_for_update(no_key=True, of=("self",)))
 
 
 def happen_to_all(
     nodes: Sequence[BackendNode], event: Event, actor: Actor, why: Why, *, now: datetime
 ) -> list[UUID]:
-    """Lets `event` happen to those of the locked nodes to which the table allows it; answers to which."""
+    """Apply `event` to those of the locked nodes for which the table allows it; return their ids."""
     entries: list[Entry] = []
     updates: dict[tuple[tuple[str, Any], ...], list[UUID]] = {}
     for node in nodes:
@@ -49,11 +49,11 @@ def happen_to_all(
     for values, ids in updates.items():
         rows = BackendNode.objects.filter(pk__in=ids)
         rows.update(**dict(values), revision=F("revision") + 1, updated_at=now)
-    _tell(entries, event, now)
+    _publish(entries, event, now)
     return [entry.node_id for entry in entries]
 
 
-def _tell(entries: Sequence[Entry], event: Event, now: datetime) -> None:
+def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
     if not entries:
         return
     ids = [entry.node_id for entry in entries]

@@ -1,7 +1,8 @@
-"""GPUs of a node one by one, as its worker tells them in registrations and heartbeats, and as they are shown.
+"""GPUs of a node one by one, as its worker reports them and as they are shown.
 
-They belong to the same reading as `available_vram`: both are written together, or the list is emptied by a
-worker that tells totals only. So a GPU is never taken for free by a figure that is older than the node's.
+Workers report them in registrations and heartbeats. They belong to the same reading as `available_vram`: both
+are written together, and a worker that reports only totals empties the list. So a GPU never counts as free by
+a figure that is older than the node's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,36 +19,36 @@ LENGTHS = {"uuid": 96, "name": 128}
 Told = list[dict[str, Any]]
 
 
-def read(told: Any) -> Told | None:
-    """The GPUs of a body, by index; None if it does not say. Raises InvalidInput naming the field.
+def read(value: Any) -> Told | None:
+    """Parse the GPUs of a body, sorted by index; None if it has none. Raise InvalidInput naming the field.
 
-    What is unknown in one of them is ignored.
+    Unknown fields of a GPU are ignored.
     """
-    if told is None:
+    if value is None:
         return None
-    if not isinstance(told, list) or len(told) > MOST:
+    if not isinstance(value, list) or len(value) > MOST:
         raise errors.InvalidInput(f"gpus must be a list of at most {MOST} GPUs", field="gpus")
-    found = [_gpu(f"gpus.{number}", one) for number, one in enumerate(told)]
-    _check_once(found, "index")
-    _check_once([one for one in found if one["uuid"]], "uuid")
-    return sorted(found, key=lambda one: one["index"])
+    parsed = [_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]
+    _check_unique(parsed, "index")
+    _check_unique([gpu for gpu in parsed if gpu["uuid"]], "uuid")
+    return sorted(parsed, key=lambda gpu: gpu["index"])
 
 
-def _gpu(field: str, told: Any) -> dict[str, Any]:
-    if not isinstance(told, dict):
+def _gpu(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
-    return {name: check(f"{field}.{name}", told.get(name)) for name, check in _CHECKS.items()}
+    return {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
 
 
-def _check_once(found: Sequence[Mapping[str, Any]], name: str) -> None:
-    seen = set()
-    for one in found:
-        if one[name] in seen:
-            raise errors.InvalidInput(f"gpus has two of {name} {one[name]}", field="gpus")
-        seen.add(one[name])
+def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
+    values = set()
+    for gpu in parsed:
+        if gpu[name] in values:
+            raise errors.InvalidInput(f"gpus has two of {name} {gpu[name]}", field="gpus")
+        values.add(gpu[name])
 
 
-def _whole(most: int) -> Callable[[str, Any], int]:
+def _whole_number(most: int) -> Callable[[str, Any], int]:
     def check(field: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
             raise errors.InvalidInput(f"{field} must be a whole number from 0 to {most}", field=field)
@@ -70,15 +71,15 @@ def _text(longest: int) -> Callable[[str, Any], str]:
 
 
 def _percent(field: str, value: Any) -> int | None:
-    return None if value is None else _whole(100)(field, value)
+    return None if value is None else _whole_number(100)(field, value)
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "index": _whole(LARGEST_INDEX),
+    "index": _whole_number(LARGEST_INDEX),
     "uuid": _text(LENGTHS["uuid"]),
     "name": _text(LENGTHS["name"]),
-    "total_vram": _whole(LARGEST),
-    "free_vram": _whole(LARGEST),
+    "total_vram": _whole_number(LARGEST),
+    "free_vram": _whole_number(LARGEST),
     "utilization": _percent,
 }
 SCHEMA: dict[str, Any] = {
@@ -100,4 +101,4 @@ SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""What `read` checks, for the API document."""
+"""The schema of the values that `read` accepts, for the API document."""

@@ -1,12 +1,12 @@
-"""Heartbeats: reading one, and writing many in one statement.
+"""Heartbeats: parse one, and write many in one statement.
 
-A caller is answered when its beat is proved; the beat itself is written with the next batch. The UPDATE
-proves it again by matching node id, fingerprint and process: a secret revoked in between writes nothing.
-Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
-its beat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation unless one was made
-after the figure came in; when that was is kept too, for what loads reserve beside it
-(`nodes/placement/reservations.py`). A new total moves the ceiling of a budget in percent; which budgets are
-concerned is read beforehand, so that a batch is always one UPDATE.
+A caller gets its response when its heartbeat is authenticated; the heartbeat itself is written with the next
+batch. The UPDATE checks it again by matching node id, fingerprint and process: a secret revoked in between
+writes nothing. Figures count only for nodes that are approved and online (R1.34). A node that was silent
+returns by its heartbeat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation
+unless the reservation was made after the figure arrived; the arrival time is stored too, for the reservations
+of loads (`nodes/placement/reservations.py`). A new total moves the ceiling of a budget in percent; these
+budgets are read beforehand, so that a batch is always one UPDATE.
 """
 
 import json
@@ -31,7 +31,7 @@ _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "avai
 _VENDOR_LENGTH = 32
 MOST_ENDED = 64
 ENDED_LENGTHS = {"process_key": 300, "address": 512}
-"""Most characters of what names an ended engine."""
+"""Most characters of the texts that identify an ended engine."""
 
 Key = tuple[UUID, str, str]
 """Node, fingerprint, process."""
@@ -39,9 +39,9 @@ Key = tuple[UUID, str, str]
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life: whose, by which fingerprint, when it came in, and what it reported (bytes).
+    """One heartbeat: the node, its fingerprint, the time of arrival, and the reported figures (bytes).
 
-    `measured_at` is when its `available_vram` came in, which in a merged beat may be earlier.
+    `measured_at` is the arrival time of its `available_vram`, which in a merged heartbeat may be earlier.
     """
 
     id: UUID
@@ -56,11 +56,11 @@ class Beat:
     available_disk: int | None = None
     gpu_vendor: str | None = None
     gpus: Told | None = None
-    """There if and only if `available_vram` is, unless somebody made the beat by hand."""
+    """Set if and only if `available_vram` is, except in heartbeats that are constructed by hand."""
 
     @property
     def key(self) -> Key:
-        """Beats of the same key are one row of a batch."""
+        """The row of a batch: heartbeats with the same key are merged."""
         return self.id, self.fingerprint, self.instance
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Beat:
             object.__setattr__(self, "measured_at", self.at)
 
     def after(self, earlier: "Beat") -> "Beat":
-        """This beat with what only the earlier one reported filled in."""
+        """Return this heartbeat, with figures that only the earlier one reported filled in."""
         missing = {name: value for name, value in asdict(earlier).items() if getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -78,35 +78,41 @@ class Overtaken(errors.ClusterError):
 
 
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
+    """Parse the known fields of a heartbeat (`contract/http-api.md` §1.2).
+
+    Raises InvalidInput naming the field.
+    """
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
-    each = gpus.read(body.get("gpus"))
-    if each is not None and values["available_vram"] is None:
-        values["available_vram"] = min(sum(one["free_vram"] for one in each), LARGEST)
-    if each is None and values["available_vram"] is not None:
-        each = []
-    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor")), "gpus": each}
+    parsed_gpus = gpus.read(body.get("gpus"))
+    if parsed_gpus is not None and values["available_vram"] is None:
+        values["available_vram"] = min(sum(gpu["free_vram"] for gpu in parsed_gpus), LARGEST)
+    if parsed_gpus is None and values["available_vram"] is not None:
+        parsed_gpus = []
+    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor")), "gpus": parsed_gpus}
 
 
 def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
-    """The engines of a beat that have ended by themselves; raises InvalidInput naming the field."""
-    told = body.get("ended_processes")
-    if told is None:
+    """Parse the engines of a heartbeat that ended by themselves; raise InvalidInput naming the field."""
+    entries = body.get("ended_processes")
+    if entries is None:
         return []
-    if not isinstance(told, list) or len(told) > MOST_ENDED:
+    if not isinstance(entries, list) or len(entries) > MOST_ENDED:
         raise errors.InvalidInput(
             f"ended_processes must be a list of at most {MOST_ENDED} processes", field="ended_processes"
         )
-    return [_ended(f"ended_processes.{number}", one) for number, one in enumerate(told)]
+    return [_ended(f"ended_processes.{number}", entry) for number, entry in enumerate(entries)]
 
 
-def _ended(field: str, told: Any) -> ExitReport:
-    """Keys and addresses are only compared, so any characters will do that a row can have."""
-    if not isinstance(told, dict):
+def _ended(field: str, entry: Any) -> ExitReport:
+    """Parse one ended engine.
+
+    Its texts are only compared, so any characters that a row can store are valid.
+    """
+    if not isinstance(entry, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
     texts = []
     for name, longest in ENDED_LENGTHS.items():
-        text = told.get(name)
+        text = entry.get(name)
         if not isinstance(text, str) or not 0 < len(text) <= longest:
             raise errors.InvalidInput(
                 f"{field}.{name} must be a text of 1 to {longest} characters", field=f"{field}.{name}"
@@ -138,9 +144,9 @@ def _vendor(value: Any) -> str | None:
 
 
 # The rows are locked in the order of their ids: two processes that write the same nodes never deadlock. A row
-# that somebody changed after this statement began is left out (its `ctid` is another one): to update it,
-# PostgreSQL would go back to the version that the statement saw, and others may queue there who wait for us.
-# `live` goes by the state before this statement: of the beat that brings a node back only the time counts.
+# that changed after this statement began is left out (its `ctid` differs): to update it, PostgreSQL would
+# return to the version that the statement read, where transactions may queue that wait for this one.
+# `live` is the state before this statement: of the heartbeat that brings a node back only the time counts.
 WRITE = f"""
 WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
@@ -209,32 +215,33 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 
 
 async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None.
+    """Write all heartbeats (no two of one key) in one statement; return per key the refusal, or None.
 
-    `Overtaken` is no refusal: somebody else changed the node at that moment, the beat is for the next batch.
+    `Overtaken` is no refusal: another transaction changed the node, and the heartbeat goes into the next
+    batch.
     """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
-    plain = [_plain(beat, budgets.get(beat.id, "")) for beat in beats]
-    rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
+    encoded = [_encode(beat, budgets.get(beat.id, "")) for beat in beats]
+    rows = await database.rows(WRITE, {"beats": json.dumps(encoded)})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
-    missed = await _refusals(database, [beat for beat in beats if beat.key not in written])
-    return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in missed.items()}
+    refusals = await _refusals(database, [beat for beat in beats if beat.key not in written])
+    return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in refusals.items()}
 
 
 async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Answers per key why the beat would be refused, or None; one SELECT for all, nothing is written."""
+    """Return per key the refusal of the heartbeat, or None; one SELECT for all, and nothing is written."""
     return await _refusals(database, beats)
 
 
 async def _budgets(database: Rows, ids: Sequence[UUID]) -> dict[UUID, str]:
-    """The budgets of the nodes that report a total; stock workers do not."""
+    """Return the budgets of the nodes that report a total; stock workers do not."""
     return dict(await database.rows(_BUDGETS, {"ids": ids})) if ids else {}
 
 
-def _plain(beat: Beat, text: str) -> dict[str, Any]:
-    """R1.36, "Port:": the ceiling that the budget `text` means for the reported total goes along.
+def _encode(beat: Beat, text: str) -> dict[str, Any]:
+    """Encode a heartbeat with the ceiling that the budget `text` means for its total (R1.36, "Port:").
 
-    It counts only while the node still has that budget.
+    The ceiling counts only while the node still has that budget.
     """
     text = text if beat.total_vram is not None else ""
     return asdict(beat) | {
@@ -250,18 +257,18 @@ async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.C
     if not beats:
         return {}
     names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
-    known = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
-    by_id, by_secret = {row.id: row for row in known}, {row.fingerprint: row for row in known}
+    node_facts = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
+    by_id, by_secret = {row.id: row for row in node_facts}, {row.fingerprint: row for row in node_facts}
     return {
         beat.key: verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
         for beat in beats
     }
 
 
-def verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
-    """Why the rows `known` refuse the beat, None if they prove it."""
+def verdict(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None:
+    """Return why these rows refuse the heartbeat, or None if they authenticate it."""
     try:
-        identity.judge(beat.id, beat.fingerprint, beat.instance, known)
+        identity.judge(beat.id, beat.fingerprint, beat.instance, rows)
     except errors.ClusterError as refusal:
         return refusal
     return None

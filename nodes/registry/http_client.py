@@ -1,4 +1,4 @@
-"""The HTTP client for the files of one worker: no redirect, no proxy of the environment, no other address."""
+"""HTTP client for the files of one worker: no redirects, no proxy of the environment, no other address."""
 
 import os
 
@@ -10,7 +10,7 @@ CONNECT_LIMIT = 10.0
 
 
 def client_of(server: HttpServer) -> httpx.AsyncClient:
-    """A client whose caller bounds the time of everything but a connection."""
+    """Return a client with a connect timeout only: the caller limits everything else."""
     bearer = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
     return httpx.AsyncClient(
         base_url=f"http://{server.contact.address}",
@@ -18,13 +18,13 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
         timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
         trust_env=False,
         follow_redirects=False,
-        # Plain HTTP, so nothing is verified; reading all certificates would hold the event loop for 20 ms.
+        # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
         verify=False,
     )
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a connection failed, in the operating system's words where it has any."""
+    """Return the reason why a connection failed, in the operating system's words where it has any."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno and cause.errno > 0:

@@ -1,6 +1,6 @@
-"""How a node proves itself: by a secret of its own (64 hex digits, made by the worker at its first start).
+"""Authentication of a node by its own secret (64 hex digits, created by the worker at its first start).
 
-The registry keeps SHA-256 fingerprints only. The shared registration token is not an identity, except for the
+The registry stores SHA-256 fingerprints only. The shared registration token is not an identity, except for
 stock workers that the operator admits with it. People and their keys are in `localai_cluster/accounts`.
 """
 
@@ -20,20 +20,23 @@ SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
 UNKNOWN = "-"
-"""Stands for the fingerprint of what cannot be a node's secret; no row ever carries it."""
+"""Fingerprint of a text that cannot be a node's secret; no row ever has it."""
 _NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
 _INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
 
 
 def check_node_secret(secret: str, header: str = SECRET_HEADER) -> str:
-    """The fingerprint of a worker's own secret; raises InvalidInput unless it is 64 lower-case hex digits."""
+    """Return the fingerprint of a secret; raise InvalidInput unless it is 64 lower-case hex digits."""
     if not _NODE_SECRET.match(secret):
         raise errors.InvalidInput(f"{header} must be 64 lower-case hex digits", field=header)
     return hash_secret(secret)
 
 
 def check_instance(instance: str) -> str:
-    """The id of a worker's process, "" for a worker that does not tell; InvalidInput for any other text."""
+    """Return the id of a worker's process, "" for a worker without one.
+
+    Raises InvalidInput for any other text.
+    """
     if not _INSTANCE.match(instance):
         raise errors.InvalidInput(
             f"{INSTANCE_HEADER} must be 32 lower-case hex digits", field=INSTANCE_HEADER
@@ -42,7 +45,7 @@ def check_instance(instance: str) -> str:
 
 
 def node_fingerprint(credential: str) -> str:
-    """What a node's row must carry for this credential.
+    """Return the fingerprint that a node's row must have for this credential.
 
     The hash of a node's secret, "" for an admitted shared token, UNKNOWN for any other text.
     """
@@ -52,13 +55,13 @@ def node_fingerprint(credential: str) -> str:
 
 
 def is_bound(fingerprint: str) -> bool:
-    """Whether this is the fingerprint of a node's own secret."""
+    """Return True if this is the fingerprint of a node's own secret."""
     return fingerprint not in ("", UNKNOWN) and BackendNode.objects.filter(fingerprint=fingerprint).exists()
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a verdict needs of one row."""
+    """The columns of one row that authentication needs."""
 
     id: UUID
     fingerprint: str
@@ -91,17 +94,17 @@ def judge(
     *,
     rotating: bool = False,
 ) -> Principal:
-    """Decides whether the bearer of `fingerprint`, in the process `instance`, is the node `node_id`.
+    """Authenticate the bearer of `fingerprint`, in the process `instance`, as the node `node_id`.
 
     `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token,
-    an empty instance for a worker that does not tell. Raises WrongCredential for what is no node's secret or
-    not this node's, NotFound for an unknown id, Forbidden for another node's secret, OtherProcess,
-    InvalidInput for what cannot be a process, and MustRotate unless the caller is about to. A worker whose
-    node was removed gets NotFound, so that it can register again.
+    an empty instance for a worker that sends none. Raises WrongCredential for a secret of no node or not of
+    this one, NotFound for an unknown id, Forbidden for another node's secret, OtherProcess, InvalidInput for
+    an invalid process id, and MustRotate unless `rotating`: the caller is replacing the secret. A worker
+    whose node was removed gets NotFound, so that it can register again.
     """
-    known = list(rows)
-    target = next((row for row in known if row.id == node_id), None)
-    if target is not None and _holds(target, fingerprint):
+    candidates = list(rows)
+    target = next((row for row in candidates if row.id == node_id), None)
+    if target is not None and _matches(target, fingerprint):
         if target.rotating and not rotating:
             raise MustRotate("an admin wants this secret replaced", rotate=True)
         if instance and instance != target.instance:
@@ -112,12 +115,12 @@ def judge(
         raise WrongCredential("invalid node credential")
     if target is None:
         raise errors.NotFound("node not found")
-    if fingerprint and not any(_holds(row, fingerprint) for row in known):
+    if fingerprint and not any(_matches(row, fingerprint) for row in candidates):
         raise WrongCredential("invalid node credential")
     raise errors.Forbidden("this credential belongs to another node")
 
 
-def _holds(row: NodeFacts, fingerprint: str) -> bool:
+def _matches(row: NodeFacts, fingerprint: str) -> bool:
     if not fingerprint:
         return row.weak and not row.fingerprint
     return bool(row.fingerprint) and hmac.compare_digest(row.fingerprint, fingerprint)
@@ -126,15 +129,15 @@ def _holds(row: NodeFacts, fingerprint: str) -> bool:
 def prove_node(
     node_id: UUID | None, credential: str, instance: str = "", *, rotating: bool = False
 ) -> Principal:
-    """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
+    """Return the node behind `credential` if it is `node_id`, in one query; raise like `judge`."""
     fingerprint = node_fingerprint(credential)
     rows = [] if fingerprint == UNKNOWN else _rows(node_id, fingerprint)
     return judge(node_id, fingerprint, instance, rows, rotating=rotating)
 
 
 def _rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:
-    wanted = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
-    found = BackendNode.objects.filter(Q(pk=node_id) | wanted).values_list(
+    by_secret = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
+    nodes = BackendNode.objects.filter(Q(pk=node_id) | by_secret).values_list(
         "id", "fingerprint", "weak_identity", "instance", "rotation_requested_at"
     )
-    return [NodeFacts(*row[:4], rotating=row[4] is not None) for row in found]
+    return [NodeFacts(*row[:4], rotating=row[4] is not None) for row in nodes]

@@ -1,9 +1,9 @@
-"""Join tokens: made by an admin, shown once, spent by the machines that register with them.
+"""Join tokens: created by an administrator, shown once, spent by the machines that register with them.
 
-A token works where the registration token does, for a while and for a number of new nodes. It proves nothing
-about a node: that does the worker's own secret, and an admin approves it. A worker whose secret is bound to a
-node holds its token in its environment, so it may register again even after the token has ended.
-This is the only writer of `join_tokens`.
+A token replaces the registration token, for a limited time and number of new nodes. It does not authenticate
+a node: the worker's own secret does that, and an administrator approves it. A worker whose secret is bound to
+a node keeps its token in its environment, so it may register again even after the token has expired. This
+module is the only writer of `join_tokens`.
 """
 
 import logging
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 PREFIX = "join-"
 SHORTEST, LONGEST, USUAL = 60, 7 * 86400, 3600
-"""Seconds for which a token may be valid, and is by default."""
+"""Shortest, longest and default validity of a token in seconds."""
 MOST_USES = 1000
 LONGEST_NOTE = 200
 _TOKEN = re.compile(PREFIX + r"[0-9a-f]{64}\Z")
 
 
 class TokenState(StrEnum):
-    """What a token is good for."""
+    """The validity of a token."""
 
     USABLE = "usable"
     REVOKED = "revoked"
@@ -48,7 +48,7 @@ class TokenState(StrEnum):
 
 @dataclass(frozen=True)
 class JoinTicket:
-    """A token that was recognised: what a registration and the timeline may know of it."""
+    """A recognised token: the part of it that a registration and the timeline may know."""
 
     id: UUID
     note: str
@@ -60,12 +60,12 @@ class TokenRefused(errors.NotAuthenticated):
 
 
 def is_join_token(credential: str) -> bool:
-    """Whether it has the form of one."""
+    """Return True if the credential has the form of a join token."""
     return _TOKEN.match(credential) is not None
 
 
 def state(token: JoinToken, now: datetime) -> TokenState:
-    """What the token is good for at `now`."""
+    """Return the token's state at `now`."""
     if token.revoked_at is not None:
         return TokenState.REVOKED
     if token.expires_at <= now:
@@ -76,7 +76,7 @@ def state(token: JoinToken, now: datetime) -> TokenState:
 def make(
     *, actor: Actor, now: datetime, note: str = "", lifetime: int = USUAL, uses: int = 1
 ) -> tuple[JoinToken, str]:
-    """Makes a token valid for `lifetime` seconds; returns the row and the token, which exists nowhere else.
+    """Create a token valid for `lifetime` seconds; return the row and the token, which is not stored.
 
     Raises InvalidInput naming the field that is out of bounds.
     """
@@ -108,22 +108,22 @@ def _refuse(field: str, complaint: str) -> None:
 
 
 def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
-    """From now on the token admits no new node; once more changes nothing. Raises NotFound."""
-    found = JoinToken.objects.filter(pk=token_id)
+    """Revoke the token: it admits no new node. Repeating it changes nothing. Raises NotFound."""
+    rows = JoinToken.objects.filter(pk=token_id)
     with transaction.atomic():
-        revoked = found.filter(revoked_at=None).update(revoked_at=now, revoked_by=str(actor))
+        revoked = rows.filter(revoked_at=None).update(revoked_at=now, revoked_by=str(actor))
         if revoked:
-            audit.record(Change("join_token.revoked", f"join token {found.get()}", str(token_id)), at=now)
+            audit.record(Change("join_token.revoked", f"join token {rows.get()}", str(token_id)), at=now)
             log.info("join token %s revoked by %s", token_id, actor)
-    if not revoked and not found.exists():
+    if not revoked and not rows.exists():
         raise errors.NotFound("join token not found")
 
 
 def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
-    """The ticket of a token that is offered with a worker's secret ("" without one). One or two queries.
+    """Return the ticket of a token that is offered with a worker's secret ("" without one).
 
-    Raises WrongCredential for an unknown token, TokenRefused for one that admits no new node,
-    unless the secret belongs to a node that has not been revoked.
+    Raises WrongCredential for an unknown token, TokenRefused for one that admits no new node, unless the
+    secret belongs to a node that has not been revoked. One or two queries.
     """
     row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
     if row is None:
@@ -133,46 +133,46 @@ def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
 
 
 def _require_usable(row: JoinToken, fingerprint: str, now: datetime) -> None:
-    found = state(row, now)
-    if found == TokenState.USABLE or is_bound(fingerprint):
+    token_state = state(row, now)
+    if token_state == TokenState.USABLE or is_bound(fingerprint):
         return
-    raise _unusable(row, found)
+    raise _unusable(row, token_state)
 
 
-def _unusable(row: JoinToken, found: TokenState) -> TokenRefused:
+def _unusable(row: JoinToken, token_state: TokenState) -> TokenRefused:
     admitted = f"{row.uses} of {row.max_uses} nodes"
-    said = {
+    reasons = {
         TokenState.REVOKED: "this join token was revoked",
         TokenState.EXPIRED: f"this join token expired at {row.expires_at:%Y-%m-%d %H:%M:%S}Z",
         TokenState.USED_UP: f"this join token is used up: it has admitted {admitted}",
     }
-    return TokenRefused(f"{said.get(found, 'this join token has just been used')}; make another one")
+    return TokenRefused(f"{reasons.get(token_state, 'this join token has just been used')}; make another one")
 
 
 def spend(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
-    """Takes one use for each new node (ticket and name), in the caller's transaction.
+    """Spend one use for each new node (ticket and name), in the caller's transaction.
 
-    One conditional UPDATE for each token, in the order of ids: racers wait for each other and never take more
-    uses than there are. Raises TokenRefused if there are not enough.
+    One conditional UPDATE for each token, in the order of ids: concurrent transactions wait for each other
+    and never spend more uses than there are. Raises TokenRefused if there are not enough.
     """
-    wanted = list(newcomers)
-    latest = {ticket.id: name for ticket, name in wanted}
-    for token_id, number in sorted(Counter(ticket.id for ticket, _ in wanted).items()):
-        left = JoinToken.objects.filter(
+    uses = list(newcomers)
+    latest = {ticket.id: name for ticket, name in uses}
+    for token_id, number in sorted(Counter(ticket.id for ticket, _ in uses).items()):
+        usable = JoinToken.objects.filter(
             pk=token_id, uses__lte=F("max_uses") - number, revoked_at=None, expires_at__gt=now
         )
-        spent = left.update(uses=F("uses") + number, last_used_at=now, last_used_by=latest[token_id])
+        spent = usable.update(uses=F("uses") + number, last_used_at=now, last_used_by=latest[token_id])
         if not spent:
             row = JoinToken.objects.filter(pk=token_id).first()
             raise _unusable(row, state(row, now)) if row else WrongCredential("invalid registration token")
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes at most `limit` tokens that expired before `before`; answers how many.
+    """Delete at most `limit` tokens that expired before `before`; return their number.
 
-    One that a node registered with stays: its worker restarts with it.
+    A token with which a node registered stays: its worker restarts with it.
     """
-    held = BackendNode.objects.filter(joined_with=OuterRef("pk"))
-    old = JoinToken.objects.filter(~Exists(held), expires_at__lt=before).order_by("expires_at", "pk")
+    nodes = BackendNode.objects.filter(joined_with=OuterRef("pk"))
+    old = JoinToken.objects.filter(~Exists(nodes), expires_at__lt=before).order_by("expires_at", "pk")
     deleted, _ = JoinToken.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
     return deleted

@@ -1,9 +1,9 @@
-"""The identities of all nodes in the memory of a web process, so that a heartbeat needs no SELECT of its own.
+"""Cache of all nodes' identities in a web process, so that a heartbeat needs no SELECT of its own.
 
-One statement reads them all. What it read proves a beat for at most 5 s, counted from the moment at which the
-statement was sent; a NOTIFY about a node removes its entry at once. A missing entry or a mismatch refuses no
-beat: the caller looks at the row first. So a lost NOTIFY lets a revoked secret pass for 5 s at most, and the
-batched UPDATE, which proves every beat again, still writes nothing for it.
+One statement reads all of them. The result authenticates heartbeats for at most 5 s, counted from the moment
+at which the statement was sent; a NOTIFY about a node removes its entry at once. A missing entry or a
+mismatch refuses no heartbeat: the caller reads the row first. So after a lost NOTIFY a revoked secret passes
+for 5 s at most, and the batched UPDATE, which checks every heartbeat again, still writes nothing for it.
 """
 
 import math
@@ -15,9 +15,9 @@ from nodes.registry.identity import NodeFacts
 from nodes.replicas.statements import Rows
 
 MAX_AGE = 5.0
-"""Seconds for which what was read proves a beat."""
-_FEW = 8
-"""All identities are read again early when more than one in so many was removed by a NOTIFY."""
+"""Seconds for which the cached rows authenticate heartbeats."""
+_REMOVED_RATIO = 8
+"""The cache is refreshed early when a NOTIFY has removed more than one in this many identities."""
 
 ALL = """
 SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
@@ -25,39 +25,39 @@ SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NU
 
 
 class KnownNodes:
-    """The identities as one web process remembers them; used on one event loop."""
+    """The cached identities of one web process; used on one event loop."""
 
     def __init__(self) -> None:
         self._nodes: dict[UUID, NodeFacts] = {}
         self._removed: set[UUID] = set()
-        self._as_of = self._not_before = -math.inf
+        self._read_at = self._not_before = -math.inf
 
     def accepts(self, beat: Beat) -> bool:
-        """Whether memory proves this beat. False means: look at the row."""
-        if clock.monotonic() - self._as_of >= MAX_AGE:
+        """Return True if the cache authenticates this heartbeat. False: the caller must read the row."""
+        if clock.monotonic() - self._read_at >= MAX_AGE:
             return False
-        known = self._nodes.get(beat.id)
-        return known is not None and verdict(beat, [known]) is None
+        node_facts = self._nodes.get(beat.id)
+        return node_facts is not None and verdict(beat, [node_facts]) is None
 
     @property
     def is_worn(self) -> bool:
-        """Whether it is time to read all identities again: they are too old, or too many are missing."""
-        age = clock.monotonic() - self._as_of
-        return age >= MAX_AGE or len(self._removed) * _FEW > len(self._nodes)
+        """Return True if the cache must be refreshed: it is too old, or too many entries are missing."""
+        age = clock.monotonic() - self._read_at
+        return age >= MAX_AGE or len(self._removed) * _REMOVED_RATIO > len(self._nodes)
 
     async def refresh(self, database: Rows) -> None:
-        """Reads all identities. What changes while they are being read is left out."""
+        """Read all identities. Nodes that change during the read are left out."""
         began = clock.monotonic()
         self._removed.clear()
-        found = {row[0]: NodeFacts(*row) for row in await database.rows(ALL, {})}
+        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.rows(ALL, {})}
         if began > self._not_before:
-            self._nodes = {node: facts for node, facts in found.items() if node not in self._removed}
-            self._as_of = began
+            self._nodes = {node: facts for node, facts in facts_by_node.items() if node not in self._removed}
+            self._read_at = began
 
     def forget(self, node: str) -> None:
-        """A NOTIFY about a node, or "" when some may have been missed."""
+        """Remove the node of a NOTIFY from the cache; "" = some NOTIFYs may have been missed, remove all."""
         if not node:
-            self._as_of, self._not_before = -math.inf, clock.monotonic()
+            self._read_at, self._not_before = -math.inf, clock.monotonic()
             return
         changed = UUID(node)
         self._removed.add(changed)
@@ -68,5 +68,5 @@ _shared = KnownNodes()
 
 
 def shared() -> KnownNodes:
-    """The identities that this web process remembers."""
+    """Return the cache of this web process."""
     return _shared

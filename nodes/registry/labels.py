@@ -1,8 +1,8 @@
-"""Labels: a worker's, an admin's and the registry's own (R1.40 to R1.44).
+"""Labels: a worker's, an administrator's and the registry's own (R1.40 to R1.44).
 
-Who set a label decides who may replace it: a worker's never touch an admin's, the registry's own win over
-both, and an own one that no longer holds goes. An admin's change with the `revision` that he looked at raises
-Conflict (field `revision`) if the node has changed since.
+The source of a label decides who may replace it: a worker's labels never replace an administrator's, the
+registry's own replace both, and an own label that no longer holds is removed. An administrator's change with
+the `revision` that he read raises Conflict (field `revision`) if the node has changed since.
 """
 
 from collections import defaultdict
@@ -28,7 +28,10 @@ Source = NodeLabel.Source
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidInput naming the key: at most 64, keys of 1 to 128, values up to 255 characters."""
+    """Raise InvalidInput naming the key unless all labels are valid.
+
+    At most 64 labels, keys of 1 to 128 and values of up to 255 characters.
+    """
     if len(labels) > MOST_LABELS:
         raise errors.InvalidInput(f"labels: at most {MOST_LABELS} are allowed", field="labels")
     for key, value in labels.items():
@@ -37,8 +40,8 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 def _check(key: str, value: str) -> None:
     field = f"labels.{key[:LONGEST_KEY]}"
-    if found := names.unprintable(key):
-        raise errors.InvalidInput(f"labels: a key must not contain the character {found}", field="labels")
+    if character := names.unprintable(key):
+        raise errors.InvalidInput(f"labels: a key must not contain the character {character}", field="labels")
     if not key.strip() or len(key) > LONGEST_KEY:
         raise errors.InvalidInput(f"labels: a key must have 1 to {LONGEST_KEY} characters", field="labels")
     # Clients resolve such a path before they send it: DELETE …/labels/../../<id> would be another route.
@@ -52,7 +55,7 @@ def _check(key: str, value: str) -> None:
 def set_labels(
     node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """R1.40: these and no others; answers the set. The registry's own come back at the next registration."""
+    """Replace all labels; return the new set. The registry's own return at the next registration (R1.40)."""
     check_labels(labels)
     return _edit(node_id, labels, None, actor, now, revision)
 
@@ -60,7 +63,7 @@ def set_labels(
 def merge_labels(
     node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """Sets these and leaves the others alone; answers the set."""
+    """Set these labels and keep the others; return the new set."""
     check_labels(labels)
     return _edit(node_id, labels, (), actor, now, revision)
 
@@ -68,35 +71,35 @@ def merge_labels(
 def remove_label(
     node_id: UUID, key: str, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> dict[str, str]:
-    """Removes one key, if it is there; answers the set."""
+    """Remove one key, if it exists; return the new set."""
     return _edit(node_id, {}, (key,), actor, now, revision)
 
 
 def edit_labels(
     node_id: UUID, labels: Mapping[str, str], *, drop: Collection[str], actor: Actor, now: datetime
 ) -> dict[str, str]:
-    """Sets these and removes the keys in `drop`, as one change; answers the set."""
+    """Set these labels and remove the keys in `drop`, as one change; return the new set."""
     check_labels(labels)
     return _edit(node_id, labels, drop, actor, now)
 
 
 def _edit(
     node_id: UUID,
-    wanted: Mapping[str, str],
+    new_labels: Mapping[str, str],
     drop: Collection[str] | None,
     actor: Actor,
     now: datetime,
     revision: int | None = None,
 ) -> dict[str, str]:
-    """Writes `wanted` as the admin's and removes `drop`; None removes what is not wanted."""
+    """Write the administrator's labels and remove the keys in `drop`; None removes all other keys."""
     with transaction.atomic():
         change = Change(locked(node_id, revision), now)
         before = _labels(change.node)
-        gone = {key for key in before if (key not in wanted if drop is None else key in drop)}
-        _check_count(before.keys() - gone | wanted.keys())
-        _write(change.node, wanted, Source.ADMIN)
-        _remove(change.node, gone)
-        _tell(change, actor, before, _labels(change.node))
+        removed_keys = {key for key in before if (key not in new_labels if drop is None else key in drop)}
+        _check_count(before.keys() - removed_keys | new_labels.keys())
+        _write(change.node, new_labels, Source.ADMIN)
+        _remove(change.node, removed_keys)
+        _record_change(change, actor, before, _labels(change.node))
         change.save()
         clear_cooldowns(now)
         return _labels(change.node)
@@ -108,7 +111,7 @@ def _check_count(keys: Collection[str]) -> None:
 
 
 def auto_labels(node: BackendNode) -> dict[str, str]:
-    """R1.41, R1.42: what the registry itself says of a node."""
+    """Return the registry's own labels of a node (R1.41, R1.42)."""
     labels = {"node.name": node.name, SLOTS: str(max(node.max_replicas_per_model, 1))}
     if node.gpu_vendor:
         labels["gpu.vendor"] = node.gpu_vendor
@@ -118,60 +121,65 @@ def auto_labels(node: BackendNode) -> dict[str, str]:
 
 
 def vram_bucket(total: int) -> str:
-    """R1.42: whole GiB, rounded down to a card's size."""
+    """Return whole GiB, rounded down to a card's size (R1.42)."""
     gib = total // _GIB
     floor = next((step for step in _BUCKETS if gib >= step), gib)
     return "80GB+" if floor == _BUCKETS[0] else f"{floor}GB"
 
 
 def reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
-    """R1.30: the workers' labels join the sets, an admin's stay, the registry's own win over both.
+    """Merge the labels that workers report into the stored sets (R1.30).
 
-    Two statements for any number of nodes, and one for each node that loses a label.
+    An administrator's labels stay, the registry's own replace both. Two statements for any number of nodes,
+    and one for each node that loses a label.
     """
-    known: dict[UUID, dict[str, NodeLabel]] = defaultdict(dict)
+    rows_by_node: dict[UUID, dict[str, NodeLabel]] = defaultdict(dict)
     old = [change.node.id for change, _ in reports if change.node.revision > 0]
     for label in NodeLabel.objects.filter(node_id__in=old) if old else ():
-        known[label.node_id][label.key] = label
+        rows_by_node[label.node_id][label.key] = label
     rows: list[NodeLabel] = []
     for change, reported in reports:
-        rows += _reported(change, reported, known[change.node.id], actor)
+        rows += _merge_reported(change, reported, rows_by_node[change.node.id], actor)
     _store(rows)
 
 
-def _reported(
+def _merge_reported(
     change: Change, reported: Mapping[str, str], rows: Mapping[str, NodeLabel], actor: Actor
 ) -> list[NodeLabel]:
-    """The labels to write; those that are gone are removed, and what changed is told."""
+    """Return the labels to write; remove stale ones, and record what changed."""
     automatic = auto_labels(change.node)
-    held = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
-    own = {key: value for key, value in reported.items() if key not in held}
+    reserved_keys = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
+    worker_labels = {key: value for key, value in reported.items() if key not in reserved_keys}
     stale = {key for key, label in rows.items() if label.source == Source.AUTO} - automatic.keys()
-    gone = stale - own.keys()
-    new = _unlike(rows, own, change.node, Source.WORKER) + _unlike(rows, automatic, change.node, Source.AUTO)
-    if not gone and not new:
+    removed_keys = stale - worker_labels.keys()
+    changed_rows = _changed_rows(rows, worker_labels, change.node, Source.WORKER) + _changed_rows(
+        rows, automatic, change.node, Source.AUTO
+    )
+    if not removed_keys and not changed_rows:
         return []
-    _check_count((rows.keys() | own.keys()) - gone - automatic.keys())
-    _remove(change.node, gone)
+    _check_count((rows.keys() | worker_labels.keys()) - removed_keys - automatic.keys())
+    _remove(change.node, removed_keys)
     before = {key: label.value for key, label in rows.items()}
-    after = {key: value for key, value in before.items() if key not in gone} | own | automatic
-    _tell(change, actor, before, after)
-    return new
+    after = (
+        {key: value for key, value in before.items() if key not in removed_keys} | worker_labels | automatic
+    )
+    _record_change(change, actor, before, after)
+    return changed_rows
 
 
-def _unlike(
+def _changed_rows(
     rows: Mapping[str, NodeLabel], labels: Mapping[str, str], node: BackendNode, source: NodeLabel.Source
 ) -> list[NodeLabel]:
-    """Those of `labels` that are not there yet in just this way: a worker mostly repeats itself."""
-    known = {key: label.value for key, label in rows.items() if label.source == source}
-    unlike = {key: value for key, value in labels.items() if known.get(key) != value}
-    return _rows(node, unlike, source)
+    """Return rows for the labels that are not stored in just this way: a worker mostly repeats itself."""
+    stored = {key: label.value for key, label in rows.items() if label.source == source}
+    changed = {key: value for key, value in labels.items() if stored.get(key) != value}
+    return _rows(node, changed, source)
 
 
 def refresh_slots_label(node: BackendNode) -> None:
-    """R1.45: `node.replica-slots` says the new cap; the other labels are left as they are.
+    """Set `node.replica-slots` to the new cap, and keep the other labels (R1.45).
 
-    The event of the cap says it already.
+    No event: the event of the cap states it already.
     """
     _write(node, {SLOTS: auto_labels(node)[SLOTS]}, Source.AUTO)
 
@@ -199,8 +207,8 @@ def _remove(node: BackendNode, keys: Collection[str]) -> None:
         NodeLabel.objects.filter(node=node, key__in=keys).delete()
 
 
-def _tell(change: Change, actor: Actor, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """One event for what changed, none if nothing did."""
+def _record_change(change: Change, actor: Actor, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Record one event for the difference, none if there is none."""
     detail = {
         "set": {key: value for key, value in after.items() if before.get(key) != value},
         "removed": sorted(before.keys() - after.keys()),

@@ -1,4 +1,4 @@
-"""Approval, rejection, absence and the end of a node."""
+"""Approval, rejection, absence and removal of a node."""
 
 import types
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ DEREGISTERED = "deregistered by the worker"
 
 @dataclass(frozen=True)
 class Approved:
-    """An approved node; an agent's API token, which exists nowhere else, "" for the others."""
+    """An approved node, and an agent's API token, which is stored nowhere else; "" for other nodes."""
 
     node: BackendNode
     api_token: str = ""
@@ -32,22 +32,22 @@ class Approved:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one node of a bulk action; `error` is empty if it worked."""
+    """The result of a bulk action for one node; `error` is empty on success."""
 
     id: UUID
     name: str = ""
     status: str = ""
     error: str = ""
     api_token: str = ""
-    """Of an agent, as in `Approved`."""
+    """API token of an agent, as in `Approved`."""
 
 
 def approve(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", fingerprint: str | None = None
 ) -> Approved:
-    """R1.15, R1.31: lets a pending node in. Raises NotFound, or InvalidInput naming the state it is in.
+    """Approve a pending node (R1.15, R1.31). Raise NotFound, or InvalidInput naming its state.
 
-    With the `fingerprint` that somebody compared, "" for none, it raises Conflict if it is another one now.
+    With the `fingerprint` that the user compared, "" for none, raises Conflict if it has changed.
     """
     with transaction.atomic():
         change = Change(locked(node_id), now)
@@ -74,14 +74,14 @@ def approve_many(
     now: datetime,
     fingerprints: Mapping[UUID, str] = types.MappingProxyType({}),
 ) -> list[Outcome]:
-    """Approves each on its own: what is wrong with one does not stop the others. In the order given.
+    """Approve each node on its own, in the given order: an error of one does not stop the others.
 
-    `fingerprints` are those that somebody compared, as in `approve`.
+    `fingerprints` are those that the user compared, as in `approve`.
     """
-    return [_approve_one(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
+    return [_approve_node(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
 
 
-def _approve_one(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> Outcome:
+def _approve_node(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> Outcome:
     try:
         approved = approve(node_id, actor=actor, now=now, fingerprint=fingerprint)
     except errors.ClusterError as refusal:
@@ -90,7 +90,7 @@ def _approve_one(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | 
 
 
 def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> BackendNode:
-    """An admin's no to a pending node: it stays pending, and no registration approves it by itself."""
+    """Reject a pending node: it stays pending, and registering again does not approve it."""
     with changing(node_id, now) as change:
         change.happen(Event.REJECTED, actor, reason=reason)
     return change.node
@@ -99,13 +99,13 @@ def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> Backen
 def deactivate(
     node_id: UUID, *, actor: Actor = actors.WORKER, now: datetime, reason: str = DEREGISTERED
 ) -> None:
-    """R1.20: the worker leaves: offline, replicas gone, the record stays."""
+    """Take the node offline because its worker leaves: its replicas end, the record stays (R1.20)."""
     with changing(node_id, now) as change:
         change.happen(Event.DEACTIVATED, actor, reason=reason)
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
-    """R1.21, R1.38, R1.39: removes the record with labels, intents, conflicts and an agent's user."""
+    """Remove the record with labels, intents, conflicts and an agent's user (R1.21, R1.38, R1.39)."""
     with transaction.atomic():
         change = Change(locked(node_id, removing=True), now)
         change.happen(Event.DEREGISTERED, actor)
@@ -115,13 +115,13 @@ def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
 
 
 def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
-    """R1.17: it did not answer; its replicas stay."""
+    """Mark the node unhealthy because it did not answer; its replicas stay (R1.17)."""
     with changing(node_id, now) as change:
         change.happen(Event.MARKED_UNHEALTHY, actor, reason=reason)
 
 
 def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> None:
-    """R1.18, R5.5: takes `mark_unhealthy` back and nothing else."""
+    """Revert `mark_unhealthy` and nothing else (R1.18, R5.5)."""
     with changing(node_id, now) as change:
         change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
 
@@ -139,7 +139,7 @@ def lose_contact(*, actor: Actor, now: datetime, reason: str) -> int:
 def fell_silent(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
-    """R5.4: declares those of the nodes gone that are still silent for `limit` seconds; answers how many.
+    """Take those of the nodes offline that are still silent for `limit` seconds; return their number (R5.4).
 
     `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
@@ -153,15 +153,15 @@ def fell_silent(
 
 
 def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
-    """R5.5: takes "unhealthy" back from those of the nodes that were heard since; answers how many.
+    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R5.5).
 
-    A constant number of statements for any number of nodes.
+    Returns their number. A constant number of statements for any number of nodes.
     """
     if not node_ids:
         return 0
-    heard = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
+    responsive = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
     with transaction.atomic():
-        nodes = lock_in_order(heard)
+        nodes = lock_in_order(responsive)
         return len(
             happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
         )

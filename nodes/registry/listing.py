@@ -1,8 +1,8 @@
-"""Filters, order and pages of lists, from the parameters of a request.
+"""Filters, order and pages of lists, parsed from the parameters of a request.
 
-A list without parameters is whole and by name. Every parameter has bounds, and one that is unknown, given
-twice or out of bounds is a 400 that names it. `X-Total-Count` says how many there are on all pages, `Link`
-leads to the neighbouring ones (RFC 8288).
+A list without parameters is complete and sorted by name. Every parameter has bounds; a parameter that is
+unknown, repeated or out of bounds is a 400 that names it. `X-Total-Count` is the number on all pages, `Link`
+leads to the neighbouring pages (RFC 8288).
 """
 
 import re
@@ -43,77 +43,77 @@ _NUMBER = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
 
 
 class _GpuNames(Func):
-    """The names of a node's GPUs, a line each."""
+    """The names of a node's GPUs, one per line."""
 
     template = "(SELECT string_agg(gpu->>'name', E'\\n') FROM jsonb_array_elements(%(expressions)s) AS gpu)"
     output_field = TextField()
 
 
 class Parameters:
-    """The parameters of a request; raises InvalidInput for one that is not among `known`."""
+    """The parameters of a request; raises InvalidInput for a parameter that is not among `allowed`."""
 
-    def __init__(self, given: QueryDict, *known: str) -> None:
-        unknown = next((name for name in given if name not in known), None)
+    def __init__(self, query: QueryDict, *allowed: str) -> None:
+        unknown = next((name for name in query if name not in allowed), None)
         if unknown is not None:
-            raise _bad(unknown[:64], "is not a parameter of this list")
-        self._given = given
+            raise _invalid(unknown[:64], "is not a parameter of this list")
+        self._query = query
 
     def many(self, name: str) -> list[str]:
-        """All values of a parameter that may be repeated."""
-        return self._given.getlist(name)
+        """Return all values of a parameter that may be repeated."""
+        return self._query.getlist(name)
 
     def text(self, name: str, longest: int) -> str:
-        """A printable text, "" if it is not given."""
-        values = self._given.getlist(name)
+        """Return a printable text, "" if the parameter is absent."""
+        values = self._query.getlist(name)
         if not values:
             return ""
         if len(values) > 1:
-            raise _bad(name, "is given more than once")
+            raise _invalid(name, "is given more than once")
         if not 1 <= len(values[0]) <= longest:
-            raise _bad(name, f"must have 1 to {longest} characters")
+            raise _invalid(name, f"must have 1 to {longest} characters")
         names.check_text(values[0], name)
         return values[0]
 
     def choice(self, name: str, choices: Collection[str]) -> str:
-        """One of the choices, "" if it is not given."""
+        """Return one of the choices, "" if the parameter is absent."""
         value = self.text(name, 64)
         if value and value not in choices:
-            raise _bad(name, f"must be one of {', '.join(choices)}")
+            raise _invalid(name, f"must be one of {', '.join(choices)}")
         return value
 
     def number(self, name: str, least: int, most: int) -> int | None:
-        """A whole number, None if it is not given."""
+        """Return a whole number, None if the parameter is absent."""
         text = self.text(name, 32)
         if not text:
             return None
         if not _NUMBER.match(text) or not least <= int(text) <= most:
-            raise _bad(name, f"must be a whole number from {least} to {most}")
+            raise _invalid(name, f"must be a whole number from {least} to {most}")
         return int(text)
 
 
-def _bad(name: str, complaint: str) -> errors.InvalidInput:
+def _invalid(name: str, complaint: str) -> errors.InvalidInput:
     return errors.InvalidInput(f"{name} {complaint}", field=name)
 
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list; no limit means to its end."""
+    """A page of a list; without a limit it extends to the end."""
 
     limit: int | None = None
     offset: int = 0
 
     @property
     def whole(self) -> bool:
-        """Whether it leaves nothing out."""
+        """True if the page is the complete list."""
         return self.limit is None and not self.offset
 
     @property
     def part(self) -> slice:
-        """The part of a sequence or queryset."""
+        """The slice of a sequence or queryset."""
         return slice(self.offset, None if self.limit is None else self.offset + self.limit)
 
     def headers(self, request: Request, total: int) -> dict[str, str]:
-        """`X-Total-Count`, and `Link` where there are neighbours."""
+        """Return `X-Total-Count`, and `Link` if there are neighbouring pages."""
         links = [
             f'<{_address(request, self.limit, offset)}>; rel="{name}"'
             for name, offset in self._neighbours(total).items()
@@ -125,27 +125,27 @@ class Page:
             return {}
         after, before = self.offset + self.limit, max(self.offset - self.limit, 0)
         last = max(total - 1, 0) // self.limit * self.limit
-        known = {"first": 0, "prev": before, "next": after, "last": last}
+        offsets = {"first": 0, "prev": before, "next": after, "last": last}
         absent = {"prev"} if not self.offset else set()
         absent |= {"next"} if after >= total else set()
-        return {name: offset for name, offset in known.items() if name not in absent}
+        return {name: offset for name, offset in offsets.items() if name not in absent}
 
 
 def _address(request: Request, limit: int | None, offset: int) -> str:
-    wanted = request.query_params.copy()
-    wanted["limit"], wanted["offset"] = str(limit), str(offset)
-    return f"{quote(request.path)}?{wanted.urlencode()}"
+    query = request.query_params.copy()
+    query["limit"], query["offset"] = str(limit), str(offset)
+    return f"{quote(request.path)}?{query.urlencode()}"
 
 
 def page_of(parameters: Parameters, usual: int | None = None) -> Page:
-    """The page that `limit` and `offset` ask for."""
+    """Return the page of the parameters `limit` and `offset`."""
     limit = parameters.number("limit", 1, MOST_A_PAGE)
     return Page(usual if limit is None else limit, parameters.number("offset", 0, FARTHEST) or 0)
 
 
 @dataclass(frozen=True)
 class NodeQuery:
-    """Which nodes, in which order, and which part of them."""
+    """The requested nodes in order, and the page of them."""
 
     nodes: BackendNodeQuerySet
     page: Page
@@ -155,9 +155,9 @@ class NodeQuery:
 NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit", "offset")
 
 
-def wanted_nodes(given: QueryDict) -> NodeQuery:
-    """What a request for the list of nodes asks for; raises InvalidInput naming the parameter."""
-    parameters = Parameters(given, *NODE_PARAMETERS)
+def wanted_nodes(query: QueryDict) -> NodeQuery:
+    """Parse a request for the list of nodes; raise InvalidInput naming the parameter."""
+    parameters = Parameters(query, *NODE_PARAMETERS)
     condition = _condition(parameters)
     labels = _labels(parameters)
     nodes = BackendNode.objects.filter(condition)
@@ -182,22 +182,22 @@ def _condition(parameters: Parameters) -> Q:
 
 
 def _labels(parameters: Parameters) -> list[tuple[str, str]]:
-    """The pairs of `label=key=value`; the first `=` ends the key."""
-    given = parameters.many("label")
-    if len(given) > MOST_LABELS:
-        raise _bad("label", f"is given more than {MOST_LABELS} times")
-    found = []
-    for text in given:
+    """Parse the pairs of `label=key=value`; the first `=` ends the key."""
+    texts = parameters.many("label")
+    if len(texts) > MOST_LABELS:
+        raise _invalid("label", f"is given more than {MOST_LABELS} times")
+    pairs = []
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise _bad("label", "must be key=value")
+            raise _invalid("label", "must be key=value")
         selectors.check_label(key, value, "label")
-        found.append((key, value))
-    return found
+        pairs.append((key, value))
+    return pairs
 
 
 def _order(sort: str) -> list[OrderBy]:
-    """By the column and then by name; a node that was never heard counts as the longest silent."""
+    """Sort by the column and then by name; a node without a heartbeat counts as the longest silent."""
     column = F(sort.removeprefix("-"))
     first = column.desc(nulls_last=True) if sort.startswith("-") else column.asc(nulls_first=True)
     return [first, F("name").asc()]

@@ -1,4 +1,4 @@
-"""Keeps what is known of nodes that fell silent together, and tells it: the only writer of `MassSilence`."""
+"""The mass-disruption hold on nodes that fell silent together: the only writer of `MassSilence`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nodes.registry.timeline import Entry
 
 @dataclass(frozen=True)
 class Held:
-    """So many of so many nodes are silent, and kept."""
+    """The hold: `silent` of `of` nodes are silent, and are kept until `until`."""
 
     since: datetime
     until: datetime
@@ -26,7 +26,7 @@ class Held:
 
 
 def standing() -> Held | None:
-    """What holds now; one query."""
+    """Return the current hold, None without one; one query."""
     row = MassSilence.objects.first()
     return None if row is None else Held(row.since, row.until, len(row.nodes), row.of)
 
@@ -34,28 +34,28 @@ def standing() -> Held | None:
 def hold(
     nodes: Sequence[UUID], *, since: datetime, until: datetime, of: int, actor: Actor, now: datetime
 ) -> None:
-    """Keeps these silent nodes; those that were not kept yet have it in their timeline.
+    """Hold these silent nodes; nodes that are newly held get an event in their timeline.
 
-    Needs a transaction, in which no one else decides. A constant number of statements.
+    Needs a transaction in which no one else decides. A constant number of statements.
     """
     silent = sorted(map(str, nodes))
-    former = MassSilence.objects.first()
-    if former is not None and (former.nodes, former.of, former.until) == (silent, of, until):
+    current = MassSilence.objects.first()
+    if current is not None and (current.nodes, current.of, current.until) == (silent, of, until):
         return
     MassSilence.objects.update_or_create(
         id=MassSilence.ONLY, defaults={"since": since, "until": until, "nodes": silent, "of": of}
     )
-    known = frozenset(former.nodes if former else ())
-    fresh = [node for node in nodes if str(node) not in known]
-    if fresh:
-        _tell(fresh, Held(since, until, len(silent), of), actor, now)
+    held_ids = frozenset(current.nodes if current else ())
+    newly_held = [node for node in nodes if str(node) not in held_ids]
+    if newly_held:
+        _record_hold(newly_held, Held(since, until, len(silent), of), actor, now)
 
 
 def give_up(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
-    """Declare a kept node gone that has no listener on the bus either; return True if it was kept until now.
+    """Take a held node offline that has no listener on the bus either; return True if it was held until now.
 
-    The question left through a live connection, so we are not cut off from this node. A node that was heard
-    within `limit` seconds stays.
+    The request left through a live connection, so this process is not disconnected from the node. A node with
+    a heartbeat within `limit` seconds stays.
     """
     row = MassSilence.objects.first()
     if row is None or str(node_id) not in row.nodes:
@@ -65,12 +65,12 @@ def give_up(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool
 
 
 def release() -> None:
-    """Nothing is kept any more."""
+    """End the hold."""
     MassSilence.objects.all().delete()
 
 
-def _tell(nodes: Collection[UUID], held: Held, actor: Actor, now: datetime) -> None:
+def _record_hold(nodes: Collection[UUID], current_hold: Held, actor: Actor, now: datetime) -> None:
     rows = BackendNode.objects.filter(pk__in=nodes).order_by("id").values_list("id", "name", "status")
     kind = NodeEvent.Kind.SILENCE_HELD
-    entries = [Entry(id, name, kind, actor, str(held), status, status) for id, name, status in rows]
+    entries = [Entry(id, name, kind, actor, str(current_hold), status, status) for id, name, status in rows]
     timeline.record(*entries, at=now)

@@ -1,4 +1,4 @@
-"""What became of approvals, as REST answers it and the command line prints it."""
+"""Results of approvals, as REST returns them and the command line prints them."""
 
 from collections.abc import Sequence
 
@@ -36,25 +36,25 @@ OUTCOMES = Shape(
 )
 
 
-def approved(found: Approved) -> Row:
-    """The answer to one approval."""
-    node = found.node
+def approved(approval: Approved) -> Row:
+    """Return the response to one approval."""
+    node = approval.node
     return APPROVED.of(
         id=node.id,
         name=node.name,
         node_type=node.node_type,
         status=node.status,
         message="node approved",
-        api_token=found.api_token,
+        api_token=approval.api_token,
     )
 
 
-def outcomes(found: Sequence[Outcome]) -> Row:
-    """The answer to several."""
-    results = [
-        OUTCOME.of(id=one.id, error=one.error)
-        if one.error
-        else OUTCOME.of(id=one.id, name=one.name, status=one.status, api_token=one.api_token)
-        for one in found
+def outcomes(results: Sequence[Outcome]) -> Row:
+    """Return the response to several approvals."""
+    rows = [
+        OUTCOME.of(id=result.id, error=result.error)
+        if result.error
+        else OUTCOME.of(id=result.id, name=result.name, status=result.status, api_token=result.api_token)
+        for result in results
     ]
-    return OUTCOMES.of(approved=sum(not one.error for one in found), results=results)
+    return OUTCOMES.of(approved=sum(not result.error for result in results), results=rows)

@@ -1,7 +1,7 @@
-"""What an admin says instead of the worker: replica cap and VRAM budget (R1.45 to R1.50).
+"""Settings with which an administrator overrides the worker: replica cap and VRAM budget (R1.45 to R1.50).
 
-Both survive the worker's restarts until they are handed back. With the `revision` that somebody looked at,
-each of these raises Conflict (field `revision`) if the node has changed since.
+Both survive the worker's restarts until they are reset. With the `revision` that the administrator read, each
+function raises Conflict (field `revision`) if the node has changed since.
 """
 
 from datetime import datetime
@@ -23,7 +23,10 @@ LONGEST_BUDGET = 32
 def set_replica_cap(
     node_id: UUID, value: int, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """R1.45: at most `value` replicas of one model there; raises InvalidInput outside 1 to 10,000."""
+    """Allow at most `value` replicas of one model on the node (R1.45).
+
+    Raises InvalidInput outside 1 to 10,000.
+    """
     if not 1 <= value <= LARGEST_CAP:
         raise errors.InvalidInput(f"value must be between 1 and {LARGEST_CAP}", field="value")
     with changing(node_id, now, revision) as change:
@@ -39,7 +42,7 @@ def set_replica_cap(
 def reset_replica_cap(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """R1.46: the worker's own value counts again from its next registration on."""
+    """Reset the cap: the worker's own value applies from its next registration on (R1.46)."""
     with changing(node_id, now, revision) as change:
         _override(change, actor, "reset to worker default", max_replicas_per_model_manually_set=False)
     return change.node
@@ -48,7 +51,10 @@ def reset_replica_cap(
 def set_vram_budget(
     node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """R1.47: a ceiling for the node's VRAM, "" = no cap; InvalidInput if it is not a budget (R1.49)."""
+    """Set a ceiling for the node's VRAM, "" = no cap (R1.47).
+
+    Raises InvalidInput if `text` is not a budget (R1.49).
+    """
     text = text.strip()
     if len(text) > LONGEST_BUDGET:
         raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
@@ -75,7 +81,7 @@ def set_vram_budget(
 def reset_vram_budget(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
-    """R1.48: no budget until the worker registers with one; free VRAM shows at its next heartbeat."""
+    """Reset the budget until the worker registers with one; its next heartbeat shows free VRAM (R1.48)."""
     with changing(node_id, now, revision) as change:
         _override(
             change,
@@ -89,7 +95,7 @@ def reset_vram_budget(
 
 
 def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
-    """Sets the columns and says so; nothing if they say it already."""
+    """Set the columns and record the event; do nothing if they have these values."""
     before = {name: getattr(change.node, name) for name in values}
     if before == values:
         return

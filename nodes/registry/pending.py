@@ -1,7 +1,8 @@
-"""Nodes that await approval: how many there may be at once, and how long a silent one is kept.
+"""Nodes that await approval: their largest number, and the time until a silent one is removed.
 
-Whoever has the registration token can register names, so what that costs is limited: per address, and in all.
-A join token has a limit of its own, so nodes that come with one are always let in; they count for the others.
+Anyone with the registration token can register names, so their number is limited, per address and in total. A
+join token has a limit of its own, so nodes that register with one are always admitted; they count for the
+others.
 """
 
 import logging
@@ -22,7 +23,7 @@ from nodes.registry.states import Event
 log = logging.getLogger(__name__)
 
 SILENT_FOR = timedelta(days=1)
-"""After this long without a sign of life a pending node is removed."""
+"""Time without a heartbeat after which a pending node is removed."""
 _RETRY_AFTER = 60.0
 
 
@@ -64,7 +65,7 @@ def _refusal(problem: str, setting: str) -> TooManyPending:
 
 
 def expire(*, now: datetime) -> int:
-    """Remove the pending nodes that are silent for a day; return how many.
+    """Remove the pending nodes that are silent for a day; return their number.
 
     A node that an administrator rejected or revoked stays: that decision outlives its worker.
     """

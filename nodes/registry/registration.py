@@ -1,7 +1,8 @@
-"""Registration: a worker tells who it is and what it has (R1.22 to R1.31, `contract/http-api.md` §1.1).
+"""Registration: a worker reports its identity and resources (R1.22 to R1.31, `contract/http-api.md` §1.1).
 
-One transaction for all that arrive together: identity first, then facts, figures, labels, replicas. A claim
-that does not fit is recorded and refused after the commit, so that the conflict is there to be seen.
+One transaction covers all registrations that arrive together: identity first, then facts, figures, labels
+and replicas. A claim that does not fit is recorded, and refused after the commit: an administrator can
+see the conflict.
 """
 
 from collections import defaultdict
@@ -40,10 +41,10 @@ from nodes.replicas.lifecycle import engine_of
 from nodes.scheduling.cooldowns import clear_cooldowns
 
 _TRIES = 3
-"""Somebody may remove the node between two looks."""
+"""Attempts to create and lock the node rows: the node may be removed between the insert and the lock."""
 LISTS_AFTER = 3.0
-"""Seconds after which a registered worker listens on the bus and can be asked for its backends."""
-_KEPT_IF_EMPTY = (
+"""Seconds until a registered worker listens on the bus and can answer an inventory request."""
+_PRESERVED_IF_EMPTY = (
     "address",
     "http_address",
     "gpu_vendor",
@@ -57,9 +58,9 @@ _KEPT_IF_EMPTY = (
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered node, an approved one with its credentials for the bus; an approved agent's API token.
+    """A registered node; an approved one has bus credentials, an approved agent an API token.
 
-    Token and credentials exist nowhere else.
+    Token and credentials are stored nowhere else.
     """
 
     node: BackendNode
@@ -68,7 +69,7 @@ class Registered:
 
 
 RegistrationOutcome = Registered | errors.Conflict
-"""What became of a claim. A Conflict was recorded for an admin."""
+"""The result of a claim. A Conflict has been recorded for an administrator."""
 
 
 def register(
@@ -80,152 +81,169 @@ def register(
     now: datetime,
     auto_approve: bool,
 ) -> Registered:
-    """R1.10 to R1.31: makes or refreshes the node of that name. Raises like `claim` and `register_all`."""
-    made = claim(registration, secret=secret, instance=instance, source_address=source_address)
-    return register_one(made, now=now, auto_approve=auto_approve)
+    """Create or refresh the node of that name (R1.10 to R1.31). Raise like `claim` and `register_all`."""
+    new_claim = claim(registration, secret=secret, instance=instance, source_address=source_address)
+    return register_one(new_claim, now=now, auto_approve=auto_approve)
 
 
-def register_one(made: Claim, *, now: datetime, auto_approve: bool) -> Registered:
-    """Registers one claim; raises Conflict for one that does not fit, and as `register_all` does."""
-    (found,) = register_all([made], now=now, auto_approve=auto_approve)
-    if isinstance(found, errors.Conflict):
-        raise found
-    return found
+def register_one(new_claim: Claim, *, now: datetime, auto_approve: bool) -> Registered:
+    """Register one claim. Raise Conflict for a claim that does not fit, and the errors of `register_all`."""
+    (outcome,) = register_all([new_claim], now=now, auto_approve=auto_approve)
+    if isinstance(outcome, errors.Conflict):
+        raise outcome
+    return outcome
 
 
 def register_all(
-    made: Sequence[Claim], *, now: datetime, auto_approve: bool, patience: float = 0.0
+    new_claims: Sequence[Claim], *, now: datetime, auto_approve: bool, patience: float = 0.0
 ) -> list[RegistrationOutcome]:
-    """Registers claims, no two of one name or secret, in one transaction and a constant number of statements.
+    """Register claims of different names and secrets in one transaction, in a constant number of queries.
 
     Raises Forbidden for a revoked secret, TokenRefused for a join token that was spent meanwhile, Conflict
-    for what cannot be recorded and TooManyPending; then none of them counts. A join token costs one statement
-    more, a new node that must be approved two.
-    With `patience` it gives up (OperationalError) when another transaction holds a row for so many seconds.
+    for a claim that cannot be recorded, and TooManyPending; then no claim is registered. A join token costs
+    one more statement, a new node that must be approved two.
+    With `patience`, raises OperationalError if another transaction holds a row for that many seconds.
     """
     with transaction.atomic():
         if patience:
-            _be_patient(patience)
-        held = _rows(made, now)
+            _set_lock_timeout(patience)
+        locked_rows = _lock_or_create(new_claims, now)
         # After the locks: a revocation holds the lock of its node.
-        if claims.any_revoked(one.fingerprint for one in made):
+        if claims.any_revoked(new_claim.fingerprint for new_claim in new_claims):
             raise errors.Forbidden(
                 "this secret was revoked; generate a new one", field="X-LocalAI-Node-Secret"
             )
-        judged = [_judged(rows, one) for rows, one in zip(held, made, strict=True)]
-        fitting = [(node, one) for (node, kind), one in zip(judged, made, strict=True) if kind is None]
-        joining.spend(_newcomers(fitting), now)
+        matches = [
+            _match_node(rows, new_claim) for rows, new_claim in zip(locked_rows, new_claims, strict=True)
+        ]
+        fitting = [
+            (node, new_claim)
+            for (node, kind), new_claim in zip(matches, new_claims, strict=True)
+            if kind is None
+        ]
+        joining.spend(_unbound_tickets(fitting), now)
         if not auto_approve:
-            pending.check_limits([node for node, one in fitting if not node.revision and one.ticket is None])
-        admitted = {node.id: found for node, found in _admit_all(fitting, now, auto_approve)}
+            pending.check_limits(
+                [node for node, new_claim in fitting if not node.revision and new_claim.ticket is None]
+            )
+        admitted = {node.id: registered for node, registered in _admit_all(fitting, now, auto_approve)}
         return [
-            admitted[node.id] if kind is None else _note(node, kind, one, now)
-            for (node, kind), one in zip(judged, made, strict=True)
+            admitted[node.id] if kind is None else _record_conflict(node, kind, new_claim, now)
+            for (node, kind), new_claim in zip(matches, new_claims, strict=True)
         ]
 
 
-def _be_patient(seconds: float) -> None:
+def _set_lock_timeout(seconds: float) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 
 
-def _newcomers(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
-    """The join tokens to spend: of those whose secret is not bound to their node yet."""
+def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
+    """Return the join tokens to spend: those of claims whose secret is not bound to their node yet."""
     return [
-        (one.ticket, one.told.name)
-        for node, one in fitting
-        if one.ticket is not None and not _is_bound(node, one)
+        (new_claim.ticket, new_claim.told.name)
+        for node, new_claim in fitting
+        if new_claim.ticket is not None and not _is_bound(node, new_claim)
     ]
 
 
-def _is_bound(node: BackendNode, made: Claim) -> bool:
-    return node.revision > 0 and principals.same(made.fingerprint, node.fingerprint)
+def _is_bound(node: BackendNode, new_claim: Claim) -> bool:
+    return node.revision > 0 and principals.same(new_claim.fingerprint, node.fingerprint)
 
 
-def _note(node: BackendNode, kind: NodeConflict.Mismatch, made: Claim, now: datetime) -> errors.Conflict:
-    """Records the claim that does not fit; answers the refusal."""
-    with logs.of_request(made.request_id):
+def _record_conflict(
+    node: BackendNode, kind: NodeConflict.Mismatch, new_claim: Claim, now: datetime
+) -> errors.Conflict:
+    """Record the claim that does not fit, and return the refusal."""
+    with logs.of_request(new_claim.request_id):
         return claims.note(
             node,
             kind,
-            _claimed(kind, made),
+            _claimed_value(kind, new_claim),
             now=now,
-            source_address=made.source_address,
-            advertised_address=made.told.address,
-            claimed_name=made.told.name,
+            source_address=new_claim.source_address,
+            advertised_address=new_claim.told.address,
+            claimed_name=new_claim.told.name,
         )
 
 
-def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, NodeConflict.Mismatch | None]:
-    """Whose node this is about, and what does not fit: of the name's node first, then of the secret's."""
-    named = next((row for row in rows if row.name == made.told.name), None)
-    other = next((row for row in rows if row is not named), None)
-    kind = claims.judge(named, made.fingerprint, made.instance) if named else None
-    if named and not kind and claims.has_moved(named, made.source_address, made.told.address):
+def _match_node(
+    rows: Collection[BackendNode], new_claim: Claim
+) -> tuple[BackendNode, NodeConflict.Mismatch | None]:
+    """Return the node of the claim and the mismatch, if any; the name's node precedes the secret's."""
+    named = next((row for row in rows if row.name == new_claim.told.name), None)
+    secret_node = next((row for row in rows if row is not named), None)
+    kind = claims.judge(named, new_claim.fingerprint, new_claim.instance) if named else None
+    if named and not kind and claims.has_moved(named, new_claim.source_address, new_claim.told.address):
         kind = NodeConflict.Mismatch.ADDRESS
-    if other is not None and kind is None:
-        return other, NodeConflict.Mismatch.NAME
+    if secret_node is not None and kind is None:
+        return secret_node, NodeConflict.Mismatch.NAME
     assert named is not None
     return named, kind
 
 
-def _claimed(kind: NodeConflict.Mismatch, made: Claim) -> str:
+def _claimed_value(kind: NodeConflict.Mismatch, new_claim: Claim) -> str:
     if kind == NodeConflict.Mismatch.NAME:
-        return principals.hash_secret(made.told.name)
+        return principals.hash_secret(new_claim.told.name)
     if kind == NodeConflict.Mismatch.TOKEN:
-        return made.source_address
+        return new_claim.source_address
     if kind == NodeConflict.Mismatch.ADDRESS:
-        return principals.hash_secret(f"{made.source_address} {made.told.address}")
-    return made.instance if kind == NodeConflict.Mismatch.INSTANCE else made.fingerprint
+        return principals.hash_secret(f"{new_claim.source_address} {new_claim.told.address}")
+    return new_claim.instance if kind == NodeConflict.Mismatch.INSTANCE else new_claim.fingerprint
 
 
-def _rows(made: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
-    """R1.22: for each claim the rows of that name and of that secret, locked; the first claim makes one.
+def _lock_or_create(new_claims: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
+    """Return for each claim the locked rows with its name or secret; the first claim creates the row (R1.22).
 
-    Raises Conflict for a name that cannot be told from another node's.
+    Raises Conflict for a name that cannot be distinguished from another node's.
     """
     for _ in range(_TRIES):
-        found = _existing(made)
-        held = [_held(one, found) for one in made]
-        missing = [one for one, rows in zip(made, held, strict=True) if not rows]
+        existing = _lock_existing(new_claims)
+        matching_rows = [_matching_rows(new_claim, existing) for new_claim in new_claims]
+        missing = [new_claim for new_claim, rows in zip(new_claims, matching_rows, strict=True) if not rows]
         if not missing:
-            return held
-        # In one order in every process, so that two that make the same nodes do not deadlock.
-        fresh = sorted((_fresh(one, now) for one in missing), key=lambda node: node.name_key)
-        BackendNode.objects.bulk_create(fresh, ignore_conflicts=True)
+            return matching_rows
+        # Sorted by name in every process, so that two processes that create the same nodes do not deadlock.
+        new_nodes = sorted(
+            (_new_node(new_claim, now) for new_claim in missing), key=lambda node: node.name_key
+        )
+        BackendNode.objects.bulk_create(new_nodes, ignore_conflicts=True)
     raise errors.Conflict("the node is being re-created; try again", field="name")
 
 
-def _held(made: Claim, found: Sequence[BackendNode]) -> list[BackendNode]:
+def _matching_rows(new_claim: Claim, existing: Sequence[BackendNode]) -> list[BackendNode]:
     rows = [
         row
-        for row in found
-        if row.name == made.told.name or (made.fingerprint and row.fingerprint == made.fingerprint)
+        for row in existing
+        if row.name == new_claim.told.name
+        or (new_claim.fingerprint and row.fingerprint == new_claim.fingerprint)
     ]
-    if not rows and any(row.name_key == names.key(made.told.name) for row in found):
-        raise errors.Conflict(f"a node with a name too similar to {made.told.name!r} exists", field="name")
+    if not rows and any(row.name_key == names.key(new_claim.told.name) for row in existing):
+        raise errors.Conflict(
+            f"a node with a name too similar to {new_claim.told.name!r} exists", field="name"
+        )
     return rows
 
 
-def _existing(made: Sequence[Claim]) -> list[BackendNode]:
-    """The nodes of these names, of those that look like them, and of these secrets; locked."""
-    called = [one.told.name for one in made]
-    wanted = Q(name_key__in=[names.key(name) for name in called]) | Q(name__in=called)
-    if secrets := [one.fingerprint for one in made if one.fingerprint]:
-        wanted |= Q(fingerprint__in=secrets)
-    return lock_in_order(BackendNode.objects.filter(wanted))
+def _lock_existing(new_claims: Sequence[Claim]) -> list[BackendNode]:
+    """Lock and return the nodes with these names, similar names or these secrets."""
+    claimed_names = [new_claim.told.name for new_claim in new_claims]
+    condition = Q(name_key__in=[names.key(name) for name in claimed_names]) | Q(name__in=claimed_names)
+    if secrets := [new_claim.fingerprint for new_claim in new_claims if new_claim.fingerprint]:
+        condition |= Q(fingerprint__in=secrets)
+    return lock_in_order(BackendNode.objects.filter(condition))
 
 
-def _fresh(made: Claim, now: datetime) -> BackendNode:
+def _new_node(new_claim: Claim, now: datetime) -> BackendNode:
     return BackendNode(
-        name=made.told.name,
-        name_key=names.key(made.told.name),
-        node_type=made.told.node_type,
-        address=made.told.address,
-        fingerprint=made.fingerprint,
-        weak_identity=not made.fingerprint,
-        bound_at=now if made.fingerprint else None,
-        source_address=made.source_address,
+        name=new_claim.told.name,
+        name_key=names.key(new_claim.told.name),
+        node_type=new_claim.told.node_type,
+        address=new_claim.told.address,
+        fingerprint=new_claim.fingerprint,
+        weak_identity=not new_claim.fingerprint,
+        bound_at=now if new_claim.fingerprint else None,
+        source_address=new_claim.source_address,
         created_at=now,
         updated_at=now,
     )
@@ -236,16 +254,18 @@ def _admit_all(
 ) -> list[tuple[BackendNode, Registered]]:
     if not fitting:
         return []
-    routine = {node.id for node, made in fitting if _is_routine(node, made)}
-    changes = [_admit(node, made, now, auto_approve, node.id in routine) for node, made in fitting]
-    reports = [(change, made.told.labels) for change, (_, made) in zip(changes, fitting, strict=True)]
+    routine = {node.id for node, new_claim in fitting if _is_routine(node, new_claim)}
+    changes = [_admit(node, new_claim, now, auto_approve, node.id in routine) for node, new_claim in fitting]
+    reports = [
+        (change, new_claim.told.labels) for change, (_, new_claim) in zip(changes, fitting, strict=True)
+    ]
     reported_labels(reports, actors.WORKER)
-    news = [(node, made.told) for node, made in fitting if node.id not in routine]
-    _drop_absent(news, now)
+    changed = [(node, new_claim.told) for node, new_claim in fitting if node.id not in routine]
+    _drop_absent(changed, now)
     tokens = [_agent_token(change) for change in changes]
     save_all(changes)
     issued = bus_credentials.issue([change.node for change in changes], now)
-    if news:
+    if changed:
         clear_cooldowns(now)
     return [
         (change.node, Registered(change.node, token, issued.get(change.node.id)))
@@ -253,34 +273,34 @@ def _admit_all(
     ]
 
 
-def _is_routine(node: BackendNode, made: Claim) -> bool:
-    """Whether the same process is there once more: it wants new credentials, or waits for its approval.
+def _is_routine(node: BackendNode, new_claim: Claim) -> bool:
+    """Return True if the same process registers again, for new credentials or while it waits for approval.
 
-    That is no news. It says nothing about replicas either: its list was made before loads that have ended
-    since, and does not name engines that are still to be started.
+    Such a registration carries no new facts, and none about replicas either: its list was built before loads
+    that have ended since, and omits engines that are still to be started.
     """
-    same = made.instance == node.instance and made.fingerprint == node.fingerprint
-    told = made.told
-    moved = (told.address, told.http_address) != (node.address, node.http_address)
-    return node.revision > 0 and bool(made.instance) and same and not moved
+    same = new_claim.instance == node.instance and new_claim.fingerprint == node.fingerprint
+    registration = new_claim.told
+    moved = (registration.address, registration.http_address) != (node.address, node.http_address)
+    return node.revision > 0 and bool(new_claim.instance) and same and not moved
 
 
-def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, routine: bool) -> Change:
-    told = made.told
-    if node.revision and node.node_type != told.node_type:
-        # An agent gets a user's key: an approval as one thing is none as the other.
+def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: bool, routine: bool) -> Change:
+    registration = new_claim.told
+    if node.revision and node.node_type != registration.node_type:
+        # An agent gets a user's key: an approval as one type is no approval as the other.
         raise errors.Conflict(
             f"the node is registered as {node.node_type}: an administrator must remove it first",
             field="node_type",
         )
-    change = Change(node, now, made.request_id)
-    restarted = made.instance != node.instance or not made.instance
-    if made.ticket is not None or not _is_bound(node, made):
-        change.set(**_joined(made.ticket))
-    claims.bind(change, made.fingerprint, made.instance)
-    detail = {"source_address": made.source_address, "address": told.address}
-    if made.ticket is not None:
-        detail |= {"join_token": str(made.ticket.id), "join_note": made.ticket.note}
+    change = Change(node, now, new_claim.request_id)
+    restarted = new_claim.instance != node.instance or not new_claim.instance
+    if new_claim.ticket is not None or not _is_bound(node, new_claim):
+        change.set(**_ticket_columns(new_claim.ticket))
+    claims.bind(change, new_claim.fingerprint, new_claim.instance)
+    detail = {"source_address": new_claim.source_address, "address": registration.address}
+    if new_claim.ticket is not None:
+        detail |= {"join_token": str(new_claim.ticket.id), "join_note": new_claim.ticket.note}
     cause = (
         "first registration"
         if node.revision == 0
@@ -293,27 +313,27 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, ro
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
     if node.drained_at is not None and restarted:
         change.set(**ENGINES_UNKNOWN)
-    change.set(last_heartbeat=now, source_address=made.source_address, node_type=told.node_type)
-    figures = _figures(node, told) | {"vram_read_at": now}
+    change.set(last_heartbeat=now, source_address=new_claim.source_address, node_type=registration.node_type)
+    figures = _resource_columns(node, registration) | {"vram_read_at": now}
     if routine:
-        # A registration tells the memory of a machine without engines; heartbeats know better.
+        # A registration reports the memory of a machine without engines; heartbeats are more accurate.
         del figures["available_vram"], figures["gpus"], figures["vram_read_at"]
-    change.set(engine_token=told.engine_token, **figures)
+    change.set(engine_token=registration.engine_token, **figures)
     if not routine:
         soon = now + timedelta(seconds=LISTS_AFTER)
         change.set(inventory_due_at=soon, **{**file_port.UNCHECKED, "file_port_next_check_at": soon})
     return change
 
 
-def _joined(ticket: joining.JoinTicket | None) -> dict[str, Any]:
-    """How the node came in: the ticket, and what is still known of it when its row is gone."""
+def _ticket_columns(ticket: joining.JoinTicket | None) -> dict[str, Any]:
+    """Return the columns that record the join ticket; the note and creator outlive the ticket's row."""
     if ticket is None:
         return {"joined_with": None, "joined_note": "", "joined_by": ""}
     return {"joined_with": ticket.id, "joined_note": ticket.note, "joined_by": ticket.created_by}
 
 
 def _agent_token(change: Change) -> str:
-    """R1.31: an approved agent gets a new user and key at every registration."""
+    """Create a new user and key for an approved agent at every registration (R1.31); return the key."""
     if change.node.node_type == NodeType.AGENT and change.node.approved_at is not None:
         return agents.provision(change)
     return ""
@@ -330,37 +350,37 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
     for row in NodeModel.engines.filter(node_id__in=old) if old else ():
         rows[row.node_id].append(row)
-    for node, told in registered:
-        keep = [row.pk for row in rows[node.id] if _still_runs(row, told, node.weak_identity)]
-        ended = [row.pk for row in rows[node.id] if _has_ended(row, told, now)]
+    for node, registration in registered:
+        keep = [row.pk for row in rows[node.id] if _still_runs(row, registration, node.weak_identity)]
+        ended = [row.pk for row in rows[node.id] if _has_ended(row, registration, now)]
         if len(keep) < len(rows[node.id]):
             retire.depart(node.id, now=now, keep=keep, ended=ended)
 
 
-def _still_runs(row: NodeModel, told: Registration, weak: bool) -> bool:
-    if told.node_type == NodeType.AGENT or row.phase == Phase.DEPARTED:
+def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
+    if registration.node_type == NodeType.AGENT or row.phase == Phase.DEPARTED:
         return False
     if row.address and not dialling.permitted(
-        row.address, name=told.name, registered=(told.address, told.http_address)
+        row.address, name=registration.name, registered=(registration.address, registration.http_address)
     ):
         return False
-    if told.running_processes is None:
+    if registration.running_processes is None:
         return weak
-    address = _listed(row, told)
+    address = _listed(row, registration)
     return address is not None and _is_same(address, row.address)
 
 
-def _has_ended(row: NodeModel, told: Registration, now: datetime) -> bool:
+def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> bool:
     """Return True if the worker's list proves that the engine does not run and will not start."""
-    if told.running_processes is None or engine_of(row).may_still_start(now):
+    if registration.running_processes is None or engine_of(row).may_still_start(now):
         return False
-    address = _listed(row, told)
+    address = _listed(row, registration)
     return address is None or not _is_same(address, row.address)
 
 
-def _listed(row: NodeModel, told: Registration) -> str | None:
+def _listed(row: NodeModel, registration: Registration) -> str | None:
     """Return the address of the listed process with the key of the row, "" if it names none."""
-    listed = {one.process_key: one.address for one in told.running_processes or ()}
+    listed = {process.process_key: process.address for process in registration.running_processes or ()}
     return listed.get(process_key(row.model_name, row.replica_index))
 
 
@@ -368,10 +388,13 @@ def _is_same(listed: str, address: str) -> bool:
     return not listed or not address or addresses.same(listed, address)
 
 
-def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:
-    """R1.23 to R1.25, R1.50: zero and empty keep the stored value, except where they mean something."""
+def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, Any]:
+    """Return the reported figures (R1.23 to R1.25, R1.50).
+
+    Zero and empty keep the stored value, except where they mean something.
+    """
     columns: dict[str, Any] = {
-        name: getattr(reported, name) or getattr(node, name) for name in _KEPT_IF_EMPTY
+        name: getattr(reported, name) or getattr(node, name) for name in _PRESERVED_IF_EMPTY
     }
     columns |= {"total_disk": reported.total_disk, "available_disk": reported.available_disk}
     columns |= {"worker_version": reported.version, "gpus": list(reported.gpus)}

@@ -1,6 +1,6 @@
-"""What a worker sends when it registers, as a claim that is well formed (`contract/http-api.md` §1.1).
+"""The registration that a worker sends, as a well-formed claim (`contract/http-api.md` §1.1).
 
-Checks only what needs no row; `registration.py` decides what becomes of it.
+This module checks only what needs no row; `registration.py` decides the claim.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from nodes.registry.labels import check_labels
 
 @dataclass(frozen=True)
 class Running:
-    """One engine process that a worker says it runs; `address` may be empty."""
+    """One engine process that a worker reports as running; `address` may be empty."""
 
     process_key: str
     address: str = ""
@@ -23,7 +23,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Registration:
-    """What a worker says of itself (`contract/http-api.md` §1.1); sizes in bytes."""
+    """The facts that a worker reports about itself (`contract/http-api.md` §1.1); sizes in bytes."""
 
     name: str = ""
     node_type: str = NodeType.BACKEND.value
@@ -38,22 +38,24 @@ class Registration:
     gpu_vendor: str = ""
     gpu_compute_capability: str = ""
     gpus: Sequence[Mapping[str, Any]] = ()
-    """One by one, as `gpus.read` answers; empty if it does not say."""
+    """The GPUs one by one, as `gpus.read` returns them; empty if the worker does not report them."""
     capability: str = ""
     max_replicas_per_model: int = 1
     vram_budget: str = ""
     version: str = ""
-    """Of our worker; stock workers say none."""
+    """Version of our worker; stock workers send none."""
     labels: Mapping[str, str] = field(default_factory=dict)
     engine_token: str = field(default="", repr=False)
-    """What its engines expect as a bearer; "" = the registration token."""
+    """The bearer token that its engines expect; "" = the registration token."""
     running_processes: Collection[Running] | None = None
-    """None: it does not say, so all replicas go (R1.12 to R1.14), except those of a stock worker."""
+    """None: the worker does not report them, so all replicas end (R1.12 to R1.14), except those of a stock
+    worker.
+    """
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A registration and who sends it: fingerprint of its secret ("" = shared token), process, address.
+    """A registration and its sender: fingerprint of the secret ("" = shared token), process, address.
 
     `ticket`: the join token that it came with instead of the registration token.
     """
@@ -74,10 +76,10 @@ def claim(
     source_address: str,
     ticket: joining.JoinTicket | None = None,
 ) -> Claim:
-    """A claim that is well formed.
+    """Return a well-formed claim.
 
-    Raises InvalidInput for a name, label or address that cannot be, Forbidden without a secret (unless
-    shared-token nodes are admitted, and never with a join token).
+    Raises InvalidInput for an invalid name, label or address, Forbidden without a secret (unless shared-token
+    nodes are admitted, and never with a join token).
     """
     names.check_name(registration.name)
     check_labels(registration.labels)

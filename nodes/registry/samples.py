@@ -1,7 +1,7 @@
-"""The memory of all nodes, by the minute for an hour: one statement writes it, one deletes older ones.
+"""Memory of all nodes, one sample per minute for an hour: one statement writes it, one deletes older ones.
 
-A minute has one sample of a node: a second process, or a run that is done again, changes nothing. A node
-that is not heard has none, which the chart shows as a gap.
+A node has one sample per minute: a second process or a repeated run changes nothing. A node without
+heartbeats has no sample, which the chart shows as a gap.
 """
 
 from datetime import datetime, timedelta
@@ -28,16 +28,19 @@ ON CONFLICT (node_id, at) DO NOTHING
 
 
 def keep(*, now: datetime) -> int:
-    """Keeps this minute of every node that is heard; answers how many. What is older than an hour goes."""
+    """Store this minute's sample of every online node; return the number stored.
+
+    Deletes samples older than an hour.
+    """
     minute = now.replace(second=0, microsecond=0)
     with connection.cursor() as cursor:
         cursor.execute(_SAMPLE, {"at": minute})
-        kept: int = cursor.rowcount
+        stored: int = cursor.rowcount
     NodeSample.objects.filter(at__lt=minute - KEPT).delete()
-    return kept
+    return stored
 
 
 def of_node(node_id: UUID, *, now: datetime) -> list[tuple[datetime, int | None, int | None]]:
-    """Its minutes of the last hour, the oldest first: when, VRAM used, RAM used."""
+    """Return the node's samples of the last hour, the oldest first: time, VRAM used, RAM used."""
     rows = NodeSample.objects.filter(node_id=node_id, at__gte=now - KEPT - EVERY).order_by("at")
     return list(rows.values_list("at", "vram_used", "ram_used"))

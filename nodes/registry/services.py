@@ -1,8 +1,8 @@
-"""The verbs of the registry: every write to a node that means something.
+"""The verbs of the registry: every significant write to a node.
 
-Each verb is one short transaction that takes `now`: lock the node's row, ask the table in `states.py`, write
-facts and timeline together, and leave the news as a NOTIFY that goes out exactly at commit. A verb raises
-NotFound for an unknown node and Conflict where the table says no. Heartbeats are written in batches by
+Each verb is one short transaction that takes `now`: it locks the node's row, checks the table in `states.py`,
+writes facts and timeline together, and sends a NOTIFY exactly at commit. A verb raises NotFound for an
+unknown node, and Conflict if the table refuses the event. Heartbeats are written in batches by
 `heartbeats.py`.
 """
 

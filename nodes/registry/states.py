@@ -1,9 +1,9 @@
-"""What may happen to a node and what it changes: the transition table of `contract/scheduling.md` §1B.
+"""Events of a node and their effects: the transition table of `contract/scheduling.md` §1B.
 
-A node is described by facts; `status` follows from them alone (R1.2). A row of the table says in which
-statuses an event is allowed, what else must hold, what it does to the facts and to the replicas, and says so
-in a sentence; the diagram in `docs/node-states.md` is made from it. Nothing here reads a clock or a database:
-`services.change` turns the difference of two facts into the columns of an UPDATE.
+A node is described by facts; `status` follows from them alone (R1.2). A row of the table states in which
+statuses an event is allowed, the other conditions, and the effects on the facts and the replicas, with one
+sentence for people; the diagram in `docs/node-states.md` is generated from it. Nothing here reads a clock or
+a database: `services.change` turns the difference of two facts into the columns of an UPDATE.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
 STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
-"""The first that holds, from left to right."""
+"""All statuses, by precedence: the first that applies."""
 _ANY = frozenset(STATUSES)
 
 Drain = Literal["", "own", "admin"]
@@ -22,7 +22,7 @@ Absence = Literal["", "silent", "left"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node. `own`: its worker drained it; `silent`: a beat brings it back."""
+    """The facts about a node. `own`: its worker drained it; `silent`: a heartbeat brings it back."""
 
     approved: bool = False
     rejected: bool = False
@@ -34,19 +34,19 @@ class Facts:
 
 
 def status_of(facts: Facts) -> str:
-    """The status that follows from the facts; the generated column says the same."""
-    holds = {
+    """Return the status that follows from the facts; the generated column has the same rule."""
+    conditions = {
         PENDING: not facts.approved,
         OFFLINE: bool(facts.offline),
         DRAINING: bool(facts.drained),
         UNHEALTHY: facts.unhealthy,
         HEALTHY: True,
     }
-    return next(status for status in STATUSES if holds[status])
+    return next(status for status in STATUSES if conditions[status])
 
 
 class Event(StrEnum):
-    """What can happen to a node."""
+    """The events of a node."""
 
     REGISTERED = "registered"
     AUTO_APPROVED = "auto_approved"
@@ -81,13 +81,13 @@ class Transition:
     effect: Callable[[Facts], Facts]
     guard: Callable[[Facts], bool] = lambda facts: True
     guard_reason: str = ""
-    """Why `guard` refuses, for the error message."""
+    """The reason when `guard` refuses, for the error message."""
     replicas: Replicas = "kept"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an event cannot happen now."""
+    """The reason why an event cannot happen now."""
 
     reason: str
 
@@ -97,8 +97,8 @@ def _set(**changes: Any) -> Callable[[Facts], Facts]:
 
 
 def _registered(facts: Facts) -> Facts:
-    kept: Drain = "" if facts.drained == "own" else facts.drained
-    return replace(facts, identified=True, offline="", unhealthy=False, drained=kept)
+    drained: Drain = "" if facts.drained == "own" else facts.drained
+    return replace(facts, identified=True, offline="", unhealthy=False, drained=drained)
 
 
 def _resumed(facts: Facts) -> Facts:
@@ -217,7 +217,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
 
 
 def apply(event: Event, facts: Facts) -> Facts | Refusal:
-    """The facts after `event`, or why it cannot happen."""
+    """Return the facts after `event`, or the refusal."""
     row, status = TRANSITIONS[event], status_of(facts)
     if status not in row.allowed:
         return Refusal(f"the node is {status}")

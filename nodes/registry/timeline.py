@@ -1,7 +1,7 @@
-"""The timeline: one event for everything that happens to a node (`NodeEvent`).
+"""The timeline: one event (`NodeEvent`) for every change of a node.
 
-Events are written inside the transaction that makes the change. Repeated conflicts are counted: one row a
-minute for a node, kind and cause; everything else is written each time.
+Events are written inside the transaction that makes the change. Repeated conflicts are counted, with one row
+per minute for a node, kind and cause; every other event has its own row.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _CAUSE_LENGTH = 255
 
 @dataclass(frozen=True)
 class Entry:
-    """What happened to which node, by whom, why, and from which status to which."""
+    """One event: the node, its kind, actor and cause, and the status before and after."""
 
     node_id: UUID
     node_name: str
@@ -39,26 +39,30 @@ class Entry:
 
 
 def record(*entries: Entry, at: datetime) -> None:
-    """Writes the events; the caller's transaction makes them true."""
+    """Write the events in the caller's transaction."""
     NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
     by_people = [entry for entry in entries if entry.actor.kind in audit.PEOPLE]
     audit.record(
-        *(Change(f"node.{one.kind}", one.node_name, str(one.node_id), one.cause) for one in by_people), at=at
+        *(
+            Change(f"node.{entry.kind}", entry.node_name, str(entry.node_id), entry.cause)
+            for entry in by_people
+        ),
+        at=at,
     )
 
 
 def record_repeated(entry: Entry, *, at: datetime) -> None:
-    """Counts the event with its like of the same minute."""
+    """Count the event with equal events of the same minute."""
     row = _row(entry, at)
     row.repeat_key = _repeat_key(entry, at)
     _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_columns(row))
     if not created:
-        counted = NodeEvent.objects.filter(repeat_key=row.repeat_key)
-        counted.update(count=F("count") + 1, last_at=Greatest("last_at", at))
+        repeated = NodeEvent.objects.filter(repeat_key=row.repeat_key)
+        repeated.update(count=F("count") + 1, last_at=Greatest("last_at", at))
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes the oldest `limit` events from before `before`; answers how many."""
+    """Delete the oldest `limit` events from before `before`; return their number."""
     old = NodeEvent.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = NodeEvent.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted

@@ -1,4 +1,4 @@
-"""Whether a worker fits the server: what its version says. Pure."""
+"""Compare a worker's version with the server's. Pure."""
 
 from localai_cluster import __version__
 
@@ -6,7 +6,7 @@ STOCK = "stock worker"
 
 
 def skew(node_type: str, worker_version: str, *, weak: bool) -> str:
-    """What an operator should know of a node's version; "" if it is the server's, or nothing is known.
+    """Return the version difference for the operator; "" if there is none or the version is unknown.
 
     A node without a secret of its own is a stock worker: ours always has one.
     """

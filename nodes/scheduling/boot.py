@@ -1,7 +1,8 @@
 """Scheduling rules from the settings (R4.44 to R4.48): a JSON list inline, and a list in a YAML file.
 
-setting -> entries -> `Rule`s, checked. Whatever is wrong becomes a problem of the environment that names the
-setting, the entry and what to do; `manage.py bootstrap` then sets nothing and fails.
+Each setting is parsed to entries, and each entry to a checked `Rule`. Every error becomes a problem of the
+environment that names the setting, the entry and the remedy; `manage.py bootstrap` then sets nothing and
+fails.
 """
 
 import json
@@ -22,7 +23,7 @@ _FIX = "Correct it there; docs/configuration.md lists the fields of a rule."
 
 
 class BootRule(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry as it may be written; null means the same as leaving a field out."""
+    """One entry of the list; null means the same as omitting a field."""
 
     model_name: str | None = None
     node_selector: dict[str, str] | None = None
@@ -37,10 +38,10 @@ class BootRule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(environment: Environment) -> list[Rule]:
-    """The rules of both settings, inline ones first; wrong ones become problems."""
+    """Return the rules of both settings, inline ones first; wrong entries become problems."""
     text, path = environment.text(INLINE), environment.text(FILE)
-    found = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
-    return found + (list(_rules(environment, FILE, lambda: _file(Path(path)))) if path else [])
+    inline_rules = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
+    return inline_rules + (list(_rules(environment, FILE, lambda: _file(Path(path)))) if path else [])
 
 
 def _inline(text: str) -> Any:
@@ -78,41 +79,41 @@ def _rules(environment: Environment, setting: str, document: Callable[[], Any]) 
     for number, entry in enumerate(entries or [], 1):
         try:
             yield rule_of(entry)
-        except errors.InvalidInput as refusal:
-            environment.refuse(setting, f"entry {number}{_named(entry)}: {refusal.message}", _FIX)
+        except errors.InvalidInput as error:
+            environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _FIX)
 
 
-def _named(entry: Any) -> str:
+def _entry_label(entry: Any) -> str:
     name = entry.get("model_name") if isinstance(entry, dict) else None
     return f" ({name[:80]!r})" if isinstance(name, str) and name else ""
 
 
 def rule_of(entry: Any) -> Rule:
-    """The rule that an entry means, with every field, since it replaces what is stored (R4.48).
+    """Convert an entry to a rule with every field, since it replaces the stored rule (R4.48).
 
     Raises InvalidInput, which names the field.
     """
     try:
-        told = msgspec.convert(entry, BootRule)
+        boot_rule = msgspec.convert(entry, BootRule)
     except msgspec.ValidationError as error:
         raise errors.InvalidInput(str(error)) from error
     rule = Rule(
-        model_name=told.model_name or "",
-        node_selector=told.node_selector or {},
-        min_replicas=told.min_replicas or 0,
-        max_replicas=told.max_replicas or 0,
-        spread_all=bool(told.spread_all) or _spreads(told.replicas),
-        route_policy=told.route_policy or "",
-        balance_abs_threshold=told.balance_abs_threshold or 0,
-        balance_rel_threshold=told.balance_rel_threshold or 0,
-        min_prefix_match=told.min_prefix_match or 0,
+        model_name=boot_rule.model_name or "",
+        node_selector=boot_rule.node_selector or {},
+        min_replicas=boot_rule.min_replicas or 0,
+        max_replicas=boot_rule.max_replicas or 0,
+        spread_all=bool(boot_rule.spread_all) or _spreads(boot_rule.replicas),
+        route_policy=boot_rule.route_policy or "",
+        balance_abs_threshold=boot_rule.balance_abs_threshold or 0,
+        balance_rel_threshold=boot_rule.balance_rel_threshold or 0,
+        min_prefix_match=boot_rule.min_prefix_match or 0,
     )
     check(rule)
     return rule
 
 
 def _spreads(replicas: Any) -> bool:
-    """R4.46: whether `replicas` asks for one on every node."""
+    """Return True if `replicas` requests one replica on every node (R4.46)."""
     if replicas is None or isinstance(replicas, bool):
         return bool(replicas)
     word = replicas.strip().lower() if isinstance(replicas, str) else None

@@ -1,6 +1,6 @@
-"""What a ruling was made from, as sections of a log, and read back from them. Pure.
+"""Encode the input of a ruling as sections of a log, and decode it from them. Pure.
 
-Hosts are a section for all rules; the replicas of each model are one, and what else concerns its rule is too.
+The hosts are one section for all rules. Each model has a section for its replicas and one for its rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,50 +13,50 @@ from uuid import UUID
 from nodes.placement.sections import Section, State
 from nodes.scheduling.picture import Demand, Failure, Fleet, Host, Placed
 
-_PLACED = tuple(one.name for one in fields(Placed) if one.name != "model")
+_PLACED = tuple(column.name for column in fields(Placed) if column.name != "model")
 _placed = attrgetter(*_PLACED)
-_DEMAND = tuple(one.name for one in fields(Demand) if one.name not in ("selector", "model"))
+_DEMAND = tuple(column.name for column in fields(Demand) if column.name not in ("selector", "model"))
 
-_Told = Callable[[Fleet, str], Any]
-_Read = Callable[[str, Any], Any]
-
-
-def _failure(model: str, told: Any) -> dict[str, Failure]:
-    return {} if told is None else {model: Failure(datetime.fromisoformat(told[0]), told[1])}
+_Encode = Callable[[Fleet, str], Any]
+_Decode = Callable[[str, Any], Any]
 
 
-_OF_RULE: Mapping[str, tuple[_Told, _Read]] = {
-    "loads": (lambda fleet, model: fleet.loads.get(model, 0), lambda model, told: {model: told}),
+def _failure(model: str, encoded: Any) -> dict[str, Failure]:
+    return {} if encoded is None else {model: Failure(datetime.fromisoformat(encoded[0]), encoded[1])}
+
+
+_RULE_FIELDS: Mapping[str, tuple[_Encode, _Decode]] = {
+    "loads": (lambda fleet, model: fleet.loads.get(model, 0), lambda model, count: {model: count}),
     "pinned": (
         lambda fleet, model: tuple(sorted(map(str, fleet.pinned.get(model, ())))),
-        lambda model, told: {model: frozenset(map(UUID, told))},
+        lambda model, ids: {model: frozenset(map(UUID, ids))},
     ),
     "failures": (
-        lambda fleet, model: (found.at, found.error) if (found := fleet.failures.get(model)) else None,
+        lambda fleet, model: (failure.at, failure.error) if (failure := fleet.failures.get(model)) else None,
         _failure,
     ),
     "defined": (
         lambda fleet, model: fleet.defined is None or model in fleet.defined,
-        lambda model, told: frozenset({model} if told else ()),
+        lambda model, is_defined: frozenset({model} if is_defined else ()),
     ),
     "revisions": (
         lambda fleet, model: fleet.revisions.get(model),
-        lambda model, told: {} if told is None else {model: told},
+        lambda model, revision: {} if revision is None else {model: revision},
     ),
-    "pressed": (lambda fleet, model: fleet.pressed.get(model, 0), lambda model, told: {model: told}),
-    # Of all models: there are few, and one rule looks at its own replicas only.
+    "pressed": (lambda fleet, model: fleet.pressed.get(model, 0), lambda model, count: {model: count}),
+    # The replacements of all models: there are few, and a rule reads only those of its own replicas.
     "replacing": (
         lambda fleet, _: tuple(sorted((str(id), lacks) for id, lacks in fleet.replacing.items())),
-        lambda _, told: {UUID(id): lacks for id, lacks in told},
+        lambda _, pairs: {UUID(id): lacks for id, lacks in pairs},
     ),
 }
-"""What of a fleet concerns one rule, besides hosts and replicas: how it is told, and how it is read back."""
+"""Fleet fields that concern one rule besides hosts and replicas: their encoders and decoders."""
 
 
 def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick: bool) -> dict[str, Section]:
-    """What was seen of these rules."""
+    """Encode the input of these rules."""
     labels = {host.id: tuple(sorted(host.labels.items())) for host in fleet.hosts if host.labels}
-    found = {
+    result = {
         "hosts": Section({host.id: (host.name, host.slots) for host in fleet.hosts}),
         "labels of hosts": Section(labels),
     }
@@ -65,23 +65,23 @@ def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick
         if row.model in replicas:
             replicas[row.model][row.id] = _placed(row)
     for name, demand in demands.items():
-        found[f"replicas/{name}"] = Section(replicas[name])
-        found[f"rule/{name}"] = Section(
+        result[f"replicas/{name}"] = Section(replicas[name])
+        result[f"rule/{name}"] = Section(
             {
                 "now": now,
                 "tick": tick,
                 "demand": tuple((column, getattr(demand, column)) for column in _DEMAND),
                 "selector": None if demand.selector is None else tuple(sorted(demand.selector.items())),
-                **{field: told(fleet, name) for field, (told, _) in _OF_RULE.items()},
+                **{field: encode(fleet, name) for field, (encode, _) in _RULE_FIELDS.items()},
             }
         )
-    return found
+    return result
 
 
 def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | None:
-    """What `plan` was given, as far as it concerns the rule of one model; None if nothing of it is there."""
-    told = state.get(f"rule/{model}")
-    if not told:
+    """Decode the input of `plan` that concerns the rule of one model; None if the state has none."""
+    encoded = state.get(f"rule/{model}")
+    if not encoded:
         return None
     labels = state.get("labels of hosts", {})
     fleet = Fleet(
@@ -90,22 +90,26 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
         replicas=[_replica(model, row) for row in state.get(f"replicas/{model}", {}).values()],
-        # One that is not there was not seen yet when this was written.
-        **{field: read(model, told[field]) for field, (_, read) in _OF_RULE.items() if field in told},
+        # An older version that wrote this entry may not have had all fields.
+        **{
+            field: decode(model, encoded[field])
+            for field, (_, decode) in _RULE_FIELDS.items()
+            if field in encoded
+        },
     )
-    return fleet, _demand(model, told), datetime.fromisoformat(told["now"]), told["tick"]
+    return fleet, _demand(model, encoded), datetime.fromisoformat(encoded["now"]), encoded["tick"]
 
 
 def _replica(model: str, row: list[Any]) -> Placed:
-    told = dict(zip(_PLACED, row, strict=True))
-    told |= {"id": UUID(told["id"]), "node_id": UUID(told["node_id"])}
-    return Placed(model=model, **{**told, "idle_since": datetime.fromisoformat(told["idle_since"])})
+    columns = dict(zip(_PLACED, row, strict=True))
+    columns |= {"id": UUID(columns["id"]), "node_id": UUID(columns["node_id"])}
+    return Placed(model=model, **{**columns, "idle_since": datetime.fromisoformat(columns["idle_since"])})
 
 
-def _demand(model: str, told: Mapping[str, Any]) -> Demand:
-    columns = dict(told["demand"])
+def _demand(model: str, encoded: Mapping[str, Any]) -> Demand:
+    columns = dict(encoded["demand"])
     for name in ("until", "looked_at", "changed_at"):
         if columns[name] is not None:
             columns[name] = datetime.fromisoformat(columns[name])
-    selector = None if told["selector"] is None else dict(told["selector"])
+    selector = None if encoded["selector"] is None else dict(encoded["selector"])
     return Demand(model=model, selector=selector, **columns)

@@ -1,7 +1,7 @@
-"""The rules that the replica pass looks at (R1.86), and what it made of them: flags (R1.87), figures, reason.
+"""Read the rules for the replica pass (R1.86), and write its results: flags (R1.87), figures and reason.
 
-What was found is about the rule as it was read. A rule that was edited since, or whose flags were cleared,
-is left as it is: the next pass looks at it.
+A result applies to the rule as it was read. If the rule was edited since, or its flags were cleared, the
+result is not written: the next pass checks the rule again.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,14 +24,15 @@ _COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 
 def demands() -> list[Demand]:
-    """R1.86: the rules that say how many; one query."""
+    """Return the rules that set a number of replicas (R1.86); one query."""
     return _demands(ModelSchedulingConfig.objects.filter(_COUNTED))
 
 
 def of_models(model_names: Collection[str]) -> list[Demand]:
-    """Of models whose rule does not say how many, or that have none: where replicas go; one query."""
-    found = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
-    return [*found, *(Demand(name, {}) for name in sorted({*model_names} - {one.model for one in found}))]
+    """Return the demands of models whose rule sets no number of replicas, or without a rule; one query."""
+    rule_demands = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
+    models = {demand.model for demand in rule_demands}
+    return [*rule_demands, *(Demand(name, {}) for name in sorted({*model_names} - models))]
 
 
 def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
@@ -53,16 +54,16 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
 
 
 def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime) -> None:
-    """Writes what was made of the rules in `about`; two statements for any number of them."""
-    found = {ruling.model: ruling for ruling in rulings}
+    """Write the rulings for the rules in `about`; two statements for any number of them."""
+    ruling_by_model = {ruling.model: ruling for ruling in rulings}
     with transaction.atomic():
         # In the order of `cooldowns`, against deadlocks.
-        rows = ModelSchedulingConfig.objects.filter(model_name__in=found).order_by("model_name")
+        rows = ModelSchedulingConfig.objects.filter(model_name__in=ruling_by_model).order_by("model_name")
         locked = rows.select_for_update()
-        same = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
-        for row in same:
-            _write(row, found[row.model_name], now)
-        update(same, _WRITTEN)
+        unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
+        for row in unchanged:
+            _write(row, ruling_by_model[row.model_name], now)
+        update(unchanged, _WRITTEN)
 
 
 def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:

@@ -1,4 +1,7 @@
-"""What the replica pass sees, and what it may decide: the words of `plan`. Nothing here does anything."""
+"""The snapshot that the replica pass reads, and the actions that it may decide: the types of `plan`.
+
+No logic.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +11,11 @@ from uuid import UUID
 
 @dataclass(frozen=True)
 class Demand:
-    """A rule as the pass sees it."""
+    """A rule as the pass reads it."""
 
     model: str
     selector: Mapping[str, str] | None
-    """None: it cannot be read, and matches nothing (R1.69)."""
+    """None if the stored selector cannot be read; it matches nothing (R1.69)."""
     minimum: int = 0
     maximum: int = 0
     """0 = no limit."""
@@ -20,15 +23,15 @@ class Demand:
     ticks: int = 0
     until: datetime | None = None
     looked_at: datetime | None = None
-    """When the last pass looked at it."""
+    """Time of the last pass that checked the rule."""
     seen: int = 0
-    """How many replicas that pass saw serving."""
+    """Number of replicas that were serving in that pass."""
     changed_at: datetime | None = None
-    """When the rule or its flags were changed; what a pass finds is about this state of them."""
+    """Time of the last change of the rule or its flags; the result of a pass applies to this version."""
 
     @property
     def counts(self) -> bool:
-        """R1.86: whether it says how many."""
+        """Return True if the rule sets a number of replicas (R1.86)."""
         return self.minimum > 0 or self.maximum > 0 or self.spread
 
 
@@ -40,7 +43,7 @@ class Host:
     name: str
     labels: Mapping[str, str]
     slots: int
-    """Replicas of one model that it takes."""
+    """Most replicas of one model on the node."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class Placed:
     state: str
     in_flight: int
     idle_since: datetime
-    """The end of its last request; without one, when it was loaded."""
+    """The end of the replica's last request, or the time of its load if it had none."""
     revision: str = ""
-    """Of the definition that it was loaded by; empty = not known."""
+    """The revision of the definition that it was loaded with; empty = unknown."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A load that failed, and that nobody has dismissed or repeated."""
+    """A failed load that nobody has dismissed or repeated."""
 
     at: datetime
     error: str
@@ -69,42 +72,43 @@ class Failure:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What the rules are about."""
+    """The cluster state that the rules are planned against."""
 
     hosts: Sequence[Host] = ()
     replicas: Sequence[Placed] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
-    """Loads under way, by model, with a place or without."""
+    """Number of loads under way by model, with or without a slot."""
     pinned: Mapping[str, frozenset[UUID]] = field(default_factory=dict)
-    """The nodes, by model, that have a load under way for them alone."""
+    """Nodes by model for which alone a load is under way."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     defined: frozenset[str] | None = None
-    """Models that have a definition; None: that cannot be told now."""
+    """Models that have a definition; None if that is unknown now."""
     revisions: Mapping[str, str] = field(default_factory=dict)
-    """What the definitions are now, by model."""
+    """Current revision of each model's definition."""
     replacing: Mapping[UUID, bool] = field(default_factory=dict)
-    """The replicas that a load under way will replace, and whether it lacks the room that they take."""
+    """Replicas that a load under way will replace; True if the load needs the space that they occupy."""
     pressed: Mapping[str, int] = field(default_factory=dict)
-    """Of models under enough pressure (R4.13): how many requests were kept from the replica that remembers
-    their prompt within the last minute."""
+    """Requests within the last minute that were not sent to the replica that caches their prompt, by model;
+    only models under enough pressure (R4.13).
+    """
 
 
 @dataclass(frozen=True)
 class LoadAnother:
-    """One more replica, on one of these nodes; None: on any."""
+    """Load one more replica on one of the nodes `only`; None: on any."""
 
     model: str
     only: frozenset[UUID] | None
     reason: str
     pinned: bool = False
-    """Whether it is for these nodes whatever comes; else its placement asks the rule again."""
+    """True if `only` is final; otherwise placement reads the rule's selector again."""
     replaces: UUID | None = None
-    """The replica that goes as soon as this one serves."""
+    """The replica that terminates as soon as this one serves."""
 
 
 @dataclass(frozen=True)
 class Retire:
-    """This replica is to go, if it is still idle."""
+    """Retire this replica if it is still idle."""
 
     model: str
     replica_id: UUID
@@ -113,7 +117,7 @@ class Retire:
 
 @dataclass(frozen=True)
 class GiveWay:
-    """This replica of a former definition is to go before its successor, which finds no room beside it."""
+    """Evict this replica of a former definition before its successor loads, which does not fit beside it."""
 
     model: str
     replica_id: UUID
@@ -122,7 +126,7 @@ class GiveWay:
 
 @dataclass(frozen=True)
 class Unsatisfiable:
-    """R4.23: what the rule wants cannot be had; how often that was so, and until when nothing is tried."""
+    """Report that the rule cannot be satisfied: for how many ticks, and the end of its cooldown (R4.23)."""
 
     model: str
     ticks: int
@@ -132,14 +136,14 @@ class Unsatisfiable:
 
 @dataclass(frozen=True)
 class ClearFlags:
-    """The rule can be satisfied again."""
+    """Clear the flags of a rule that can be satisfied again."""
 
     model: str
 
 
 @dataclass(frozen=True)
 class EndPressure:
-    """One more replica was loaded for it: what was reported before that is over."""
+    """End the pressure reported so far, because one more replica was loaded for it."""
 
     model: str
 
@@ -149,12 +153,12 @@ Action = LoadAnother | Retire | GiveWay | Unsatisfiable | ClearFlags | EndPressu
 
 @dataclass(frozen=True)
 class Ruling:
-    """What becomes of one rule, and what it looks like: replicas wanted, there, and on their way."""
+    """The decision for one rule, and its figures: replicas wanted, serving, and being loaded."""
 
     model: str
     wanted: int
     current: int
     loading: int
     reason: str
-    """Empty: that of the pass before still holds."""
+    """Empty if the reason of the previous pass still holds."""
     actions: tuple[Action, ...] = ()

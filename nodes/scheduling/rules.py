@@ -1,7 +1,7 @@
-"""What a scheduling rule may say (`contract/http-api.md` §2.12, R3.2, R4.47); pure.
+"""Validate scheduling rules (`contract/http-api.md` §2.12, R3.2, R4.47); pure.
 
-REST, the command line, Django's admin and the settings each make a `Rule` of what they were given, and
-`check` refuses it or not: one judge for all of them.
+REST, the command line, Django's admin and the settings each build a `Rule` from their input, and `check`
+validates it in one place for all of them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ POLICIES = ("", *RoutePolicy.values)
 
 @dataclass(frozen=True)
 class Rule:
-    """What somebody wants of one model; None in one of the last four keeps what is stored (R4.49)."""
+    """The desired state of one model; None in one of the last four fields keeps the stored value (R4.49)."""
 
     model_name: str
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -28,31 +28,33 @@ class Rule:
     """0 = no limit."""
     spread_all: bool = False
     route_policy: str | None = None
-    """Empty = the cluster's; so are thresholds of 0."""
+    """Empty = the cluster's default; thresholds of 0 likewise."""
     balance_abs_threshold: int | None = None
     balance_rel_threshold: float | None = None
     min_prefix_match: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """The columns that it sets, without the model's name."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model_name"}
+        """Return the columns that the rule sets, without the model's name."""
+        values = {
+            column.name: getattr(self, column.name) for column in fields(self) if column.name != "model_name"
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def counts(self) -> bool:
-        """Whether it says how many replicas there shall be (R1.86)."""
+        """Return True if the rule sets a number of replicas (R1.86)."""
         return self.spread_all or self.min_replicas > 0 or self.max_replicas > 0
 
     @property
     def summary(self) -> str:
-        """In a line, for the audit and the log."""
-        said = (f"{name}={value}" for name, value in self.given.items() if value)
-        return ", ".join(said) or "no demands"
+        """Describe the rule in one line, for the audit and the log."""
+        assignments = (f"{name}={value}" for name, value in self.given.items() if value)
+        return ", ".join(assignments) or "no demands"
 
 
 def check(rule: Rule) -> None:
-    """Raises InvalidInput naming the first field that is wrong, in the order of http-2.12."""
+    """Raise InvalidInput that names the first wrong field, in the order of http-2.12."""
     selectors.check(rule.node_selector)
     _check_name(rule.model_name)
     if rule.spread_all and (rule.min_replicas or rule.max_replicas):
@@ -79,10 +81,10 @@ def _check_name(name: str) -> None:
     names.check_text(name, "model_name")
 
 
-def _check_range(name: str, value: float | None, least: int, most: int, beside: str = "") -> None:
-    # What is no number compares false with everything.
+def _check_range(name: str, value: float | None, least: int, most: int, alternative: str = "") -> None:
+    # NaN compares false with everything.
     if value is not None and not least <= value <= most:
-        _refuse(name, f"must be {beside}from {least} to {most}")
+        _refuse(name, f"must be {alternative}from {least} to {most}")
 
 
 def _refuse(name: str, complaint: str) -> None:

@@ -1,4 +1,7 @@
-"""One scheduling rule and what of the fleet concerns it: what `plan` decides by. Pure."""
+"""One scheduling rule and the part of the fleet that concerns it: the input of each decision in `plan`.
+
+Pure.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,97 +15,96 @@ from nodes.scheduling.picture import Action, Demand, Host, LoadAnother, Placed, 
 LOADING = ("loading", "staging")
 
 
-class Ground(tuple[Host, ...]):
-    """The nodes that a selector chooses, by name. Rules share it, so that none has to look at every node."""
+class EligibleNodes(tuple[Host, ...]):
+    """The nodes that a selector matches, sorted by name. Rules share it, so that no rule scans every node."""
 
     @cached_property
     def by_id(self) -> dict[UUID, Host]:
-        """The same by their ids."""
+        """The nodes by id."""
         return {host.id: host for host in self}
 
     @cached_property
     def ids(self) -> frozenset[UUID]:
-        """Only these."""
+        """The ids of the nodes."""
         return frozenset(self.by_id)
 
     @cached_property
     def slots(self) -> int:
-        """Those of all of them, for one model."""
+        """Total slots of these nodes for one model."""
         return sum(host.slots for host in self)
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One rule, and what of the fleet concerns it."""
+class RuleContext:
+    """One rule and the part of the fleet that concerns it."""
 
     demand: Demand
-    fits: Ground
+    eligible: EligibleNodes
     hosts: Mapping[UUID, Host]
     """Every healthy node."""
     rows: Sequence[Placed]
-    """All of the model."""
+    """All replicas of the model."""
     serving: Sequence[Placed]
-    """Those that are loaded, on healthy nodes."""
+    """The replicas that are loaded on healthy nodes."""
     loads: int
-    placed: int
-    """Loads that have a slot."""
+    loads_with_slot: int
     pinned: frozenset[UUID]
-    """Nodes that have a load under way for them alone."""
+    """Nodes for which alone a load is under way."""
     failure: str
-    """Why the last load failed, if that was after the last pass."""
+    """Error of the last load, if it failed after the last pass; else empty."""
     failed_at: datetime | None
-    """When the last load failed."""
+    """Time of the last failed load."""
     defined: bool
     revision: str
-    """Of its definition; empty if that cannot be told."""
+    """Current revision of its definition; empty if unknown."""
     replacing: Mapping[UUID, bool]
-    """Its replicas that a load will replace; see `Fleet`."""
-    pressed: int
-    """Requests that were kept away, if that is enough of them."""
+    """The model's replicas that a load will replace; see `Fleet`."""
+    pressure: int
+    """Requests within the last minute that could not use their cached prompt; 0 if too few."""
 
     @cached_property
-    def held(self) -> dict[UUID, list[Placed]]:
-        """The rows by node. Any state keeps a slot (R1.62, R1.65)."""
-        found: dict[UUID, list[Placed]] = defaultdict(list)
+    def rows_by_node(self) -> dict[UUID, list[Placed]]:
+        """The rows by node. A row in any state occupies a slot (R1.62, R1.65)."""
+        rows_by_node: dict[UUID, list[Placed]] = defaultdict(list)
         for row in self.rows:
-            found[row.node_id].append(row)
-        return dict(found)
+            rows_by_node[row.node_id].append(row)
+        return dict(rows_by_node)
 
     @cached_property
-    def fitting(self) -> list[Placed]:
-        """Those of `serving` where the rule wants them."""
-        return [row for row in self.serving if row.node_id in self.fits.ids]
+    def eligible_serving(self) -> list[Placed]:
+        """The subset of `serving` on nodes that the rule's selector matches."""
+        return [row for row in self.serving if row.node_id in self.eligible.ids]
 
     @property
-    def room(self) -> int:
-        """R1.65: slots that are free for one more load."""
-        there = ((self.fits.by_id[id], rows) for id, rows in self.held.items() if id in self.fits.ids)
-        taken = sum(min(len(rows), host.slots) for host, rows in there)
-        return self.fits.slots - taken - (self.loads - self.placed)
+    def free_slots(self) -> int:
+        """Number of slots that are free for one more load (R1.65)."""
+        hosts = self.eligible.by_id
+        used = sum(min(len(rows), hosts[id].slots) for id, rows in self.rows_by_node.items() if id in hosts)
+        return self.eligible.slots - used - (self.loads - self.loads_with_slot)
 
-    def free(self, host: Host) -> int:
-        """The node's free slots."""
-        return max(host.slots - len(self.held.get(host.id, ())), 0)
-
-    @property
-    def leaving(self) -> bool:
-        """Whether a slot will be free without more ado."""
-        return any(row.state == "unloading" and row.node_id in self.fits.ids for row in self.rows)
+    def free_slots_of(self, host: Host) -> int:
+        """Return the number of free slots of the node."""
+        return max(host.slots - len(self.rows_by_node.get(host.id, ())), 0)
 
     @property
-    def wanted(self) -> int:
-        """The number of replicas below which it is not satisfied."""
-        return len(self.fits) if self.demand.spread else self.demand.minimum
+    def is_freeing_slot(self) -> bool:
+        """Return True if a slot is being freed."""
+        return any(row.state == "unloading" and row.node_id in self.eligible.ids for row in self.rows)
 
     @property
-    def only(self) -> frozenset[UUID] | None:
-        """R4.15: where a load may go."""
-        return None if self.demand.selector == {} else self.fits.ids
+    def required(self) -> int:
+        """The number of replicas below which the rule is not satisfied."""
+        return len(self.eligible) if self.demand.spread else self.demand.minimum
+
+    @property
+    def allowed_nodes(self) -> frozenset[UUID] | None:
+        """The nodes on which a load may be placed; None: any (R4.15)."""
+        return None if self.demand.selector == {} else self.eligible.ids
 
     def ruling(self, reason: str, *actions: Action) -> Ruling:
-        """What is to be done, with the figures."""
-        more = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
-        less = sum(isinstance(action, Retire) for action in actions)
-        less += sum(row.id in self.replacing for row in self.serving)
-        aim = max(self.wanted, len(self.serving) + self.loads + more - less)
+        """Return the ruling with these actions and the rule's figures."""
+        added = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
+        removed = sum(isinstance(action, Retire) for action in actions)
+        removed += sum(row.id in self.replacing for row in self.serving)
+        aim = max(self.required, len(self.serving) + self.loads + added - removed)
         return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)

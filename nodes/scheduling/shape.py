@@ -1,4 +1,4 @@
-"""What a scheduling rule looks like on the wire (`contract/http-api.md` §2.12)."""
+"""Define a scheduling rule on the wire (`contract/http-api.md` §2.12)."""
 
 import json
 
@@ -10,14 +10,14 @@ from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
 from operations.models import Operation
 
 LOAD_KIND = "model_load"
-"""The kind of the operation that loads a model (`nodes/loading/load.py`)."""
+"""Kind of the operation that loads a model (`nodes/loading/load.py`)."""
 NUMBER = {"type": "number", "minimum": 0}
 
 
 def _counted(rows: QuerySet[Model], model_column: str) -> Coalesce:
-    """The number of these rows that belong to the rule's model."""
-    mine = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
-    return Coalesce(Subquery(mine.annotate(rows=Count("pk")).values("rows")), 0)
+    """Count the rows that belong to the rule's model."""
+    model_rows = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
+    return Coalesce(Subquery(model_rows.annotate(rows=Count("pk")).values("rows")), 0)
 
 
 CURRENT = _counted(NodeModel.objects.serving(), "model_name")
@@ -58,12 +58,12 @@ RULE = Shape(
 )
 
 
-def rows(found: QuerySet[ModelSchedulingConfig]) -> list[Row]:
-    """The rules, by model name; one query."""
-    return [_told(row) for row in RULE.rows(found.order_by("model_name"))]
+def rows(rules: QuerySet[ModelSchedulingConfig]) -> list[Row]:
+    """Return the rules in wire form, by model name; one query."""
+    return [_serialize(row) for row in RULE.rows(rules.order_by("model_name"))]
 
 
-def _told(row: Row) -> Row:
+def _serialize(row: Row) -> Row:
     if "node_selector" in row:
         # The reference sends a text that holds JSON, with sorted keys and no blanks.
         row["node_selector"] = json.dumps(

@@ -1,9 +1,9 @@
-"""How much of a model's files each node has: so much less disk space does a load need there.
+"""Staged bytes of each model's files per node: a load needs that much less disk space on the node.
 
-A load notes it after its look at the node's files and again when it ends; deleting the model there clears it.
-Placement reads it (`snapshot.files_there`). It may be out of date, when somebody clears a worker's disk or a
-controller is killed in the middle: then the look of the next load tells. Rows are `BroughtModel`; this is
-their only writer.
+A load stores them after its check of the node's files and again when it ends; deleting the model on the node
+deletes the row. Placement reads it (`snapshot.files_there`). It may be out of date when somebody clears a
+worker's disk or a controller is killed during a load: then the next load's check corrects it. Rows are
+`BroughtModel`; this module is their only writer.
 """
 
 from contextlib import suppress
@@ -16,7 +16,7 @@ from nodes.models import BroughtModel
 
 
 def remember(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:
-    """The node has so many bytes of the model's files."""
+    """Store how many bytes of the model's files the node has."""
     row = BroughtModel(node_id=node_id, model_name=model_name, size=size, seen_at=now)
     with suppress(IntegrityError):  # the node has been removed
         BroughtModel.objects.bulk_create(
@@ -28,5 +28,5 @@ def remember(node_id: UUID, model_name: str, size: int, *, now: datetime) -> Non
 
 
 def forget(node_id: UUID, model_name: str) -> None:
-    """The model's files were deleted there."""
+    """Forget the model's files, which were deleted on the node."""
     BroughtModel.objects.filter(node_id=node_id, model_name=model_name).delete()

@@ -1,7 +1,7 @@
-"""Where a file of a model lies on a worker: its key, its URL, and what its path there says of the rest. Pure.
+"""The key and URL of a model's file on a worker, and the model's folder there by the path of one file. Pure.
 
 A key is `models/<model>/<path in the models folder>` (R2.58, worker.md §14). The worker answers with the path
-of the file on its own disk; without the relative part that is the folder against which relative options
+of the file on its own disk; without its relative part, that is the folder against which relative options
 resolve there.
 """
 
@@ -14,13 +14,13 @@ _ROUTE = "/v1/files/"
 
 
 class NoKey(ValueError):
-    """A path that cannot have a key on a worker; the text says why."""
+    """A path that cannot have a key on a worker; the text gives the reason."""
 
 
 def key_of(model: str, relative: str) -> str:
-    """The key of the file at this path in the models folder; NoKey for one that would lead out of it.
+    """Return the key of the file at this path in the models folder; NoKey if it leads out of that folder.
 
-    A name that cannot be written into a header or a message of gRPC has no key either.
+    A name that cannot be written into a header or a gRPC message has no key either.
     """
     parts = (*model.split("/"), *relative.split("/"))
     if not {"", ".", ".."}.isdisjoint(parts):
@@ -28,18 +28,18 @@ def key_of(model: str, relative: str) -> str:
     if "\\" in model or "\\" in relative:
         raise NoKey("has a backslash in its name")
     for text in (model, relative):
-        if found := names.unprintable(text):
-            raise NoKey(f"has the character {found} in its name")
+        if character := names.unprintable(text):
+            raise NoKey(f"has the character {character} in its name")
     return "/".join(("models", *parts))
 
 
 def path_of(key: str) -> str:
-    """The path of the request for this key: every character that could mean something else is encoded."""
+    """Return the URL path of this key, with every reserved character encoded."""
     return _ROUTE + "/".join(quote(part, safe="") for part in key.split("/"))
 
 
 def root_of(local_path: str, relative: str) -> str:
-    """The worker's folder of the model, by its path of one file there; NoKey if that does not end so."""
+    """Return the model's folder on the worker by its path of one file; NoKey if they do not match."""
     root = local_path.removesuffix("/" + relative)
     if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
         raise NoKey(f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it")

@@ -1,7 +1,7 @@
-"""How far the files of one model are on their way to one node. Pure: time is a parameter.
+"""The progress of one model's files on their way to one node. Pure: time is a parameter.
 
-Bytes count those that the worker has, also from an earlier attempt. The rate counts only what moved lately,
-so the time that is left is not told by what was there before.
+Byte counts include bytes that the worker has from an earlier attempt. The rate counts only recent transfers,
+so those bytes do not distort the remaining time.
 """
 
 from collections import deque
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from localai_cluster.messaging.messages import human_bytes
 
 _WINDOW = 15.0
-"""Seconds whose bytes make the rate."""
+"""Seconds of transfer from which the rate is computed."""
 
 
 @dataclass
 class Meter:
-    """`sizes` are those of all files, by their path."""
+    """The progress of all files; `sizes` maps each path to its bytes."""
 
     sizes: Mapping[str, int]
     node: str
     now: str = ""
-    """What happens, in words."""
+    """The current step, in words."""
     moved: int = 0
-    """Bytes that were read or sent by this attempt, also twice: a sign of life."""
-    _at: dict[str, int] = field(default_factory=dict)
-    _there: set[str] = field(default_factory=set)
+    """Bytes that this attempt has read or sent, repetitions included: a sign of life."""
+    _positions: dict[str, int] = field(default_factory=dict)
+    _finished: set[str] = field(default_factory=set)
     _sent: int = 0
-    _marks: deque[tuple[float, int]] = field(default_factory=deque)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def total(self) -> int:
@@ -36,67 +36,67 @@ class Meter:
 
     @property
     def current(self) -> int:
-        """Bytes that are there."""
-        return sum(self._at.values())
+        """Bytes that the worker has."""
+        return sum(self._positions.values())
 
     @property
     def file_index(self) -> int:
-        """The number of the file that is sent, from 1."""
-        return min(len(self._there) + 1, len(self.sizes))
+        """Number of the file that is being sent, from 1."""
+        return min(len(self._finished) + 1, len(self.sizes))
 
     def finds(self, relative: str, position: int) -> None:
-        """So much of the file is there, if it is the same file."""
-        self._at[relative] = position
+        """Record the bytes that the worker has, if it is the same file."""
+        self._positions[relative] = position
 
     def starts(self, relative: str, position: int) -> None:
-        """The file is sent from here on; what is before it is there already."""
-        self._at[relative] = position
+        """Record that the file is sent from this position on; the worker has the bytes before it."""
+        self._positions[relative] = position
         self.now = f"sending {relative} to {self.node}"
 
     def sends(self, relative: str, count: int) -> None:
-        """More bytes of the file were sent."""
-        self._at[relative] = min(self._at.get(relative, 0) + count, self.sizes[relative])
+        """Record that more bytes of the file were sent."""
+        self._positions[relative] = min(self._positions.get(relative, 0) + count, self.sizes[relative])
         self.moved += count
         self._sent += count
 
     def reads(self, relative: str, count: int) -> None:
-        """Bytes of the file were read for its hash."""
+        """Record that bytes of the file were read for its hash."""
         self.moved += count
         self.now = f"reading {relative} for its hash"
 
     def waits(self, reason: str) -> None:
-        """Nothing moves for a while."""
+        """Record that nothing moves for a while."""
         self.now = reason
 
     def arrived(self, relative: str) -> None:
-        """The whole file is there."""
-        self._at[relative] = self.sizes[relative]
-        self._there.add(relative)
+        """Record that the worker has the complete file."""
+        self._positions[relative] = self.sizes[relative]
+        self._finished.add(relative)
 
     def leaves_out(self, relative: str) -> None:
-        """The file will not be there; it counts as one that is done with."""
+        """Record that the file is skipped; it counts as finished."""
         self.arrived(relative)
 
     def rate(self, now: float) -> int:
-        """Bytes a second of late; 0 while that is not known. Keeps a mark at each call."""
-        self._marks.append((now, self._sent))
-        while len(self._marks) > 2 and self._marks[1][0] <= now - _WINDOW:
-            self._marks.popleft()
-        since, before = self._marks[0]
-        return round((self._sent - before) / (now - since)) if now - since >= 1 else 0
+        """Return the recent bytes per second, 0 while unknown. Stores one sample per call."""
+        self._samples.append((now, self._sent))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
+            self._samples.popleft()
+        start, sent_before = self._samples[0]
+        return round((self._sent - sent_before) / (now - start)) if now - start >= 1 else 0
 
     def sentence(self, rate: int) -> str:
-        """What a person is told."""
-        said = self.now
+        """Describe the progress for people."""
+        text = self.now
         if len(self.sizes) > 1:
-            said += f", file {self.file_index} of {len(self.sizes)}"
-        said += f": {human_bytes(self.current)} of {human_bytes(self.total)}"
+            text += f", file {self.file_index} of {len(self.sizes)}"
+        text += f": {human_bytes(self.current)} of {human_bytes(self.total)}"
         if rate > 0 and self.current < self.total:
-            said += f", {human_bytes(rate)}/s, {_span((self.total - self.current) / rate)} left"
-        return said
+            text += f", {human_bytes(rate)}/s, {_format_duration((self.total - self.current) / rate)} left"
+        return text
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

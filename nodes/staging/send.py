@@ -1,9 +1,10 @@
-"""All files of a plan to one worker: several at once, each by `transfer.py`; what fails, by the rules.
+"""Send all files of a plan to one worker, several at once; apply the rules for failures.
 
-First the worker is asked for all of them (`look`), so that a small disk is known before the first byte.
-A node takes so many files at once from this controller, and the controller sends so many in all. A file of
-the model itself that is refused ends the attempt; of others the engine is told nothing, and the operator is
-warned (R2.57). A full disk and a worker that cannot be reached end it always: they are no matter of the file.
+`transfer.py` sends each file. First `look` requests the state of all files, so that a small disk is detected
+before the first byte. This controller sends a limited number of files at once to each node and in total. If
+the worker refuses a file of the model itself, the attempt ends; other refused files are omitted from the
+engine's options, and the operator is warned (R2.57). A full disk and an unreachable worker always end the
+attempt: they do not concern one file.
 """
 
 import asyncio
@@ -22,37 +23,37 @@ from nodes.staging.plan import FilePlan, LocalFile
 from nodes.staging.transfer import FileRefused, Transfer
 
 OF_A_NODE, IN_ALL = 4, 16
-"""Files that are sent at once."""
+"""Most files that are sent at once to one node and in total."""
 
 
 class Lanes:
-    """The bounds of one controller."""
+    """The limits of one controller for parallel transfers."""
 
     def __init__(self) -> None:
         self.all = asyncio.Semaphore(IN_ALL)
         self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
 
     def to(self, node_id: UUID) -> asyncio.Semaphore:
-        """The bound of this node; it lives as long as it is used."""
-        found = self._nodes.get(node_id)
-        if found is None:
-            found = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
-        return found
+        """Return the limit of this node; it lives as long as it is used."""
+        semaphore = self._nodes.get(node_id)
+        if semaphore is None:
+            semaphore = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
+        return semaphore
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What is on the worker now."""
+    """The result of staging on one worker."""
 
     root: str
-    """The folder there against which relative options resolve; "" if nothing was to be sent."""
+    """The worker's folder against which relative options resolve; "" if nothing had to be sent."""
     failed: dict[str, str]
-    """By path: why a file is not there."""
+    """By path: the reason why a file is missing."""
 
 
 @dataclass
 class Sending:
-    """The files of one model on their way to one worker."""
+    """The staging of one model's files on one worker."""
 
     model: str
     plan: FilePlan
@@ -70,20 +71,20 @@ class Sending:
         ]
 
     async def look(self) -> int:
-        """How many bytes are not there. Raises FileRefused, Stalled and Unreachable."""
+        """Return the number of missing bytes. Raise FileRefused, Stalled and Unreachable."""
 
-        async def seen(_: LocalFile, transfer: Transfer) -> None:
+        async def check(_: LocalFile, transfer: Transfer) -> None:
             await transfer.look()
 
-        await self._each(seen)
+        await self._each(check)
         return self.plan.total - self.meter.current
 
     async def run(self) -> Sent:
-        """Return when all are there. Raises FileRefused, Stalled, Unreachable, Changed and OSError."""
+        """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
 
-        async def brought(file: LocalFile, transfer: Transfer) -> None:
+        async def bring(file: LocalFile, transfer: Transfer) -> None:
             try:
                 roots.add(await self._bring(file, transfer))
             except FileRefused as refusal:
@@ -97,31 +98,31 @@ class Sending:
                 failed[file.relative] = f"cannot be read: {error.strerror or error}"
                 self.meter.leaves_out(file.relative)
 
-        await self._each(brought)
+        await self._each(bring)
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return Sent(next(iter(roots), ""), failed)
 
     async def _each(self, step: Callable[[LocalFile, Transfer], Awaitable[None]]) -> None:
-        """One step of every file, several at once; the first failure ends the others."""
-        left = iter(self._transfers)
+        """Run one step for every file, several at once; the first failure cancels the others."""
+        pending = iter(self._transfers)
 
-        async def lane() -> None:
-            for file, transfer in left:
+        async def run_lane() -> None:
+            for file, transfer in pending:
                 async with self.lanes.to(self.node_id), self.lanes.all:
                     await step(file, transfer)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(OF_A_NODE, len(self._transfers))):
-                    group.create_task(lane())
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from several
+                    group.create_task(run_lane())
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from group_error
 
     async def _bring(self, file: LocalFile, transfer: Transfer) -> str:
-        """The worker's folder of the model."""
+        """Send the file; return the worker's folder of the model."""
         path = await transfer.bring()
         try:
             return root_of(path, file.relative)
-        except NoKey as why:
-            raise FileRefused(file.relative, 200, str(why)) from why
+        except NoKey as error:
+            raise FileRefused(file.relative, 200, str(error)) from error

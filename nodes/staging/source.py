@@ -1,6 +1,6 @@
-"""A file of the models folder, read piece by piece in threads of their own, for a folder that may hang.
+"""Read a file of the models folder piece by piece in dedicated threads, because the folder may hang.
 
-A read from a mount whose server is gone comes back late or never. It must hold neither the event loop nor a
+A read from a mount whose server is down returns late or never. It must block neither the event loop, nor a
 thread that the database needs, nor the end of the process.
 """
 
@@ -18,50 +18,50 @@ T = TypeVar("T")
 
 
 class Changed(Exception):
-    """The file is not the one that was looked at any more."""
+    """The file has been replaced or changed since it was examined."""
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """What tells this file from another one under its name, also from an older one."""
+    """Return a text that distinguishes this file from other files and versions under its name."""
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
 async def aside(function: Callable[[], T]) -> T:
-    """What the function answers or raises, on a thread; a caller that leaves does not wait for its end."""
+    """Run the function in a thread; return its result. A cancelled caller does not wait for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def tell(result: Any, error: Exception | None) -> None:
+    def set_outcome(result: Any, error: Exception | None) -> None:
         if not done.cancelled():
             done.set_result(result) if error is None else done.set_exception(error)
 
-    def carry_out() -> None:
+    def run() -> None:
         result, error = None, None
         try:
             result = function()
         except Exception as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, result, error)
+            loop.call_soon_threadsafe(set_outcome, result, error)
 
-    threading.Thread(target=carry_out, name="staging", daemon=True).start()
+    threading.Thread(target=run, name="staging", daemon=True).start()
     return await done
 
 
 class OpenedFile:
-    """The file, if it still has the stamp; opened with the first read. `close` it, it does not wait."""
+    """The file, if it still has the stamp; the first read opens it. `close` does not block."""
 
     def __init__(self, file: LocalFile, stamp: str, offset: int = 0) -> None:
-        self._told, self._stamp, self._offset = file, stamp, offset
+        self._local_file, self._stamp, self._offset = file, stamp, offset
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
 
     async def take(self, most: int) -> bytes:
-        """The next bytes; none at its end. Raises Changed and OSError."""
+        """Return the next bytes; none at the end of the file. Raise Changed and OSError."""
         return await aside(lambda: self._take(most))
 
     async def add_to(self, digest: Any, most: int) -> int:
-        """Adds the next bytes to the digest, on the thread; answers how many. Raises Changed and OSError."""
+        """Add the next bytes to the digest, in the thread; return their number. Raise Changed and OSError."""
 
         def add() -> int:
             piece = self._take(most)
@@ -71,17 +71,17 @@ class OpenedFile:
         return await aside(add)
 
     def close(self) -> None:
-        """A read that is under way ends first, if ever."""
+        """Close the file after a read that is under way."""
         threading.Thread(target=self._close, name="staging", daemon=True).start()
 
     def _take(self, most: int) -> bytes:
         with self._lock:
             if self._file is None:
-                self._file = regular_files.open_file(self._told.path, follow_links=False)
+                self._file = regular_files.open_file(self._local_file.path, follow_links=False)
                 self._file.seek(self._offset)
             piece = self._file.read(most)
             if stamp_of(os.fstat(self._file.fileno())) != self._stamp:
-                raise Changed(f"{self._told.relative} was changed meanwhile")
+                raise Changed(f"{self._local_file.relative} was changed meanwhile")
             return piece
 
     def _close(self) -> None:

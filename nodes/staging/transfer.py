@@ -1,11 +1,11 @@
-"""One file to one worker over HTTP: asked for first, resumed where it broke off, verified by its hash.
+"""Transfer one file to one worker over HTTP: check it first, resume a partial transfer, verify its hash.
 
-HEAD tells what the worker has. A file with our hash is there; the rest is sent by one PUT with its range and
-the hash of the whole file (worker.md §12, §13), or by several, since a worker refuses a body above its limit.
-What may pass is tried again after 1, 2, 4 … 30 s for as long
-as bytes get further than ever before, but a worker that does not answer at all only `MOST_UNANSWERED` times;
-everything else is a refusal with the worker's words. The state is the
-worker's: another controller goes on where this one was killed.
+HEAD returns the worker's state of the file. A file with our hash is complete; the rest is sent by one PUT
+with its range and the hash of the complete file (worker.md §12, §13), or by several, since a worker refuses a
+body above its limit. Transient failures are retried after 1, 2, 4 … 30 s for as long as bytes get further
+than ever before, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; everything
+else is a refusal with the worker's text. The worker holds the state, so another controller can resume the
+transfer of a controller that was killed.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from nodes.staging.plan import LocalFile
 from nodes.staging.source import OpenedFile
 from operations.executor.work import retry_delay
 
-_MOST_WORDS = 64 * 1024
-"""Bytes of an answer that are read."""
+_MOST_BYTES = 64 * 1024
+"""Most bytes of a response that are read."""
 MOST_UNANSWERED = 3
-"""Requests in a row without any answer, after which the port counts as unreachable."""
+"""Unanswered requests in a row after which the port counts as unreachable."""
 LARGEST_PART = 50 * 2**30
-"""Bytes of one PUT: a worker takes no larger body (worker.md §12.3)."""
+"""Most bytes of one PUT: a worker refuses larger bodies (worker.md §12.3)."""
 _TRANSIENT = {
     308: "its worker has only a part of the file",
     408: "its worker did not get the bytes in time",
     416: "its worker has another part of the file",
     503: "its worker is busy or shutting down",
 }
-"""What may pass, in words."""
+"""Transient HTTP statuses and their meaning."""
 _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
 _NOT_FOR_US = (401, 403)
 _FULL = 507
@@ -50,20 +50,20 @@ Result = TypeVar("Result")
 
 
 class FileRefused(Exception):
-    """The worker does not take the file; the text has its words."""
+    """The worker refuses the file; the text has its reason."""
 
-    def __init__(self, file: str, status: int, said: str) -> None:
-        words = names.readable(said).strip() or "no reason given"
+    def __init__(self, file: str, status: int, reason: str) -> None:
+        words = names.readable(reason).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
-        full = status == _FULL or any(sign in said.lower() for sign in _NO_SPACE)
+        is_full = status == _FULL or any(sign in reason.lower() for sign in _NO_SPACE)
         self.of_token = status in _NOT_FOR_US
-        """Whether the worker does not know our token."""
-        self.of_node = full or self.of_token
-        """Whether the node would refuse any other file too."""
+        """True if the worker does not accept our token."""
+        self.of_node = is_full or self.of_token
+        """True if the node would refuse any other file too."""
 
 
 class Stalled(Exception):
-    """Nothing has moved for too long."""
+    """Nothing has moved within the limit."""
 
 
 class Unreachable(Exception):
@@ -72,7 +72,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Remote:
-    """What the worker has under a key, as its headers say."""
+    """The worker's state of a key, parsed from its headers."""
 
     status: int = 0
     size: int = 0
@@ -81,34 +81,34 @@ class Remote:
     path: str = ""
 
     def has(self, sha256: str) -> bool:
-        """Whether it is the whole file with this hash."""
+        """Return True if it is the complete file with this hash."""
         return self.status == 200 and bool(self.path) and self.sha256 == sha256
 
     def offset(self, size: int, sha256: str) -> int:
-        """Where our file of this size goes on."""
+        """Return the position from which to resume our file of this size."""
         return self.size if 0 < self.size < size and self.target == sha256 else 0
 
 
 @dataclass(frozen=True)
 class Received:
-    """To a PUT."""
+    """The response to a PUT."""
 
     status: int
     body: str
 
     @property
     def path(self) -> str:
-        """Where the worker keeps the file; "" if it does not say."""
+        """Path of the file on the worker; "" if the response has none."""
         try:
-            said = json.loads(self.body)
+            body = json.loads(self.body)
         except (ValueError, RecursionError):
             return ""
-        path = said.get("local_path") if isinstance(said, dict) else None
+        path = body.get("local_path") if isinstance(body, dict) else None
         return path if isinstance(path, str) and PurePosixPath(path).is_absolute() else ""
 
 
 class Transfer:
-    """One file on its way. `stall` is the time in seconds in which something has to move."""
+    """The transfer of one file. `stall` is the time in seconds within which something must move."""
 
     def __init__(
         self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: Meter, stall: float
@@ -120,23 +120,26 @@ class Transfer:
         self._moved_at = 0.0
         self._hashing_since: float | None = None
         self._reason = "no answer"
-        self._seen = Remote()
+        self._remote = Remote()
 
     async def look(self) -> None:
-        """See how much of the file is there, by its size. Raises FileRefused, Stalled and Unreachable."""
-        await self._watched(self._look)
+        """Check how much of the file the worker has, by its size.
+
+        Raise FileRefused, Stalled and Unreachable.
+        """
+        await self._with_stall_limit(self._look)
 
     async def bring(self) -> str:
-        """Return the file's path on the worker, where it is now.
+        """Send the file unless the worker has it; return its path on the worker.
 
         Raises FileRefused, Stalled, Unreachable, Changed and OSError.
         """
-        return await self._watched(self._bring)
+        return await self._with_stall_limit(self._bring)
 
-    async def _watched(self, step: Callable[[], Awaitable[Result]]) -> Result:
+    async def _with_stall_limit(self, step: Callable[[], Awaitable[Result]]) -> Result:
         try:
             async with asyncio.timeout(self._stall) as self._watch:
-                self._moves()
+                self._record_progress()
                 return await step()
         except TimeoutError:
             if not self._watch.expired():
@@ -147,53 +150,53 @@ class Transfer:
     async def _look(self) -> None:
         while True:
             try:
-                self._seen = await self._head()
+                self._remote = await self._head()
                 break
             except httpx.TransportError as error:
                 await self._pause(reason_of(error))
-        self._meter.finds(self._file.relative, min(self._seen.size, self._file.size))
+        self._meter.finds(self._file.relative, min(self._remote.size, self._file.size))
 
     async def _bring(self) -> str:
-        sha256, stamp = await hash_of(self._file, self._read)
-        if not self._seen.has(sha256):
+        sha256, stamp = await hash_of(self._file, self._record_read)
+        if not self._remote.has(sha256):
             return await self._send(sha256, stamp)
         self._meter.arrived(self._file.relative)
-        return self._seen.path
+        return self._remote.path
 
     async def _send(self, sha256: str, stamp: str) -> str:
-        """Attempts, until the file is there."""
-        refused: int | None = None
-        # One HEAD is enough for the first attempt: a range that is no longer true would be refused.
-        seen = self._seen if self._seen.status else None
+        """Try until the worker has the complete file; return its path."""
+        refused_offset: int | None = None
+        # One HEAD is enough for the first attempt: the worker would refuse an outdated range.
+        checked = self._remote if self._remote.status else None
         while True:
             before = self._furthest
             try:
-                there, seen = seen or await self._head(), None
-                if there.has(sha256):
-                    path = there.path
+                remote, checked = checked or await self._head(), None
+                if remote.has(sha256):
+                    path = remote.path
                     break
-                offset = there.offset(self._file.size, sha256)
-                # What was refused for its range would be refused again, for as long as something on the way
-                # hides what the worker has: then the file is sent from its beginning, without a range.
-                ranged = self._file.size > 0 and offset != refused
-                answer = await self._put(sha256, stamp, offset if ranged else 0, ranged=ranged)
+                offset = remote.offset(self._file.size, sha256)
+                # A range that was refused would be refused again while something in between hides the
+                # worker's state: then the file is sent from its beginning, without a range.
+                ranged = self._file.size > 0 and offset != refused_offset
+                response = await self._put(sha256, stamp, offset if ranged else 0, ranged=ranged)
             except httpx.TransportError as error:
                 await self._pause(reason_of(error))
                 continue
-            if answer.status == 200 and (path := answer.path):
+            if response.status == 200 and (path := response.path):
                 break
-            if answer.status not in _TRANSIENT:
-                raise FileRefused(self._file.relative, answer.status, self._without_token(answer.body))
-            refused = offset if answer.status == 416 and ranged else None
-            if answer.status != 308 or not before < self._furthest < self._file.size:
-                await self._pause(f"{_TRANSIENT[answer.status]} ({answer.status})")
+            if response.status not in _TRANSIENT:
+                raise FileRefused(self._file.relative, response.status, self._without_token(response.body))
+            refused_offset = offset if response.status == 416 and ranged else None
+            if response.status != 308 or not before < self._furthest < self._file.size:
+                await self._pause(f"{_TRANSIENT[response.status]} ({response.status})")
         self._meter.arrived(self._file.relative)
         return path
 
     async def _head(self) -> Remote:
         self._worker_hashes()
         try:
-            answer = await self._client.head(self._url)
+            response = await self._client.head(self._url)
             self._unanswered = 0
         except httpx.TransportError as error:
             self._unanswered += 1
@@ -202,16 +205,16 @@ class Transfer:
             raise
         finally:
             self._worker_answered()
-        if answer.status_code in _NOT_FOR_US:
-            raise FileRefused(self._file.relative, answer.status_code, "it does not accept our token")
-        said = answer.headers
-        size = said.get(_SIZE, "")
+        if response.status_code in _NOT_FOR_US:
+            raise FileRefused(self._file.relative, response.status_code, "it does not accept our token")
+        headers = response.headers
+        size = headers.get(_SIZE, "")
         return Remote(
-            answer.status_code,
+            response.status_code,
             int(size) if size.isascii() and size.isdigit() and len(size) < 20 else 0,
-            said.get(_HASH, "").lower(),
-            said.get(_TARGET, "").lower(),
-            said.get(_PATH, ""),
+            headers.get(_HASH, "").lower(),
+            headers.get(_TARGET, "").lower(),
+            headers.get(_PATH, ""),
         )
 
     async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
@@ -228,8 +231,8 @@ class Transfer:
         source = OpenedFile(self._file, stamp, offset)
         try:
             body = self._pieces(source, offset, end)
-            async with self._client.stream("PUT", self._url, content=body, headers=headers) as answer:
-                return Received(answer.status_code, await _text(answer))
+            async with self._client.stream("PUT", self._url, content=body, headers=headers) as response:
+                return Received(response.status_code, await _text(response))
         finally:
             self._worker_answered()
             source.close()
@@ -241,31 +244,31 @@ class Transfer:
             self._meter.sends(self._file.relative, len(piece))
             if at > self._furthest:
                 self._furthest, self._pauses = at, 0
-                self._moves()
+                self._record_progress()
         self._worker_hashes()
 
     def _without_token(self, text: str) -> str:
         token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
         return text.replace(token, "…") if token else text
 
-    def _read(self, count: int) -> None:
+    def _record_read(self, count: int) -> None:
         self._meter.reads(self._file.relative, count)
-        self._moves()
+        self._record_progress()
 
-    def _moves(self) -> None:
-        """The file has got further than ever before."""
+    def _record_progress(self) -> None:
+        """Restart the stall limit: the file has got further than ever before."""
         self._moved_at = clock.monotonic()
         self._until(self._moved_at + self._stall)
 
     def _worker_hashes(self) -> None:
-        """The worker may have to read the whole file before it answers: that time does not count."""
+        """Extend the stall limit: the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
         self._until(self._moved_at + self._stall + deadlines.hashing(self._file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
-            took = clock.monotonic() - self._hashing_since
-            self._moved_at += min(took, deadlines.hashing(self._file.size))
+            seconds = clock.monotonic() - self._hashing_since
+            self._moved_at += min(seconds, deadlines.hashing(self._file.size))
             self._hashing_since = None
             self._until(self._moved_at + self._stall)
 
@@ -280,11 +283,11 @@ class Transfer:
         await asyncio.sleep(seconds)
 
 
-async def _text(answer: httpx.Response) -> str:
-    """The beginning of a stranger's answer."""
+async def _text(response: httpx.Response) -> str:
+    """Decode the beginning of a response from an untrusted worker."""
     body = bytearray()
-    async for piece in answer.aiter_raw():
+    async for piece in response.aiter_raw():
         body += piece
-        if len(body) >= _MOST_WORDS:
+        if len(body) >= _MOST_BYTES:
             break
-    return bytes(body[:_MOST_WORDS]).decode("utf-8", "replace")
+    return bytes(body[:_MOST_BYTES]).decode("utf-8", "replace")

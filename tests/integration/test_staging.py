@@ -447,7 +447,7 @@ def unreadable(plain: Any) -> Any:
     """The projector cannot be read; everything else can, also by root."""
 
     def take(source: Any, most: int) -> bytes:
-        if source._told.relative == "proj.bin":
+        if source._local_file.relative == "proj.bin":
             raise PermissionError(13, "Permission denied")
         return bytes(plain(source, most))
 
@@ -494,7 +494,7 @@ async def test_a_file_that_is_being_written_is_not_sent(
         async with client_of(one.worker.server) as client:
             moving = Transfer(client, now, KEY, meter, 5)
             async with asyncio.timeout(20) as moving._watch:
-                moving._moves()
+                moving._record_progress()
                 with pytest.raises(Changed):
                     await moving._send(whole, stamp)
         assert not one.there.exists() or one.there.stat().st_size == 0
