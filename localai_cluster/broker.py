@@ -46,7 +46,7 @@ class PatientBroker(ORM):
         return tasks
 
     def delete(self, task_id: Any) -> None:
-        """Takes a task off for good. In an outage it stays and runs once more: tasks are idempotent."""
+        """Take a task off for good. In an outage it stays and runs once more: tasks are idempotent."""
         try:
             super().delete(task_id)
         except (OperationalError, InterfaceError) as error:

@@ -7,7 +7,7 @@ _ASK_AGAIN = 2.0
 
 
 async def end(task: "asyncio.Task[Any]") -> None:
-    """Cancels the task, as often as it takes, and returns when it has ended, however it did."""
+    """Cancel the task, as often as it takes, and return when it has ended, however it did."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_ASK_AGAIN)

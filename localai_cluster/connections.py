@@ -50,20 +50,20 @@ class BoundedHead(HttpToolsProtocol):
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for a first byte."""
+        """Wait for a first byte."""
         super().connection_made(transport)
         self._await("anything")
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing any more."""
+        """Wait for nothing any more."""
         self._await("")
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses, then refuses headers that are too long and have no end, also those after a chunked body."""
+        """Parse, then refuse headers that are too long and have no end, also those after a chunked body."""
         self._unread += len(data)
         if not self._awaited:
             self._await("anything")  # a blank line begins no request
@@ -81,12 +81,12 @@ class BoundedHead(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Counts a piece of the request line."""
+        """Count a piece of the request line."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts a header, and leaves out the one that would end a handshake before we know who asks."""
+        """Count a header, and leave out the one that would end a handshake before we know who asks."""
         self._count(len(name) + len(value))
         if name.lower() != b"sec-websocket-protocol":
             super().on_header(name, value)
@@ -126,7 +126,7 @@ class BoundedHead(HttpToolsProtocol):
         self._timer = self.loop.call_later(max(self._left(), 0.0), self._look)
 
     def _look(self) -> None:
-        """Ends what does not arrive. A client whom we do not read, or who brings enough, gets more time."""
+        """End what does not arrive. A client whom we do not read, or who brings enough, gets more time."""
         self._timer = None
         if not self._awaited or self.transport.is_closing():
             return
@@ -146,28 +146,28 @@ class WatchingSocket(WebSocketsSansIOProtocol):
     """A websocket whose client watches: what it says costs no memory, what it does not read not for long."""
 
     async def run_asgi(self) -> None:
-        """Runs the application; afterwards what the client does not read is given up."""
+        """Run the application; afterwards what the client does not read is given up."""
         try:
             await super().run_asgi()
         finally:
             self.loop.call_later(self.close_timeout, self.transport.abort)
 
     def keepalive_timeout(self) -> None:
-        """Ends the connection at once: closing would wait for a client that may never read."""
+        """End the connection at once: closing would wait for a client that may never read."""
         super().keepalive_timeout()
         self.transport.abort()
 
     def handle_text(self, event: Any) -> None:
-        """Forgets it: uvicorn would keep it until the application has looked at it."""
+        """Forget it: uvicorn would keep it until the application has looked at it."""
 
     def handle_bytes(self, event: Any) -> None:
-        """Forgets it."""
+        """Forget it."""
 
     def handle_cont(self, event: Any) -> None:
-        """Forgets it."""
+        """Forget it."""
 
     def handle_ping(self) -> None:
-        """Answers, unless earlier answers are not read."""
+        """Return, unless earlier answers are not read."""
         answers = b"".join(self.conn.data_to_send())
         if self.writable.is_set():
             self.transport.write(answers)

@@ -61,7 +61,7 @@ class Edge:
         self.stopping = False
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        """Answers one connection or request."""
+        """Return one connection or request."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -125,7 +125,7 @@ class _Tagged:
 
 
 def identify(scope: wire.Scope) -> None:
-    """Makes the request's id, the caller's own if it sent a harmless one, known to everything it causes."""
+    """Create the request's id, the caller's own if it sent a harmless one, known to everything it causes."""
     offered = b""
     for name, value in scope["headers"]:
         if name in (_REQUEST_ID, _CORRELATION_ID):

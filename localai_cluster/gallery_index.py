@@ -109,7 +109,7 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
         self._level, self._left = 0, MOST_MERGED
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Composes one node; YAMLError below the last level that is accepted."""
+        """Compose one node; YAMLError below the last level that is accepted."""
         self._level += 1
         if self._level > nesting.LEVELS:
             raise yaml.YAMLError(nesting.TOO_DEEP)
@@ -215,7 +215,7 @@ def is_served_name(name: str) -> bool:
 
 
 def open_served(folder: Path, name: str) -> BinaryIO:
-    """Opens a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
+    """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
     return regular_files.open_file(folder / name, follow_links=False)

@@ -31,7 +31,7 @@ AGAIN = 30.0
 
 @contextlib.asynccontextmanager
 async def serving(listener: socket.socket, application: Any) -> AsyncIterator[None]:
-    """Serves an ASGI application on `listener` until the end of the block, then ends all connections."""
+    """Serve an ASGI application on `listener` until the end of the block, then end all connections."""
     config = uvicorn.Config(
         application,
         http=BoundedHead,
@@ -67,7 +67,7 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
 
 
 async def serve(address: Address, application: Any, again: float = AGAIN) -> NoReturn:
-    """Serves on an address until cancelled. While it cannot be used the process goes on without."""
+    """Serve on an address until cancelled. While it cannot be used the process goes on without."""
     while True:
         try:
             # A host name is looked up, which may take its time.

@@ -34,7 +34,7 @@ class Lock(IntEnum):
 
 @contextmanager
 def try_lock(lock: Lock) -> Iterator[bool]:
-    """Opens a transaction and tries to take `lock` for its duration; yields whether this caller has it."""
+    """Open a transaction and try to take `lock` for its duration; yield whether this caller has it."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [int(lock)])
         (taken,) = cursor.fetchone()
@@ -43,7 +43,7 @@ def try_lock(lock: Lock) -> Iterator[bool]:
 
 @contextmanager
 def try_lock_across(lock: Lock) -> Iterator[bool]:
-    """Tries to take `lock` on this connection, across transactions; yields whether this caller has it.
+    """Try to take `lock` on this connection, across transactions; yield whether this caller has it.
 
     For work of many short transactions, which one alone would keep locked for too long. A connection that is
     lost ends the work and the lock together.
@@ -60,7 +60,7 @@ def try_lock_across(lock: Lock) -> Iterator[bool]:
 
 
 def stand_in_line(name: str) -> None:
-    """Waits until no other transaction that stands in this line is left; the place ends with the transaction.
+    """Wait until no other transaction that stands in this line is left; the place ends with the transaction.
 
     Names that share a hash share a line, which costs no more than a wait.
     """
@@ -70,7 +70,7 @@ def stand_in_line(name: str) -> None:
 
 @contextmanager
 def wait_for_lock(lock: Lock) -> Iterator[None]:
-    """Holds `lock` on this connection across transactions; waits until its holder is done or dead."""
+    """Hold `lock` on this connection across transactions; wait until its holder is done or dead."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_lock(%s)", [int(lock)])
         try:

@@ -60,7 +60,7 @@ class OneLine(logging.Formatter):
 
 
 def handler(stream: TextIO) -> logging.Handler:
-    """Writes our lines to `stream`, for a process without Django's settings."""
+    """Write our lines to `stream`, for a process without Django's settings."""
     made = logging.StreamHandler(stream)
     made.setFormatter(OneLine(LINE, TIME, style="{"))
     made.addFilter(RequestIdFilter())

@@ -80,13 +80,13 @@ def readable(text: str) -> str:
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
+    """Raise InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
     if found := unprintable(text):
         raise errors.InvalidInput(f"{field} must not contain the character {found}", field=field)
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
+    """Raise InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
     if not name.strip():
         raise errors.InvalidInput("name is required", field="name")
     check_text(name, "name")

@@ -58,7 +58,7 @@ class OneLineOutages(logging.Filter):
     """Replaces the traceback of an outage by its message and makes the record a warning."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps every record."""
+        """Keep every record."""
         error = record.exc_info[1] if record.exc_info else None
         if is_outage(error) or isinstance(error, _VALKEY_AWAY):
             record.msg, record.args = f"{record.getMessage()}: {error}", ()

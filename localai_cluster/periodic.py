@@ -31,7 +31,7 @@ class Recurring:
 
 
 def ensure(recurring: Iterable[Recurring]) -> None:
-    """Makes the rows of all declared schedules; safe from several processes at once."""
+    """Create the rows of all declared schedules; safe from several processes at once."""
     with try_lock(Lock.SCHEDULES) as mine:
         if not mine:
             return
@@ -49,7 +49,7 @@ def ensure(recurring: Iterable[Recurring]) -> None:
 
 
 def tick() -> None:
-    """Enqueues every schedule that is due; several tickers never fire one twice (row locks).
+    """Enqueue every schedule that is due; several tickers never fire one twice (row locks).
 
     While no one takes tasks off the queue nothing is added: a backlog of the same pass is of no use.
     """

@@ -31,7 +31,7 @@ class _Kill:
         self._left, self._gate = int(number or 1), Path(gate)
 
     def pass_by(self) -> None:
-        """Ends this process, if the time has come."""
+        """End this process, if the time has come."""
         if not self._gate.exists():
             return
         self._left -= 1
@@ -50,7 +50,7 @@ _kill: _Kill | None = None
 
 
 def arm() -> None:
-    """Reads the two variables. SystemExit when the first one stands alone: no product sets it."""
+    """Read the two variables. SystemExit when the first one stands alone: no product sets it."""
     global _kill
     asked, gate = os.environ.get(KILL_AT, ""), os.environ.get(KILL_TEST, "")
     if asked and not gate:

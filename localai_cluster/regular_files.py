@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Opens the file for reading. Raises OSError, also for what is no regular file."""
+    """Open the file for reading. Raises OSError, also for what is no regular file."""
     _check(os.stat(path, follow_symlinks=follow_links))
     # Something else may have taken its place; it is opened without waiting for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

@@ -49,7 +49,7 @@ class MetricsApplication:
         self._process, self._source = process, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a websocket is refused."""
+        """Return one request; a websocket is refused."""
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
@@ -74,7 +74,7 @@ class MetricsApplication:
 
 
 async def admit(scope: Scope) -> None:
-    """Raises NotAuthenticated, Forbidden or Unavailable unless the caller may read figures."""
+    """Raise NotAuthenticated, Forbidden or Unavailable unless the caller may read figures."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
     def header(name: str) -> str:
@@ -99,7 +99,7 @@ async def admit(scope: Scope) -> None:
 
 
 async def serve(process: str, address: Address | None) -> None:
-    """Serves the figures of this process until cancelled; without an address it only waits for that."""
+    """Serve the figures of this process until cancelled; without an address it only waits for that."""
     if address is None:
         await asyncio.Event().wait()
         return

@@ -45,7 +45,7 @@ class TlsFiles:
         return context
 
     def server(self, now: datetime) -> None:
-        """Checks what a server is to offer. WrongFile."""
+        """Check what a server is to offer. WrongFile."""
         self._check(now)
         if not self.certificate:
             raise WrongFile("CERT", "is not set, although the key is")

@@ -47,7 +47,7 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
 
 def _changed(did: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
-    """Changes the rows, which the audit tells; answers how many."""
+    """Change the rows, which the audit tells; return the number."""
     with transaction.atomic():
         found = list(rows.select_for_update(of=("self",)).order_by("pk"))
         Schedule.objects.filter(pk__in=[row.pk for row in found]).update(**columns)

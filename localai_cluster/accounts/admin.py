@@ -24,7 +24,7 @@ class ApiKeyAdmin(ModelAdmin):
         return ("prefix", "created_at") if obj is None else ("user", "prefix", "created_at")
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
-        """Makes the key and shows its plaintext, or stores a revocation."""
+        """Create the key and show its plaintext, or store a revocation."""
         if change:
             super().save_model(request, obj, form, change)
             return

@@ -110,7 +110,7 @@ class Site(AdminSite):
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Redirects: to sign in, to change a generated password, to the page asked for, or away."""
+        """Redirect: to sign in, to change a generated password, to the page asked for, or away."""
         wanted = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
             wanted, {request.get_host()}, require_https=request.is_secure()
@@ -125,7 +125,7 @@ class Site(AdminSite):
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Redirects to the page, which limits guesses at the current password."""
+        """Redirect to the page, which limits guesses at the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 

@@ -61,7 +61,7 @@ class OfRequest:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        """Passes the request on."""
+        """Pass the request on."""
         with _inside(request):
             return self._get_response(request)
 
@@ -94,7 +94,7 @@ def _who() -> tuple[Actor | None, str]:
 
 
 def record(*changes: Change, at: datetime | None = None) -> None:
-    """Writes the changes, in one statement; the caller's transaction makes them true."""
+    """Write the changes, in one statement; the caller's transaction makes them true."""
     if not changes:
         return
     actor, address = _who()
@@ -138,7 +138,7 @@ def as_dict(entry: AuditEntry) -> dict[str, Any]:
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes the oldest `limit` entries from before `before`; answers how many."""
+    """Delete the oldest `limit` entries from before `before`; return the number."""
     old = AuditEntry.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = AuditEntry.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted

@@ -47,7 +47,7 @@ class ChosenPassword:
     """Django's hook for new passwords: a password that a person has set no longer counts as generated."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Accepts every password; the other validators judge it."""
+        """Accept every password; the other validators judge it."""
 
     def get_help_text(self) -> str:
         """For Django's own forms."""
@@ -73,7 +73,7 @@ def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
 
 
 def change(user_id: int, old: str, new: str) -> Any:
-    """Gives a user another password and returns the user.
+    """Give a user another password and return the user.
 
     Raises PasswordRefused with all that is wrong: `old` is not the current password, `new` is the same or
     the validators refuse it.

@@ -91,12 +91,12 @@ def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
 
 
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
+    """Create a key for `user`; return the row and the plaintext, which exists nowhere else."""
     return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
 
 
 def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Makes the key of an agent node: `lai-` and 64 hex digits."""
+    """Create the key of an agent node: `lai-` and 64 hex digits."""
     return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
 
 

@@ -53,7 +53,7 @@ class LoginSerializer(NullIsAbsent):
     password = _password()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValidationError unless one of the two names says something."""
+        """Raise ValidationError unless one of the two names says something."""
         name = attrs.get("username") or attrs.get("email")
         if not name:
             raise serializers.ValidationError({"username": "must not be empty"})

@@ -30,7 +30,7 @@ class PrincipalMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Finds out who is calling, in at most two queries; counts a wrong key like one over REST."""
+        """Find out who is calling, in at most two queries; count a wrong key like one over REST."""
         who = watcher(await principal_of(scope))
         if not who.is_authenticated and credentials.offered(_header_of(scope)):
             await throttle.api_keys().noted(credentials.WrongKey(), wire.client_of(scope))

@@ -33,7 +33,7 @@ class Told:
 
 @contextmanager
 def attempt(kind: str) -> Iterator[Told]:
-    """Counts its block as one attempt, which says its outcome."""
+    """Count its block as one attempt, which says its outcome."""
     began, told = clock.monotonic(), Told()
     try:
         yield told

@@ -19,7 +19,7 @@ def ended(name: str, took: float, *, ok: bool) -> None:
 
 @contextmanager
 def counted(name: str) -> Iterator[None]:
-    """Counts its block as one pass; what raises has failed."""
+    """Count its block as one pass; what raises has failed."""
     began, ok = clock.monotonic(), False
     try:
         yield

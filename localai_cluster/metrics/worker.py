@@ -45,7 +45,7 @@ def command_ended(command: str, outcome: str, took: float) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Counts its block as the start of one engine."""
+    """Count its block as the start of one engine."""
     began, outcome = clock.monotonic(), "failed"
     try:
         yield

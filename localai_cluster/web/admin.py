@@ -21,7 +21,7 @@ class ModelAdmin(_ModelAdmin):
     def response_action(
         self, request: HttpRequest, queryset: QuerySet[Any], *more: Any, **named: Any
     ) -> HttpResponse | None:
-        """Raises BadRequest for such an id."""
+        """Raise BadRequest for such an id."""
         try:
             for id in request.POST.getlist(ACTION_CHECKBOX_NAME):
                 self.opts.pk.run_validators(self.opts.pk.to_python(id))

@@ -23,7 +23,7 @@ class BoundedBody:
         self._budget = Budget(MOST_HELD)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         passed, taken, refused = 0, 0, False
 
         async def bounded() -> Any:
@@ -61,7 +61,7 @@ class Utf8Only:
         self._application = application
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Passes the request on."""
+        """Pass the request on."""
         headers = [(name, _plain(name, value)) for name, value in scope["headers"]]
         await self._application({**scope, "headers": headers}, receive, send)
 

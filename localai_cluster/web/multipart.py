@@ -40,7 +40,7 @@ class Form:
     files: Mapping[str, Upload] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Forgets the files."""
+        """Forget the files."""
         for upload in self.files.values():
             upload.file.close()
 
@@ -83,7 +83,7 @@ class _Unnamed(FileUploadHandler):
     """Keeps files without a name on disk."""
 
     def new_file(self, *arguments: Any, **named: Any) -> None:
-        """Begins one."""
+        """Begin one."""
         super().new_file(*arguments, **named)
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 the form closes it
 

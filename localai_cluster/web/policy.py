@@ -31,7 +31,7 @@ class SafeAnswers(SecurityMiddleware):
     """Django's, and what an answer does not say itself: its policy, and that it is not kept."""
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Adds the headers that are missing."""
+        """Add the headers that are missing."""
         answer = super().process_response(request, response)
         answer.headers.setdefault("Cache-Control", "private, no-store")
         if answer.headers.get("Content-Type", "").startswith("text/html"):
@@ -47,7 +47,7 @@ class Sessions(SessionMiddleware):
     """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Sends the cookie if the session has changed."""
+        """Send the cookie if the session has changed."""
         session = request.session
         if session.modified and not session.is_empty() and _by_https(request):
             session[_SECURE] = True

@@ -89,7 +89,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                 await cancel.end(self._work)
 
     async def connect(self) -> None:
-        """Refuses or accepts; then the topics begin."""
+        """Refuse or accept; then the topics begin."""
         scope: Scope = self.scope
         _open.add(self)
         refusal = refusal_of(scope)
@@ -130,7 +130,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         return False
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
-        """Ignores what the client sends."""
+        """Ignore what the client sends."""
 
     async def _watch(self) -> None:
         try:
@@ -155,7 +155,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                     return  # the client is gone; the connection ends this socket in a moment
 
     async def _check_principal(self) -> None:
-        """Closes the socket of a client that may watch no more: signed out, deactivated, key revoked."""
+        """Close the socket of a client that may watch no more: signed out, deactivated, key revoked."""
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
@@ -177,7 +177,7 @@ class NoSuchSocket(AsyncWebsocketConsumer):
     """Every other websocket path."""
 
     async def connect(self) -> None:
-        """Refuses the handshake."""
+        """Refuse the handshake."""
         await self.close(code=NOT_FOUND)
 
 

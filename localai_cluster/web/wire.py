@@ -62,7 +62,7 @@ async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterE
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

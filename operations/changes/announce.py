@@ -20,7 +20,7 @@ def announce(
     parts: Mapping[UUID, Sequence[OperationTarget]] | None = None,
     moved: Iterable[OperationTarget] | None = None,
 ) -> None:
-    """Numbers the changes of these rows, which are saved already, and lets the news leave at commit.
+    """Number the changes of these rows, which are saved already, and let the news leave at commit.
 
     `parts` are those of the rows if the caller has read them, `moved` all that have changed among them. An
     upgrade in waves is always told whole: a wave that opens moves more parts.
@@ -53,7 +53,7 @@ def _by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[Operation
 
 
 def _number(rows: list[Operation]) -> None:
-    """Gives the rows the next numbers, in their order; the counter's row stays locked until the commit."""
+    """Give the rows the next numbers, in their order; the counter's row stays locked until the commit."""
     with connection.cursor() as cursor:
         cursor.execute(
             "WITH taken AS (INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"

@@ -126,7 +126,7 @@ class Cursor:
         return update
 
     async def _pause(self) -> None:
-        """Waits for a change, and for those that come with it; or for the time of the next look."""
+        """Wait for a change, and for those that come with it; or for the time of the next look."""
         try:
             async with asyncio.timeout(READ_AGAIN if self._failing else READ_EVERY):
                 await self._woken.wait()

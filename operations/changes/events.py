@@ -37,7 +37,7 @@ _RECONNECT_PAUSE = 1.0
 
 
 def notify(channel: str, *payloads: str) -> None:
-    """Adds a NOTIFY for each payload to the running transaction; they leave exactly when that commits."""
+    """Add a NOTIFY for each payload to the running transaction; they leave exactly when that commits."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", [channel, list(payloads)]
@@ -59,7 +59,7 @@ def conninfo() -> str:
 
 
 async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
-    """Yields (channel, payload) forever.
+    """Yield (channel, payload) forever.
 
     ("", "") after each (re)connect, because news may have been missed.
     """

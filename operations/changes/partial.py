@@ -30,7 +30,7 @@ def change_of(
 
 
 def folded(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Changes in their order as one for each operation, in the order of their last ones."""
+    """Change in their order as one for each operation, in the order of their last ones."""
     last: dict[str, dict[str, Any]] = {}
     for change in changes:
         before = last.pop(change["jobID"], None)

@@ -60,13 +60,13 @@ class Executor(Generic[C]):
             self._renew.set()
 
     async def run(self) -> None:
-        """Claims and runs until `stop`; the loops are supervised together."""
+        """Claim and run until `stop`; the loops are supervised together."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._claim_loop())
             group.create_task(self._lease_loop())
 
     async def stop(self) -> None:
-        """Ends the running attempts and hands their operations back at once."""
+        """End the running attempts and hand their operations back at once."""
         self._stopping = True
         self._look.set()
         async with self._claiming:  # a claim under way commits first, so that it is handed back too
@@ -168,7 +168,7 @@ class Executor(Generic[C]):
             self._let_go(lost)
 
     def _let_go(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
-        """Cancels these attempts and renews them no more.
+        """Cancel these attempts and renew them no more.
 
         The task that keeps leases does not wait for their end: a slow one would cost all others theirs.
         """

@@ -28,7 +28,7 @@ class LeaseKeeper:
         self._link: Any = None
 
     async def renew(self, asked: Mapping[UUID, int]) -> dict[UUID, int]:
-        """Extends the leases on these; answers id and fence of those that are still the owner's.
+        """Extend the leases on these; return id and fence of those that are still the owner's.
 
         Raises TimeoutError after half a lease.
         """
@@ -41,7 +41,7 @@ class LeaseKeeper:
             raise
 
     async def close(self) -> None:
-        """Closes the connection and ends the thread."""
+        """Close the connection and end the thread."""
         self._cut()
         try:
             with contextlib.suppress(TimeoutError):

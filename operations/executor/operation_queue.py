@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 async def write_batch(batch: Batch) -> set[Attempt]:
-    """Writes reports in one of the shared threads."""
+    """Write reports in one of the shared threads."""
     return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
@@ -73,7 +73,7 @@ class OperationQueue:
         self._recorder.close()
 
     async def carry_out(self, operation: Operation) -> None:
-        """Runs the handler and writes what became of the attempt."""
+        """Run the handler and write what became of the attempt."""
         request_id.set(operation.request_id or str(operation.id))
         work = Work(operation, self._recorder)
         log.info(

@@ -31,16 +31,16 @@ class Queue(Protocol[C]):
     """How much one executor carries out at a time."""
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[C]:
-        """Takes up to `limit` pieces that are due under a lease of `lease` seconds."""
+        """Take up to `limit` pieces that are due under a lease of `lease` seconds."""
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """Extends the leases of `owner` on `ids`; answers id and fence of those that are still its own."""
+        """Extend the leases of `owner` on `ids`; return id and fence of those that are still its own."""
 
     def release(self, owner: str, *, now: datetime) -> int:
         """Hands back everything that `owner` holds; answers how much."""
 
     def reap(self) -> None:
-        """Takes back what was claimed under a lease that ran out, in any process."""
+        """Take back what was claimed under a lease that ran out, in any process."""
 
     async def carry_out(self, claimed: C, /) -> None:
         """One attempt, with its outcome written; raises LeaseLost or a DatabaseError if it could not be."""

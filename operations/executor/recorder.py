@@ -66,7 +66,7 @@ class Recorder:
         self._waiting.pop(attempt, None)
 
     def close(self) -> None:
-        """Writes no more."""
+        """Write no more."""
         if self._task is not None:
             self._task.cancel()
 

@@ -21,7 +21,7 @@ class Watch:
         self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
-        """Waits for a hint since the last call, up to `timeout` seconds; returns whether one came."""
+        """Wait for a hint since the last call, up to `timeout` seconds; return whether one came."""
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that comes together with the hint.
             async with asyncio.timeout(timeout):
@@ -39,7 +39,7 @@ class Hints:
         self._watches: dict[str, set[Watch]] = {}
 
     def notify(self, operation_id: str) -> None:
-        """Wakes everyone who waits for this operation; the empty id wakes all (news may have been missed)."""
+        """Wake everyone who waits for this operation; the empty id wakes all (news may have been missed)."""
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:
             for watch in group:
@@ -47,7 +47,7 @@ class Hints:
 
     @contextmanager
     def watch(self, operation_id: UUID) -> Iterator[Watch]:
-        """Listens from now on; read the row after opening it."""
+        """Listen from now on; read the row after opening it."""
         watch, name = Watch(), str(operation_id)
         group = self._watches.setdefault(name, set())
         group.add(watch)

@@ -22,7 +22,7 @@ _RETRY_CAP = 30.0
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Runs synchronous database code in a worker thread, with fresh connections."""
+    """Run synchronous database code in a worker thread, with fresh connections."""
     call = database_sync_to_async(function, thread_sensitive=False)
     result: R = await call(*args, **kwargs)
     return result

@@ -29,7 +29,7 @@ def reap() -> None:
 
 @left_out_in_an_outage
 def prune_record() -> None:
-    """Deletes operations that ended before the retention (O100); bounds record and inbox by number."""
+    """Delete operations that ended before the retention (O100); bound record and inbox by number."""
     now = clock.now()
     if dismissed := retention.dismiss_oldest_failures(now=now):
         log.warning("inbox: the %d oldest failures dismissed; they are in the record", dismissed)

@@ -145,7 +145,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
 
 
 async def run() -> None:
-    """Runs until a signal; releases all leases before it returns."""
+    """Run until a signal; release all leases before it returns."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus = NatsBus(bus_access.service("controller"), name="controller")
@@ -181,7 +181,7 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
 
 
 async def listen_for_changes(parts: Parts) -> None:
-    """Turns notifications into checks; after each (re)connect everything is checked."""
+    """Turn notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(
         OPERATIONS,
         NODES,
@@ -214,7 +214,7 @@ async def listen_for_changes(parts: Parts) -> None:
 
 
 async def tick() -> None:
-    """Queues due schedules every second."""
+    """Queue due schedules every second."""
     declared = False
     while True:
         try:
@@ -228,7 +228,7 @@ async def tick() -> None:
 
 
 async def beat(owner: str, bus: Bus) -> None:
-    """Records every few seconds that this controller is alive and whether it is connected to the bus."""
+    """Record every few seconds that this controller is alive and whether it is connected to the bus."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(controllers.BEAT_EVERY):
             await bus.wait_connected()

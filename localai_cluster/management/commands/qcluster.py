@@ -36,7 +36,7 @@ class Command(QCluster):
     requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Prepares the memory that the forks share, then runs until SIGTERM or SIGINT."""
+        """Prepare the memory that the forks share, then run until SIGTERM or SIGINT."""
         for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
@@ -49,7 +49,7 @@ class Command(QCluster):
 
 
 def count(sender: Any, task: dict[str, Any], **more: Any) -> None:
-    """Counts one result; called in the monitor."""
+    """Count one result; called in the monitor."""
     listen()
     name = str(get_func_repr(task["func"])).rpartition(".")[2]
     passes.ended(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))
@@ -57,6 +57,6 @@ def count(sender: Any, task: dict[str, Any], **more: Any) -> None:
 
 @cache
 def listen() -> None:
-    """Serves the figures of this process, in a thread that ends with it."""
+    """Serve the figures of this process, in a thread that ends with it."""
     serving = scraping.serve("tasks", conf.cluster().tasks_metrics)
     threading.Thread(target=asyncio.run, args=(serving,), name="metrics", daemon=True).start()

@@ -76,7 +76,7 @@ class OrderedServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens what the process needs, then answers."""
+        """Open what the process needs, then return."""
         await super().startup(sockets)
         # What is there now stays: without this each full collection walks all of Django, 50 ms at a time.
         gc.collect()
@@ -105,7 +105,7 @@ class OrderedServer(uvicorn.Server):
         self._cut(BoundedHead)
 
     def _cut(self, kind: type) -> None:
-        """Ends connections of this kind, also those whose clients do not read."""
+        """End connections of this kind, also those whose clients do not read."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, kind):
                 connection.transport.abort()
@@ -149,7 +149,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve_with_daphne(host: str, port: int) -> None:
-    """Serves until a signal, which ends everything at once: daphne knows no lifespan."""
+    """Serve until a signal, which ends everything at once: daphne knows no lifespan."""
     import uvloop
 
     # daphne makes its event loop while it is imported.
