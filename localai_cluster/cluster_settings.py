@@ -117,8 +117,7 @@ class ClusterSettings:
     node_hosts: Mapping[str, frozenset[str]]
     """Hosts that a node's addresses may have besides the one it registers, by the node's name."""
     prefix_cache: bool
-    """True if requests for text are routed by the beginning of their prompt, unless the model's rule overrides
-    it (R3.1)."""
+    """True if text requests are routed by prompt prefix, unless the model's rule overrides it (R3.1)."""
     prefix_match: float
     """C41: least cached prefix ratio of a prompt, 0 to 1, at which a replica is preferred."""
     prefix_balance_abs: int

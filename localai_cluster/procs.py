@@ -54,12 +54,12 @@ __all__ = [
 Stream = int | IO[Any] | None
 
 FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
-"""Seconds: first and longest restart delay of guardians, and the uptime after which a restart is immediate."""
+"""Seconds: first and longest restart delay of guardians, and uptime after which a restart is immediate."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Unique identity of a process: its id and its start in clock ticks since boot, because ids are reused."""
+    """Unique identity of a process: its id and its start in clock ticks since boot, as ids are reused."""
 
     pid: int
     start: int
