@@ -1,7 +1,8 @@
-"""What another machine runs to join: one line to paste, and the script that the line fetches.
+"""The command with which another machine joins, and the script that the command fetches.
 
-The line carries the server's URL and a token. The script (`join_script.sh`) carries no secret: it installs
-the package that the server offers, checks its SHA-256, and starts the worker with what the line has set.
+The command contains the server's URL and a token. The script (`join_script.sh`) contains no secret: it
+installs the package that the server offers, checks its SHA-256, and starts the worker with the variables that
+the command has set.
 """
 
 import hashlib
@@ -20,39 +21,39 @@ NO_WHEEL = "the server has no worker package: run `make package` there, or set C
 
 @dataclass(frozen=True)
 class Wheel:
-    """The package of the worker; its file name means something to pip."""
+    """The package of the worker; pip needs its file name."""
 
     path: Path
     sha256: str
 
 
 def command(url: str, token: str) -> str:
-    """The line for a shell on the other machine. It holds the token."""
-    # By a pipe: other users of that machine can read arguments.
+    """Return the shell command for the other machine. It contains the token."""
+    # Through a pipe, because other users of that machine can read arguments.
     header = """printf 'header = "Authorization: Bearer %s"' "$T\""""
     fetch = f"{header} | curl -fgsS -K - {shlex.quote(f'{url}/join')}"
-    told = f"LOCALAI_REGISTER_TO={shlex.quote(url)} LOCALAI_REGISTRATION_TOKEN=$T"
-    return f"T={shlex.quote(token)}; {fetch} | {told} sh"
+    environment = f"LOCALAI_REGISTER_TO={shlex.quote(url)} LOCALAI_REGISTRATION_TOKEN=$T"
+    return f"T={shlex.quote(token)}; {fetch} | {environment} sh"
 
 
 def script(wheel: Wheel | None) -> str:
-    """The script for `wheel`; without one it says so and stops."""
+    """Return the script for `wheel`; without a wheel it prints an error and stops."""
     name, digest = (wheel.path.name, wheel.sha256) if wheel else ("", "")
-    told = {"WHEEL": name, "SHA256": digest, "NO_WHEEL": NO_WHEEL}
-    head = "".join(f"{key}={shlex.quote(value)}\n" for key, value in told.items())
+    variables = {"WHEEL": name, "SHA256": digest, "NO_WHEEL": NO_WHEEL}
+    head = "".join(f"{key}={shlex.quote(value)}\n" for key, value in variables.items())
     return f"#!/bin/sh\n{head}{_SCRIPT.read_text(encoding='utf-8')}"
 
 
 def find_wheel(folder: Path) -> Wheel | None:
-    """The package of this version in `folder`, else the newest one; None if there is none."""
+    """Return the package of this version in `folder`, otherwise the newest one; None if there is none."""
     try:
-        found = [path for path in folder.iterdir() if _WHEEL.match(path.name) and path.is_file()]
-        stats = {path: path.stat() for path in found}
+        wheels = [path for path in folder.iterdir() if _WHEEL.match(path.name) and path.is_file()]
+        stats = {path: path.stat() for path in wheels}
     except OSError:
         return None
-    if not found:
+    if not wheels:
         return None
-    best = max(found, key=lambda path: (_version(path) == __version__, stats[path].st_mtime_ns))
+    best = max(wheels, key=lambda path: (_version(path) == __version__, stats[path].st_mtime_ns))
     return Wheel(best, _digest(best, stats[best].st_mtime_ns, stats[best].st_size))
 
 

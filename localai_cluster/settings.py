@@ -18,7 +18,7 @@ from localai_cluster import env as _env
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
-"""Where templates and pages are: inside of an installed wheel, or at the top of a working copy."""
+"""Folder of templates and pages: inside of an installed wheel, or at the top of a working copy."""
 CLUSTER, _environment = _cluster_settings.load()
 
 SECRET_KEY = _environment.secret("SECRET_KEY")

@@ -1,4 +1,4 @@
-"""Every Django URL. The raw ASGI routes in front of Django are in `routing.py`."""
+"""All Django URLs. The raw ASGI routes in front of Django are in `raw_routes.py`."""
 
 from collections.abc import Callable
 

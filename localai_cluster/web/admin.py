@@ -16,12 +16,12 @@ else:
 
 
 class ModelAdmin(_ModelAdmin):
-    """Django's, which fails on selected ids that cannot be."""
+    """Django's model admin, with a 400 for invalid ids in an action, on which Django's fails."""
 
     def response_action(
         self, request: HttpRequest, queryset: QuerySet[Any], *more: Any, **named: Any
     ) -> HttpResponse | None:
-        """Raise BadRequest for such an id."""
+        """Raise BadRequest if a selected id is invalid."""
         try:
             for id in request.POST.getlist(ACTION_CHECKBOX_NAME):
                 self.opts.pk.run_validators(self.opts.pk.to_python(id))

@@ -26,7 +26,7 @@ from nodes.scheduling import boot, store
 
 ADMIN = "admin"
 JOINING = 10
-"""How many machines may join with the line that `make run` prints."""
+"""Machines that may join with the line that `make run` prints."""
 
 
 class Command(BaseCommand):

@@ -11,6 +11,6 @@ class Command(Migrate):
     """Django's command, under the schema lock."""
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Wait for a migration in another process, after which nothing is left to do."""
+        """Waits for a migration in another process, after which nothing is left to do."""
         with wait_for_lock(Lock.SCHEMA):
             super().handle(*args, **options)

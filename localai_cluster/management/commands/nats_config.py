@@ -50,17 +50,17 @@ class Command(BaseCommand):
             seeds = {name: ensure(folder / f"{name}.seed", role) for name, (role, _) in _SEEDS.items()}
             keys = BusKeys.of(seeds["operator"], seeds["system"], seeds["account"])
             keys.write_accounts(folder / "accounts")
-            seen = options["seen_as"] or folder
+            server_folder = options["seen_as"] or folder
             configuration = {
                 "host": options["host"],
                 "port": options["port"],
-                **keys.configuration(seen / "accounts"),
+                **keys.configuration(server_folder / "accounts"),
                 **_tls(options),
             }
             write_private(folder / "nats.conf", json.dumps(configuration, indent=1) + "\n")
         except (OSError, ValueError, SetupError) as error:
             raise CommandError(f"cannot use {folder}: {error}") from error
-        self.stdout.write(f"nats-server --config {seen / 'nats.conf'}")
+        self.stdout.write(f"nats-server --config {server_folder / 'nats.conf'}")
         for name, (_, variable) in _SEEDS.items():
             self.stdout.write(f"{variable}={folder / f'{name}.seed'}")
 

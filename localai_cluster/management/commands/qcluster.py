@@ -36,7 +36,7 @@ class Command(QCluster):
     requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Prepare the memory that the forks share, then run until SIGTERM or SIGINT."""
+        """Prepares the memory that the forks share, then runs until SIGTERM or SIGINT."""
         for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
