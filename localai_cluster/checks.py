@@ -15,7 +15,7 @@ _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 @register(Tags.security)
 def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E001: a variable has an invalid value."""
+    """Report cluster.E001: a variable has an invalid value."""
     return [
         Error(f"{problem.setting}: {problem.message}", hint=problem.hint, id="cluster.E001")
         for problem in settings.CLUSTER_PROBLEMS
@@ -24,7 +24,7 @@ def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E002: a required setting is missing."""
+    """Report cluster.E002: a required setting is missing."""
     cluster = conf.cluster()
     required = {
         "DATABASE_URL": cluster.database_url,
@@ -47,7 +47,7 @@ def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E003: a URL has an unsupported scheme, or no valid host or port."""
+    """Report cluster.E003: a URL has an unsupported scheme, or no valid host or port."""
     cluster = conf.cluster()
     urls = {
         "DATABASE_URL": (cluster.database_url, ("postgresql", "postgres")),
@@ -79,7 +79,7 @@ def _problem_of(url: str, schemes: tuple[str, ...]) -> str:
 
 @register(Tags.security)
 def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
+    """Report cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
     cluster = conf.cluster()
     if cluster.host in _LOOPBACK:
         return []
@@ -102,7 +102,7 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.W001: nodes are admitted that have only the shared token."""
+    """Report cluster.W001: nodes with only the shared token are admitted."""
     if not conf.cluster().allow_shared_token_nodes:
         return []
     return [
@@ -116,7 +116,7 @@ def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E005, W003: credentials of the bus that do not belong together, a switch without effect."""
+    """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
     cluster = conf.cluster()
     messages: list[CheckMessage] = []
     if not cluster.require_auth:

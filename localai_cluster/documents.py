@@ -70,8 +70,7 @@ class DocsView(SpectacularSwaggerView):
         return answer
 
     def handle_exception(self, exc: Exception) -> Any:
-        """Redirect browsers to the sign-in or to the change of a generated password; else return the error.
-        """
+        """Redirect browsers to the sign-in, or to the change of a generated password; else refuse."""
         if _is_browser(self.request) and (first := _where_first(exc)):
             return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})

@@ -1,4 +1,4 @@
-"""`/api/system/health`: every part of the system with its state, since when, and what to do. Admins only.
+"""`/api/system/health`: every part of the system with its state, its start and a hint. Admins only.
 
 A constant number of queries, besides probes of NATS, Redis and the disk, each limited to a second, and a scan
 of the models folder. While the database is away the response has only the facts that need no database, for
@@ -30,7 +30,7 @@ from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, versions
 from operations.models import ControllerBeat, Operation, Status
 
-_STATE = {"type": "string", "enum": [one.value for one in State]}
+_STATE = {"type": "string", "enum": [state.value for state in State]}
 PART = Shape(
     "SystemPart",
     "A part of the system.",
@@ -105,9 +105,9 @@ class SystemHealthView(APIView):
             HEALTH.of(
                 at=_text(now),
                 state=worst(parts),
-                parts=[_part(one) for one in parts],
-                schedules=[_schedule(one) for one in facts.schedules],
-                processes=[_process(one) for one in facts.processes],
+                parts=[_part(part) for part in parts],
+                schedules=[_schedule(part) for part in facts.schedules],
+                processes=[_process(part) for part in facts.processes],
                 workers=dict(facts.workers),
             )
         )

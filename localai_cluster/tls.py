@@ -87,4 +87,6 @@ def _check_certificate(name: str, now: datetime) -> None:
     except (ValueError, IndexError):
         raise WrongFile("CERT", f"{name} holds no certificate in PEM form") from None
     if certificate.not_valid_after_utc < now:
-        raise WrongFile("CERT", f"the certificate in {name} expired on {certificate.not_valid_after_utc:%Y-%m-%d}")
+        raise WrongFile(
+            "CERT", f"the certificate in {name} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        )

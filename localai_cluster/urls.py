@@ -22,9 +22,9 @@ handler404 = "localai_cluster.web.page.not_found"
 handler500 = "localai_cluster.web.envelopes.server_error"
 
 
-def _moved(where: str) -> Callable[..., HttpResponseBase]:
-    """A page that has another address; it changes nothing, so a POST is refused by its method."""
-    return csrf_exempt(require_safe(RedirectView.as_view(url=where, permanent=True, query_string=True)))
+def _moved(target: str) -> Callable[..., HttpResponseBase]:
+    """Return a redirect to the page's new address; it changes nothing, so a POST is refused by its method."""
+    return csrf_exempt(require_safe(RedirectView.as_view(url=target, permanent=True, query_string=True)))
 
 
 urlpatterns: list[URLPattern | URLResolver] = [

@@ -34,13 +34,13 @@ class Observed(ModelAdmin):
     """Rows that the cluster writes: read-only in the admin."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False

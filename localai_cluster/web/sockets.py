@@ -215,25 +215,29 @@ def same_origin(scope: Scope) -> bool:
 
 
 def _trusted(origin: str) -> bool:
-    """Whether this page may change things too: a proxy may have put another Host in place of its own."""
+    """Return True for a trusted origin of Django's CSRF check: a proxy may have replaced the Host header."""
     scheme, _, host = origin.lower().partition("://")
-    named = (one.partition("://") for one in settings.CSRF_TRUSTED_ORIGINS)
-    return any(scheme == one and is_same_domain(host, hosts.lstrip("*")) for one, _, hosts in named)
+    trusted = (entry.partition("://") for entry in settings.CSRF_TRUSTED_ORIGINS)
+    return any(
+        scheme == trusted_scheme and is_same_domain(host, hosts.lstrip("*"))
+        for trusted_scheme, _, hosts in trusted
+    )
 
 
-def _header(scope: Scope, wanted: bytes) -> str | None:
+def _header(scope: Scope, header_name: bytes) -> str | None:
     return next(
-        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == wanted), None
+        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == header_name),
+        None,
     )
 
 
 def text_in(scope: Scope, name: str) -> str:
-    """A query parameter, "" for none."""
+    """Return a query parameter, "" if it is absent."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
 def number_in(scope: Scope, name: str) -> int | None:
-    """A sequence number in the query; None for none, or for what is no such number."""
-    given = text_in(scope, name)
-    return int(given) if given.isascii() and given.isdecimal() and len(given) <= 18 else None
+    """Return a sequence number of the query; None if it is absent or not such a number."""
+    text = text_in(scope, name)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

@@ -179,7 +179,7 @@ def _window(now: datetime) -> int:
 
 
 def _seconds_left(now: datetime) -> float:
-    """Seconds until the window ends."""
+    """Return the seconds until the window ends."""
     return WINDOW - now.timestamp() % WINDOW
 
 

@@ -2,9 +2,9 @@
 
 Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
 `…_FILE`). A generated password (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first sign-in.
-Running it again changes nothing: an existing admin keeps password and permissions. But the rules of
-`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models each time. For
-`make run` it also makes a join token, each time, and writes the line that adds a machine to
+A second run changes nothing: an existing admin keeps password and permissions. But the rules of
+`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models in each run.
+For `make run` each run also creates a join token, and writes the line that adds a machine to
 `CLUSTER_JOIN_COMMAND_FILE`.
 """
 

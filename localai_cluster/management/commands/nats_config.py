@@ -1,7 +1,7 @@
 """`manage.py nats_config FOLDER`: keys and configuration for a NATS server of your own.
 
-Everything in the folder is secret (mode 0600). Keys and accounts are made once and kept: running it again
-changes only `nats.conf`. The accounts hold the revocations that a controller has pushed.
+Everything in the folder is secret (mode 0600). Keys and accounts are created once: a second run changes only
+`nats.conf`. The accounts contain the revocations that a controller has pushed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Command(BaseCommand):
     """Writes the files and prints the settings that go with them."""
 
     help = "Makes the keys of a NATS server and writes its configuration."
-    # It makes what the settings need, so it must run before they are complete.
+    # It creates files that the settings need, so it must run before they are complete.
     requires_system_checks = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
