@@ -134,7 +134,7 @@ def without_slash(scope: wire.Scope) -> wire.Scope:
     """Return the request without one trailing slash, on paths where clients may send one (§0.1)."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
-    # An escaped slash belongs to the name that it ends.
+    # An escaped slash at the end is a part of the name.
     if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_SLASHED):
         return scope
     return {**scope, "path": path[:-1], "raw_path": raw[:-1]}

@@ -48,7 +48,7 @@ def is_outage(error: BaseException | None) -> bool:
     if is_disk_full(error):
         return True
     state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
-    # Without a state no server answered at all; class 08 is the connection itself.
+    # Without a state no server responded at all; class 08 is a connection error.
     return state is None or state.startswith("08") or state in _SERVER_ENDS
 
 

@@ -28,19 +28,19 @@ class _Kill:
 
     def __init__(self, setting: str, gate: str) -> None:
         self.point, _, pass_number = setting.partition("@")
-        self._left, self._gate = int(pass_number or 1), Path(gate)
+        self._passes_left, self._gate = int(pass_number or 1), Path(gate)
 
     def pass_by(self) -> None:
         """Count one pass of the point; kill this process at the configured pass."""
         if not self._gate.exists():
             return
-        self._left -= 1
-        if self._left > 0:
+        self._passes_left -= 1
+        if self._passes_left > 0:
             return
         try:
             self._gate.unlink()
         except FileNotFoundError:
-            return  # another process was killed in its place
+            return  # another process passed the point first and was killed
         sys.stderr.write(f"{KILLED}{self.point}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -136,7 +136,7 @@ class Guardian:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._process = self._start()
-        threading.Thread(target=self._keep, name="guardian", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="guardian", daemon=True).start()
 
     @property
     def env(self) -> dict[str, str]:
@@ -163,14 +163,14 @@ class Guardian:
             number = len(self._groups) if rank is None else rank
             group = group_of(pid, polite=polite, seconds=seconds, whole=whole, rank=number)
             self._groups[pid] = group
-            self._tell(line_for(group))
+            self._send(line_for(group))
             return group
 
     def discard(self, pid: int) -> None:
         """Forget a group that has ended."""
         with self._lock:
             if self._groups.pop(pid, None):
-                self._tell(f"-{pid}\n")
+                self._send(f"-{pid}\n")
 
     def close(self) -> None:
         """Close the pipe to the guardian, and wait until it has ended all registered groups and itself."""
@@ -189,7 +189,7 @@ class Guardian:
         self.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # Nothing of our environment: neither secrets nor another guardian's mark.
+        # An empty environment: neither our secrets nor another guardian's mark.
         process = spawn(
             [sys.executable, "-I", "-S", SCRIPT, self.mark],
             env={},
@@ -205,14 +205,14 @@ class Guardian:
             process.stdin.flush()
         return process
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin
-        # `_keep` replaces a guardian that has died; the new one gets the complete list.
+        # `_keep_alive` replaces a guardian that has died; the new one gets the complete list.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
-    def _keep(self) -> None:
+    def _keep_alive(self) -> None:
         delay = 0.0
         while not self._closed.is_set():
             started_at = clock.monotonic()
@@ -231,7 +231,7 @@ class Guardian:
             try:
                 self._process = self._start()
             except OSError:
-                return False  # no memory, no process ids: tried again, later each time
+                return False  # out of memory or process ids: `_keep_alive` retries with back-off
         assert ended.stdin
         with suppress(BrokenPipeError):
             ended.stdin.close()

@@ -57,7 +57,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("api/auth/", include("localai_cluster.accounts.urls")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
-    # Its words, such as `operations/history`, come before the ids of the others.
+    # Its fixed paths, such as `operations/history`, precede the routes with ids.
     path("api/", include("operations.api.urls")),
     path("api/", include("nodes.api.urls")),
     path("backend/load", engines.LoadView.as_view()),

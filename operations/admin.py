@@ -15,7 +15,7 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.web.admin import ModelAdmin, Observed
 from operations.models import ControllerBeat, OperationTarget, Sequence
 
-# The library shows the method's name as the column's.
+# Otherwise the library uses the method's name as the column's title.
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
 admin.site.unregister(Schedule)
 

@@ -131,7 +131,7 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)
     if is_auth_error and not getattr(view, "flat_auth", False):
-        # A page must distinguish this error from others with its status: its code is a word (§0.4).
+        # A page must distinguish this error from others with the same status: its code is a word (§0.4).
         code = error.code if error.code_on_wire else error.status
         return nested(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":

@@ -24,7 +24,7 @@ _NOT_BUILT = """<!doctype html>
 """
 
 
-@csrf_exempt  # it changes nothing: a POST is refused by its method and not for want of a token
+@csrf_exempt  # it changes nothing: a POST is refused because of its method, not of a missing token
 @require_safe
 def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
     """Return the page; 503 with the build command while it is not built."""

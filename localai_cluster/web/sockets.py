@@ -152,7 +152,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                 try:
                     await self.send(text_data=message)
                 except OSError:
-                    return  # the client is gone; the connection ends this socket in a moment
+                    return  # the client has disconnected; the connection then ends this socket
 
     async def _check_principal(self) -> None:
         """Close the socket when its client loses access: signed out, deactivated, key revoked."""

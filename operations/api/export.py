@@ -75,7 +75,7 @@ class ExportView(APIView):
         """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
         filters = history.checked(_Asked, request.query_params)
         kind = filters["format"]
-        first = _chunk(filters, None)  # an outage is still a refusal here
+        first = _chunk(filters, None)  # an outage can still become an error response here
         response = StreamingHttpResponse(_chunks(filters, first), content_type=_TYPES[kind])
         response["Content-Disposition"] = f'attachment; filename="operations.{kind}"'
         return response

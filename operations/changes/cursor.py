@@ -80,7 +80,7 @@ class Cursor:
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
         """Buffer a change from the channel layer."""
         if len(self._received) >= MOST_RECEIVED:
-            self._received.clear()  # the gap leads back to the rows
+            self._received.clear()  # the gap makes the cursor read the rows
         self._received[seq] = operation
         self._woken.set()
 

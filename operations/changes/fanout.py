@@ -72,7 +72,7 @@ class FanOut:
                             for change in message["operations"]:
                                 cursor.receive(int(change["seq"]), change)
             except Exception as error:
-                # Any error of the layer's client: without it, rows are read from time to time.
+                # Any error of the layer's client: meanwhile the cursors poll the rows.
                 if not failing:
                     log.warning("changes of operations are not received: %r; retrying", error)
                 failing = True

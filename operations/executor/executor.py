@@ -42,9 +42,9 @@ class Executor(Generic[C]):
     def __init__(self, owner: str, queue: Queue[C], *, lease: float) -> None:
         self._owner, self._queue, self._lease = owner, queue, lease
         self._tasks: dict[UUID, tuple[int, asyncio.Task[None]]] = {}
-        self._look, self._renew = asyncio.Event(), asyncio.Event()
+        self._wake_up, self._renew = asyncio.Event(), asyncio.Event()
         self._claiming = asyncio.Lock()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
         self._stopping = False
         queue.on_lost(self._lost)
@@ -55,7 +55,7 @@ class Executor(Generic[C]):
 
     def hint(self, *, cancelled: bool = False) -> None:
         """Wake the executor, because an item may be due or have been cancelled."""
-        self._look.set()
+        self._wake_up.set()
         if cancelled:
             self._renew.set()
 
@@ -68,9 +68,9 @@ class Executor(Generic[C]):
     async def stop(self) -> None:
         """Cancel the running attempts and release their operations at once."""
         self._stopping = True
-        self._look.set()
+        self._wake_up.set()
         async with self._claiming:  # a running claim commits first, so that it is released too
-            await asyncio.gather(*self._let_go(list(self._tasks)), return_exceptions=True)
+            await asyncio.gather(*self._cancel_attempts(list(self._tasks)), return_exceptions=True)
             self._queue.close()
             try:
                 await in_thread(self._queue.release, self._owner, now=clock.now())
@@ -79,7 +79,7 @@ class Executor(Generic[C]):
 
     async def _claim_loop(self) -> None:
         while not self._stopping:
-            self._look.clear()
+            self._wake_up.clear()
             try:
                 await self._reap()
                 await self.claim_once()
@@ -87,7 +87,7 @@ class Executor(Generic[C]):
                 log.warning("cannot claim %s: %s", self._queue.name, error)
             try:
                 async with asyncio.timeout(LOOK_EVERY):
-                    await self._look.wait()
+                    await self._wake_up.wait()
             except TimeoutError:
                 continue
 
@@ -111,13 +111,13 @@ class Executor(Generic[C]):
             for claim in claimed:
                 self._begin(claim)
             if len(claimed) == CLAIMED_AT_ONCE:
-                self._look.set()  # more may be due; the claimed items start meanwhile
+                self._wake_up.set()  # more may be due; the claimed items start meanwhile
             return len(claimed)
 
     def _begin(self, claim: C) -> None:
         previous = self._tasks.get(claim.id)
         if previous is not None:
-            previous[1].cancel()  # its lease ran out during a pause, and this executor was the next to claim
+            previous[1].cancel()  # its lease expired, and this executor claimed the item again
         task = asyncio.create_task(self._carry_out(claim), name=str(claim))
         self._tasks[claim.id] = (claim.fence, task)
         # Not in the task itself: a task that is cancelled before its first step never cleans up.
@@ -128,13 +128,13 @@ class Executor(Generic[C]):
         current = self._tasks.get(attempt[0])
         if current is not None and current[1] is task:
             del self._tasks[attempt[0]]
-        self._look.set()
+        self._wake_up.set()
 
     def _lost(self, attempt: Attempt) -> None:
         """Cancel an attempt whose report was refused, because it has lost its lease."""
         if self._runs(attempt):
             log.warning("%s: the lease was lost; this attempt stops", attempt[0])
-            self._let_go([attempt[0]])
+            self._cancel_attempts([attempt[0]])
 
     def _runs(self, attempt: Attempt) -> bool:
         """Return True if exactly this attempt runs here; a later attempt of the same item does not count."""
@@ -161,13 +161,13 @@ class Executor(Generic[C]):
             except (DatabaseError, TimeoutError) as error:
                 log.warning("cannot renew leases: %s", error or "no answer from the database")
                 if clock.monotonic() >= good_until:
-                    self._let_go(list(self._tasks))
+                    self._cancel_attempts(list(self._tasks))
                 continue
             good_until = renewed_at + self._lease
             lost = [id for id, fence in fences.items() if held.get(id) != fence and self._runs((id, fence))]
-            self._let_go(lost)
+            self._cancel_attempts(lost)
 
-    def _let_go(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
+    def _cancel_attempts(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
         """Cancel these attempts and stop renewing their leases.
 
         The lease loop does not wait for their end: a slow attempt would cost all others their leases.
@@ -175,8 +175,8 @@ class Executor(Generic[C]):
         attempts = [self._tasks.pop(id)[1] for id in ids if id in self._tasks]
         for attempt in attempts:
             attempt.cancel()
-            self._leaving.add(attempt)
-            attempt.add_done_callback(self._leaving.discard)
+            self._terminating.add(attempt)
+            attempt.add_done_callback(self._terminating.discard)
         return attempts
 
     async def _carry_out(self, claimed: C) -> None:

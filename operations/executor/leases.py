@@ -54,7 +54,7 @@ class LeaseKeeper:
             self._thread.shutdown(wait=False)
 
     def _renew(self, ids: list[UUID]) -> dict[UUID, int]:
-        close_old_connections()  # one that an outage has broken, or an old one; Django opens the next
+        close_old_connections()  # a broken or an old one; Django then opens a new one
         connection.ensure_connection()
         self._link = connection.connection
         try:

@@ -95,14 +95,14 @@ class Recorder:
         except DatabaseError as error:
             await self._write_one_by_one(error)
         else:
-            self._tell(lost)
+            self._report_lost(lost)
 
     async def _write_one_by_one(self, error: DatabaseError) -> None:
         """Write the reports separately, so that one that the database refuses does not block the others."""
         for attempt, ticks in self._batch.items():
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT):
-                    self._tell(await self._write({attempt: ticks}))
+                    self._report_lost(await self._write({attempt: ticks}))
             except (OperationalError, InterfaceError, TimeoutError):
                 self._put_back([(attempt, ticks)])
             except DatabaseError as refusal:
@@ -115,6 +115,6 @@ class Recorder:
                 newer = waiting.get(tick.node_id)
                 waiting[tick.node_id] = newer.after(tick) if newer else tick
 
-    def _tell(self, lost: Iterable[Attempt]) -> None:
+    def _report_lost(self, lost: Iterable[Attempt]) -> None:
         for attempt in lost:
             self._lost(attempt)

@@ -184,7 +184,7 @@ def made(
 def changed(did: str, operation: Operation, detail: str = "") -> Change:
     """Return the audit entry of a user's action on an operation."""
     where = f" on {operation.node_name}" if operation.node_name else ""
-    # The query of an address may be a signature, and the audit outlives the record.
+    # The query of a URL may be a signature, and the audit outlives the history.
     element = public_url(operation.element) if "://" in operation.element else operation.element
     subject = f"{operation.kind.replace('_', ' ')} of {element}{where}"
     return Change(f"operation.{did}", subject, str(operation.id), detail)

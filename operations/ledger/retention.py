@@ -68,7 +68,8 @@ def clear(*, before: datetime | None = None) -> int:
                     Change("operation.history_cleared", "the record of operations that have ended", "")
                 )
             ids = list(rows.order_by("pk").values_list("pk", flat=True)[:AT_ONCE])
-            # Deleted rows and their children, which lose their parent, in the one order of all locks.
+            # Deleted rows and their children, whose parent becomes null, in the common lock order.
+
             affected = Operation.objects.filter(Q(pk__in=ids) | Q(parent__in=ids)).order_by("pk")
             list(affected.select_for_update().values_list("pk", flat=True))
             Operation.objects.filter(pk__in=ids).delete()
