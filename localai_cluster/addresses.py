@@ -1,8 +1,8 @@
-"""Addresses as strangers send them: `host:port` and nothing else, compared by their host.
+"""Addresses from clients: only `host:port` is accepted, and hosts are normalized for comparison.
 
-A worker says where it and its engines listen, and the product dials that. What is no `host:port` is
-refused here: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a list. Spellings of one host are
-equal: case, a trailing dot, the forms of an IPv6 address. Nothing here looks a name up.
+A worker reports the addresses on which it and its engines listen, and the product dials them. Everything but
+`host:port` is refused here: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a list. Spellings
+of one host are equal: case, a trailing dot, the forms of an IPv6 address. Nothing here resolves a name.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 LONGEST_HOST = 253
-"""A name cannot be longer and still be looked up."""
+"""Longest host name that DNS can resolve, in characters."""
 EXPECTED = "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
@@ -18,10 +18,10 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Address:
-    """Where something listens; equal for every spelling of it."""
+    """A listening address; equal for every spelling of it."""
 
     host: str
-    """As `host` answers it: an IPv6 address has no brackets."""
+    """Normalized by `host`: an IPv6 address has no brackets."""
     port: int
 
     def __str__(self) -> str:
@@ -29,14 +29,14 @@ class Address:
 
     @property
     def target(self) -> str:
-        """The same for gRPC, its scheme given: no text of a stranger's can name one."""
+        """The address as a gRPC target with an explicit scheme, so that a client's text cannot set one."""
         if ":" in self.host:
             return f"ipv6:{self}"
         return f"ipv4:{self}" if _is_number(self.host) else f"dns:///{self}"
 
 
 def parse(text: str) -> Address:
-    """The address in `text`; raises ValueError, whose message is the end of a sentence."""
+    """Parse the address in `text`; raise ValueError, whose message is the end of a sentence."""
     name, colon, number = text.rpartition(":")
     if not colon or not _PORT.match(number) or int(number) > 65535:
         raise ValueError(f"is not {EXPECTED}")
@@ -49,7 +49,7 @@ def parse(text: str) -> Address:
 
 
 def host(text: str) -> str:
-    """The one spelling of a host name or IP address; an IPv6 address may have brackets. Raises ValueError."""
+    """Normalize a host name or IP address; an IPv6 address may have brackets. Raises ValueError."""
     if text.startswith("[") or ":" in text:
         number = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if "%" in number:
@@ -60,14 +60,14 @@ def host(text: str) -> str:
     labels = name.split(".")
     if not text.isascii() or len(name) > LONGEST_HOST or not all(_LABEL.match(label) for label in labels):
         raise ValueError("is neither a host name nor an IP address")
-    # Name resolution reads numbers in more ways than one (`127.1`, `0x7f.1`): only the plain one is admitted.
+    # Name resolution accepts several notations of numbers (`127.1`, `0x7f.1`): we accept only the plain one.
     if labels[-1].isdigit() or labels[-1].startswith("0x"):
         return str(ipaddress.IPv4Address(name))
     return name
 
 
 def is_local(host: str) -> bool:
-    """Whether this host names the machine of the one who dials it: loopback, or all of its addresses."""
+    """Return True if this host is the dialling machine itself: loopback, or the unspecified address."""
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
@@ -87,7 +87,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 def is_special(host: str) -> bool:
     """Return True if this host is no machine of a fleet: a cloud's metadata service, link-local or multicast.
 
-    A metadata service gives its secrets to whoever calls from the machine, such as this server.
+    A metadata service gives its secrets to any caller on the machine, such as this server.
     """
     try:
         number = ipaddress.ip_address(host)
@@ -115,12 +115,12 @@ def same_host(host_a: str, host_b: str) -> bool:
     return host_a == host_b or (is_local(host_a) and is_local(host_b))
 
 
-def same(one: str, other: str) -> bool:
-    """Whether both mean one address; texts that are no addresses only if they are equal."""
+def same(address_a: str, address_b: str) -> bool:
+    """Return True if both are the same address; texts that are no addresses are compared literally."""
     try:
-        return parse(one) == parse(other)
+        return parse(address_a) == parse(address_b)
     except ValueError:
-        return one == other
+        return address_a == address_b
 
 
 def _is_number(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""The OpenAPI document as a whole: adds the routes that Django does not see.
+"""Assembly of the OpenAPI document: adds the routes that Django does not know.
 
-Heartbeats, inference and websockets are raw ASGI applications. Their operations are written by hand and
-merged into the generated document by `add_raw_routes`, and so are the shapes that routes answer with. A test
-compares the whole route table with the result.
+Heartbeats, inference and websockets are raw ASGI applications. Their operations are written by hand, and
+`add_raw_routes` merges them and the shapes of responses into the generated document. A test compares the
+complete route table with the result.
 """
 
 from copy import deepcopy
@@ -123,17 +123,19 @@ RAW_ROUTES: list[RawRoute] = [
 
 
 def raw_routes() -> list[RawRoute]:
-    """Every route that the resolver of Django does not know: heartbeats and the inference room's included."""
-    inference = [(method, path, what) for path, methods in ROUTES.items() for method, what in methods.items()]
+    """Return every route that Django's resolver does not know, such as heartbeats and inference."""
+    inference = [
+        (method, path, operation) for path, methods in ROUTES.items() for method, operation in methods.items()
+    ]
     return RAW_ROUTES + live.ROUTES + api.ROUTES + inference
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
-    """drf-spectacular's postprocessing hook: merges the raw routes and messages into the document."""
-    known = result["components"]["schemas"]
-    for one in (*api.COMPONENTS, *messages.COMPONENTS, *system_health.COMPONENTS):
-        known.setdefault(one.name, deepcopy(one.schema))
-    result["components"]["schemas"] = dict(sorted(known.items()))
+    """Merge the raw routes and messages into the document; a postprocessing hook of drf-spectacular."""
+    schemas = result["components"]["schemas"]
+    for component in (*api.COMPONENTS, *messages.COMPONENTS, *system_health.COMPONENTS):
+        schemas.setdefault(component.name, deepcopy(component.schema))
+    result["components"]["schemas"] = dict(sorted(schemas.items()))
     for method, path, operation in raw_routes():
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():
@@ -145,24 +147,24 @@ def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public:
 
 
 def _add_wrong_keys(operation: Operation) -> None:
-    """The 429 of routes that take API keys, in the envelope of their 503."""
+    """Add the 429 of routes that take API keys, in the envelope of their 503."""
     responses = operation["responses"]
     if {"apiKey": []} in operation.get("security", ()) and "401" in responses and "429" not in responses:
         media = responses["503"]["content"]["application/json"]
-        told: Operation = {"schema": media["schema"]}
+        content: Operation = {"schema": media["schema"]}
         for example in media.get("examples", {}).values():
-            told["examples"] = {"refused 429": {"value": _too_many(example["value"])}}
-        responses["429"] = {"description": _TOO_MANY_KEYS, "content": {"application/json": told}}
+            content["examples"] = {"refused 429": {"value": _too_many(example["value"])}}
+        responses["429"] = {"description": _TOO_MANY_KEYS, "content": {"application/json": content}}
 
 
 def _too_many(refusal: Operation) -> Operation:
-    """An example of another refusal, as one of this."""
-    error, said = refusal["error"], "too many failed API keys from this address; try again later"
-    return {"error": {**error, "code": 429, "message": said} if isinstance(error, dict) else said}
+    """Convert the example of another error to one of the 429."""
+    error, message = refusal["error"], "too many failed API keys from this address; try again later"
+    return {"error": {**error, "code": 429, "message": message} if isinstance(error, dict) else message}
 
 
 def _add_headers(responses: dict[str, Any]) -> None:
-    """Every 401 says how to authenticate, every 429 and 503 when to come back."""
+    """Add the headers of errors: WWW-Authenticate to 401, Retry-After to 429 and 503."""
     for status, headers in _HEADERS.items():
         if status in responses:
             responses[status]["headers"] = headers

@@ -23,7 +23,7 @@ class AdminConfig(DjangoAdminConfig):
     default_site = "localai_cluster.accounts.admin_site.Site"
 
     def ready(self) -> None:
-        """Imports the admin's pages, except in a process that shows none: they are megabytes."""
+        """Import the admin's pages, except in a process that shows none: they are megabytes."""
         if settings.IS_BACKGROUND:
             SimpleAdminConfig.ready(self)
         else:

@@ -1,4 +1,4 @@
-"""The ASGI application that a web server loads: `edge.py`, once Django is set up."""
+"""The ASGI application that a web server loads: `edge.py`, after Django's setup."""
 
 import os
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""django-q2's queue in the database, for a database that may go away for a while.
+"""Broker for django-q2's queue in the database that survives outages of the database.
 
-The library's own broker connects when it is made, so a task cluster that starts during an outage ends at
-once; its pusher sleeps 10 s and ends at the first failed look, and its monitor ends at the first failed
-acknowledgement. This one says one line and looks again.
+The library's broker connects at its creation, so a task cluster that starts during an outage ends at once;
+its pusher sleeps 10 s and ends at the first failed poll, and its monitor ends at the first failed
+acknowledgement. This broker logs one line and retries.
 """
 
 # django-q2 carries no types.
@@ -21,22 +21,22 @@ from django_q.models import OrmQ
 log = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds before the queue is looked at again."""
+"""Seconds before the queue is polled again."""
 
 
 class PatientBroker(ORM):
-    """The ORM broker, which outlives an outage."""
+    """The ORM broker, with retries during an outage."""
 
     @staticmethod
     def get_connection(list_key: str | None = None) -> "QuerySet[OrmQ]":
-        """The queue's rows; connects only when they are used, unlike the library's."""
+        """Return the queue's rows lazily: unlike the library's, it does not connect yet."""
         database = str(Conf.ORM)
         if not connections[database].in_atomic_block:
             close_old_connections()
         return OrmQ.objects.using(database)
 
     def dequeue(self) -> list[tuple[int, str]] | None:
-        """The next task, claimed for `retry` seconds; None when there is none or that is not known."""
+        """Return the next task, claimed for `retry` seconds; None without one, or in an outage."""
         try:
             tasks: list[tuple[int, str]] | None = super().dequeue()
         except (OperationalError, InterfaceError) as error:
@@ -46,7 +46,7 @@ class PatientBroker(ORM):
         return tasks
 
     def delete(self, task_id: Any) -> None:
-        """Takes a task off for good. In an outage it stays and runs once more: tasks are idempotent."""
+        """Acknowledge a task. In an outage it stays queued and runs once more: tasks are idempotent."""
         try:
             super().delete(task_id)
         except (OperationalError, InterfaceError) as error:

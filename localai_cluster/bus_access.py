@@ -1,6 +1,6 @@
-"""How the server processes come onto the message bus, and what they tell workers about it.
+"""Access of the server processes to the message bus, and the bus URL for workers.
 
-The account key mints: credentials of nodes at their registration, and those of our own processes, which keep
+The account key mints credentials of nodes at their registration, and those of our own processes, which keep
 them in memory. With the keys of the operator and of the system account, a second connection pushes
 revocations (`nodes/reconcilers/revocations.py`).
 """
@@ -21,19 +21,19 @@ def _key(seed: str, role: Role) -> KeyPair:
 
 
 def account() -> KeyPair:
-    """The cluster's account on the bus; ValueError without a seed (`manage.py check` says so at start)."""
+    """Return the cluster's account on the bus; ValueError without a seed, which `manage.py check` reports."""
     return _key(conf.cluster().nats_account_seed, "account")
 
 
 def operator() -> KeyPair | None:
-    """The operator of the bus, if it is ours to use."""
+    """Return the operator's key of the bus, if we have it and the system account's."""
     cluster = conf.cluster()
-    known = cluster.nats_operator_seed and cluster.nats_system_seed
-    return _key(cluster.nats_operator_seed, "operator") if known else None
+    has_keys = cluster.nats_operator_seed and cluster.nats_system_seed
+    return _key(cluster.nats_operator_seed, "operator") if has_keys else None
 
 
 def service(name: str) -> Servers:
-    """Where and as whom a server process dials."""
+    """Return the servers and credentials with which a server process connects."""
     cluster = conf.cluster()
     if cluster.nats_service_jwt:
         credentials = Credentials.of(cluster.nats_service_jwt, cluster.nats_service_seed)
@@ -43,13 +43,13 @@ def service(name: str) -> Servers:
 
 
 def system(name: str) -> Servers:
-    """The same for the system account; needs an operator."""
+    """Return the servers and credentials of the system account; needs an operator."""
     cluster = conf.cluster()
     credentials = mint_service(_key(cluster.nats_system_seed, "account"), name, now=clock.now().timestamp())
     return replace(parse_url(cluster.nats_url), credentials=credentials, tls=cluster.nats_tls)
 
 
 def worker_url(own_host: str) -> str:
-    """The URL that a worker dials which has reached this server as `own_host`."""
+    """Return the URL of the bus for a worker that has reached this server as `own_host`."""
     cluster = conf.cluster()
     return cluster.worker_nats_url or url_for_worker(cluster.nats_url, own_host)

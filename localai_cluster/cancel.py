@@ -1,4 +1,4 @@
-"""Ending a task for certain: a library on its way may swallow a cancellation, and then no one asks again."""
+"""Reliable cancellation of a task: a library may swallow a cancellation, so it is repeated."""
 
 import asyncio
 from typing import Any
@@ -7,9 +7,9 @@ _ASK_AGAIN = 2.0
 
 
 async def end(task: "asyncio.Task[Any]") -> None:
-    """Cancels the task, as often as it takes, and returns when it has ended, however it did."""
+    """Cancel the task repeatedly until it has ended; ignore its outcome."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_ASK_AGAIN)
     if not task.cancelled():
-        task.exception()  # looked at, so that it is not reported as forgotten
+        task.exception()  # retrieved, so that asyncio does not report it as never retrieved

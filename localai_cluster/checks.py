@@ -1,4 +1,4 @@
-"""System checks: every wrong setting by id, with a hint (`manage.py check`)."""
+"""System checks of the settings: each wrong setting has an id and a hint (`manage.py check`)."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 @register(Tags.security)
 def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E001: a variable has an invalid value."""
+    """Report cluster.E001: a variable has an invalid value."""
     return [
         Error(f"{problem.setting}: {problem.message}", hint=problem.hint, id="cluster.E001")
         for problem in settings.CLUSTER_PROBLEMS
@@ -24,7 +24,7 @@ def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E002: a required setting is missing."""
+    """Report cluster.E002: a required setting is missing."""
     cluster = conf.cluster()
     required = {
         "DATABASE_URL": cluster.database_url,
@@ -47,15 +47,15 @@ def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E003: a URL has an unsupported scheme, or no valid host or port."""
+    """Report cluster.E003: a URL has an unsupported scheme, or no valid host or port."""
     cluster = conf.cluster()
-    known = {
+    urls = {
         "DATABASE_URL": (cluster.database_url, ("postgresql", "postgres")),
         "REDIS_URL": (cluster.redis_url, ("redis", "rediss", "unix")),
         "LOCALAI_NATS_URL": (cluster.nats_url, ("nats", "tls")),
         "CLUSTER_WORKER_NATS_URL": (cluster.worker_nats_url, ("nats", "tls")),
     }
-    wrong = {name: _what_is_wrong(url, schemes) for name, (url, schemes) in known.items() if url}
+    wrong = {name: _problem_of(url, schemes) for name, (url, schemes) in urls.items() if url}
     return [
         Error(f"{name} {reason}.", hint=f"See docs/configuration.md, {name}.", id="cluster.E003")
         for name, reason in wrong.items()
@@ -63,7 +63,7 @@ def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     ]
 
 
-def _what_is_wrong(url: str, schemes: tuple[str, ...]) -> str:
+def _problem_of(url: str, schemes: tuple[str, ...]) -> str:
     # The URL is not repeated, since it may contain a password.
     parts = urlsplit(url.split(",")[0])
     if parts.scheme not in schemes:
@@ -79,7 +79,7 @@ def _what_is_wrong(url: str, schemes: tuple[str, ...]) -> str:
 
 @register(Tags.security)
 def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
+    """Report cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
     cluster = conf.cluster()
     if cluster.host in _LOOPBACK:
         return []
@@ -102,7 +102,7 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.W001: nodes are admitted that have only the shared token."""
+    """Report cluster.W001: nodes with only the shared token are admitted."""
     if not conf.cluster().allow_shared_token_nodes:
         return []
     return [
@@ -116,11 +116,11 @@ def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E005, W003: credentials of the bus that do not belong together, a switch without effect."""
+    """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
     cluster = conf.cluster()
-    found: list[CheckMessage] = []
+    messages: list[CheckMessage] = []
     if not cluster.require_auth:
-        found.append(
+        messages.append(
             Warning(
                 "LOCALAI_DISTRIBUTED_REQUIRE_AUTH and LOCALAI_NATS_REQUIRE_AUTH cannot be switched off.",
                 hint="Remove them: this cluster always needs a registration token and NATS credentials.",
@@ -128,7 +128,7 @@ def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]
             )
         )
     if bool(cluster.nats_service_jwt) != bool(cluster.nats_service_seed):
-        found.append(
+        messages.append(
             Error(
                 "LOCALAI_NATS_SERVICE_JWT and LOCALAI_NATS_SERVICE_SEED must be set together.",
                 hint="Set both, or neither: the server processes then mint their own credentials.",
@@ -139,11 +139,11 @@ def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]
         try:
             Credentials.of(cluster.nats_service_jwt, cluster.nats_service_seed)
         except ValueError as error:
-            found.append(
+            messages.append(
                 Error(
                     f"LOCALAI_NATS_SERVICE_JWT: {error}.",
                     hint="Use the JWT and the seed of one NATS user.",
                     id="cluster.E005",
                 )
             )
-    return found
+    return messages

@@ -1,7 +1,7 @@
-"""The settings of the server processes: what each is called, its type, its default and how to fix it.
+"""The settings of the server processes: the name, type, default and hint of each.
 
-`load` reads them all through `env.Environment`, once, in `settings.py`; the rest of the product asks
-`conf.cluster()`. The parsers here are of values that only these settings have.
+`load` reads all of them once through `env.Environment`, in `settings.py`; the rest of the product uses
+`conf.cluster()`. The parsers here are for values that only these settings have.
 """
 
 import json
@@ -18,7 +18,7 @@ from localai_cluster.tls import TlsFiles
 
 _ROOT = Path(__file__).resolve().parents[1]
 MOST_PRESSURE = 100
-"""What a web process reports at most of a model, so more than that cannot be asked for."""
+"""Highest prefix pressure that a web process reports for a model, and so the highest valid threshold."""
 SERVERS = ("uvicorn", "daphne")
 VRAM_POLICIES = ("prefer", "require")
 """The first of each is the default."""
@@ -26,7 +26,7 @@ REQUIRE_AUTH = ("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH")
 
 
 def parse_listener(text: str) -> addresses.Address:
-    """Where a process listens; raises ValueError."""
+    """Parse the address that a process listens on; raise ValueError."""
     try:
         return addresses.parse(text)
     except ValueError:
@@ -34,7 +34,7 @@ def parse_listener(text: str) -> addresses.Address:
 
 
 def parse_galleries(text: str) -> list[dict[str, Any]]:
-    """A JSON list of objects with `name` and `url` (`contract/nats.md` §4.1); raises ValueError."""
+    """Parse a JSON list of objects with `name` and `url` (`contract/nats.md` §4.1); raise ValueError."""
     try:
         value = json.loads(text) if text.strip() else []
     except json.JSONDecodeError:
@@ -45,14 +45,14 @@ def parse_galleries(text: str) -> list[dict[str, Any]]:
 
 
 def parse_node_hosts(text: str) -> dict[str, frozenset[str]]:
-    """A JSON object of lists: further hosts by a node's name; raises ValueError."""
+    """Parse a JSON object of lists: further hosts by a node's name; raise ValueError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("not JSON") from None
     if not isinstance(value, dict) or not all(isinstance(hosts, list) for hosts in value.values()):
         raise ValueError('not a JSON object such as {"gpu-1": ["10.0.0.5"]}')
-    return {name: frozenset(_host(one, name) for one in hosts) for name, hosts in value.items()}
+    return {name: frozenset(_host(host, name) for host in hosts) for name, hosts in value.items()}
 
 
 def _host(value: Any, node: str) -> str:
@@ -72,7 +72,7 @@ class ClusterSettings:
     server: str
     port: int
     public_url: str
-    """Base URL under which other machines reach the web server; "" if the operator did not say."""
+    """Base URL under which other machines reach the web server; "" if the operator set none."""
     wheel_dir: Path
     """Folder with the package that joining machines install."""
     database_url: str
@@ -81,7 +81,7 @@ class ClusterSettings:
     nats_account_seed: str = field(repr=False)
     """The account key of the bus: it mints the credentials of nodes and of our own processes."""
     nats_operator_seed: str = field(repr=False)
-    """With the next one, revokes credentials at once; without them they work until they expire."""
+    """Together with `nats_system_seed`, lets the cluster revoke credentials at once; without, they expire."""
     nats_system_seed: str = field(repr=False)
     """The key of the bus's system account."""
     nats_service_jwt: str = field(repr=False)
@@ -89,62 +89,61 @@ class ClusterSettings:
     """Credentials of the server processes; without them they mint their own."""
     nats_worker_jwt_ttl: float
     worker_nats_url: str
-    """The bus as workers dial it."""
+    """URL under which workers reach NATS."""
     nats_tls: ssl.SSLContext | None
-    """With it the connections to the bus are encrypted or not made."""
+    """TLS context of the connections to NATS; with it, an unencrypted connection is refused."""
     web_tls: TlsFiles
     """Certificate and key with which the web process serves HTTPS; none = HTTP."""
     require_auth: bool
-    """The reference's switch; ours never goes without, and says so when it is set to false."""
+    """The reference's switch. We always require authentication and report a false value (cluster.W003)."""
     registration_token: str
     api_key: str
     metrics_token: str = field(repr=False)
-    """With it a scraper may read the figures of every server process, and nothing else."""
+    """Token with which a scraper may read the metrics of every server process, and nothing else."""
     controller_metrics: addresses.Address | None
     tasks_metrics: addresses.Address | None
-    """Where these two serve their figures; None: nowhere."""
+    """Addresses on which controllers and tasks serve their metrics; None: they do not."""
     auto_approve_nodes: bool
     allow_shared_token_nodes: bool
     expose_node_header: bool
     vram_policy: str
-    """`prefer` or `require`: whether a load may go to a node with too little free VRAM (R2.32)."""
+    """`prefer` lets a load go to a node with too little free VRAM; `require` does not (R2.32)."""
     disk_headroom_check: bool
-    """Whether a node with too little free disk space is refused (R2.39)."""
+    """True if a node with too little free disk space is refused (R2.39)."""
     shared_models: bool
-    """Whether every worker has the models folder under the same path, so that no file is sent (R2.56)."""
+    """True if every worker has the models folder under the same path, so that no file is sent (R2.56)."""
     node_options: bool
-    """Whether some load options follow from the node's memory and GPU (R2.80)."""
+    """True if some load options are derived from the node's memory and GPU (R2.80)."""
     node_hosts: Mapping[str, frozenset[str]]
-    """By a node's name: hosts that its addresses may have besides the one it registers."""
+    """Hosts that a node's addresses may have besides the one it registers, by the node's name."""
     prefix_cache: bool
-    """Whether requests for text are routed by the beginning of their prompt, if their model's rule does not
-    say otherwise (R3.1)."""
+    """True if text requests are routed by prompt prefix, unless the model's rule overrides it (R3.1)."""
     prefix_match: float
-    """C41: the share of a prompt that a replica must have been given before to be preferred."""
+    """C41: least cached prefix ratio of a prompt, 0 to 1, at which a replica is preferred."""
     prefix_balance_abs: int
     prefix_balance_rel: float
-    """C42: how many requests more than on the idlest replica may run there, and how many times as many."""
+    """C42: highest load of a preferred replica relative to the idlest one: requests more, times as many."""
     prefix_pressure: int
-    """C44: requests a minute that were kept from such a replica, for which one more is loaded; 0 means 1."""
+    """C44: requests a minute diverted from a preferred replica that cause a scale-up; 0 means 1."""
     galleries: list[dict[str, Any]]
     gallery_dir: Path | None
     """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
     model_load_wait: float
-    """How long a request waits for a running load (C32); 0 = without limit."""
+    """Longest wait of a request for a running load (C32); 0 = without limit."""
     install_timeout: float
     """Reply limit of `backend.install` (C21)."""
     upgrade_timeout: float
     """Reply limit of `backend.upgrade` (C22)."""
     install_wait: float
-    """How long an install, upgrade or deletion waits for a node that is offline before it fails."""
+    """Longest wait of an install, upgrade or deletion for an offline node before it fails."""
     model_load_timeout: float
     """Limit of one gRPC LoadModel; 0 = by the size of the model's files (C28)."""
     load_failure_grace: float
-    """How long requests get the error of a failed load before it is tried again (C33)."""
+    """Time during which requests get the error of a failed load before the load is retried (C33)."""
     node_stale_after: float
     """Silence after which a node is offline (C15)."""
     mass_silence_hold: float
-    """How long nodes that fell silent together are kept before they are offline; 0 = not at all."""
+    """Longest mass-disruption hold before nodes that fell silent together become offline; 0 = no hold."""
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
     failed_tokens: int
@@ -152,30 +151,30 @@ class ClusterSettings:
     pending_nodes: int
     """Nodes that may await approval before further ones are refused, unless they come with a join token."""
     pending_nodes_per_address: int
-    """The same for nodes that register from one address."""
+    """Nodes from one address that may await approval before further ones are refused."""
     drain_deadline: float
-    """How long a node drained by an admin keeps replicas with running requests."""
+    """Longest time that a node drained by an admin keeps replicas with running requests."""
     unload_grace: float
-    """How long running requests may take before an unloaded replica's engine is stopped."""
+    """Time that running requests get before an unloaded replica's engine is stopped."""
     auto_upgrade_backends: bool
-    """Whether controllers upgrade backends by themselves when a check has found something newer (O103)."""
+    """True if controllers upgrade backends when a check has found a newer version (O103)."""
     upgrade_drain: float
-    """How long an upgrade in waves waits for running requests before it stops a node's engines."""
+    """Time that an upgrade in waves gives running requests before it stops a node's engines."""
     event_retention: float
+    """Retention of the timelines of nodes, including deregistered ones."""
     snapshot_retention: float
+    """Retention of the snapshots of placement decisions, from which a decision can be replayed."""
     decision_space: int
-    """Bytes that the records of placement may take, and as many what those saw."""
-    """How long it is kept what decisions of placement saw, so that they can be made again."""
+    """Bytes that the records of placement decisions may take; their snapshots may take as many again."""
     operation_retention: float
-    """How long the timelines of nodes are kept, also of deregistered ones."""
     operation_lease: float
-    """How long a controller keeps a claimed operation without renewing the claim."""
+    """Lease of a claimed operation: time until it expires unless the controller renews it."""
     request_timeout: float
-    """Limit of one inference call to a backend process; of a streamed answer until its first piece."""
+    """Limit of one inference call to a backend process; for a streamed response, until its first chunk."""
     prefix_ttl: float
-    """C43: how long it counts what a replica was given."""
+    """C43: lifetime of the record that a replica has processed a prefix."""
     stream_stall: float
-    """Limit of the silence between two pieces, and of a reader who takes nothing."""
+    """Longest gap between two chunks of a stream, and longest stall of a client that does not read."""
 
 
 _DURATIONS: dict[str, tuple[str, float, float]] = {
@@ -204,7 +203,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
 
 
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
-    """Reads every setting; returns them with the environment that has collected the problems."""
+    """Read every setting; return them with the environment that has collected the problems."""
     env = Environment(values)
     data_dir = env.folder("CLUSTER_DATA_DIR", Path("data"))
     cluster = ClusterSettings(

@@ -1,4 +1,4 @@
-"""The one way to commit in the rooms whose crashes are tested point by point (`points.py`)."""
+"""Transactions with failpoints, for the packages whose crashes are tested at each point (`points.py`)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,10 +12,10 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def committed(point: str) -> AbstractContextManager[None]:
-    """A transaction, or a step of the caller's.
+    """Open a transaction, or a savepoint within the caller's.
 
-    One that is no step passes `:before` when everything is written, and `:committed` before anybody is told.
-    One that has written nothing passes neither.
+    An outermost transaction passes `:before` when everything is written, and `:committed` before any other
+    commit hook runs. One that has written nothing passes neither.
     """
     return _with_points(point) if points.armed() else transaction.atomic()
 
@@ -28,13 +28,13 @@ def _with_points(point: str) -> Iterator[None]:
         return
     token, wrote = _inside.set(True), False
 
-    def tell() -> None:
+    def pass_committed() -> None:
         if wrote:
             points.passed(f"{point}:committed")
 
     try:
         with transaction.atomic():
-            transaction.on_commit(tell)  # the first of the hooks: the others send the news
+            transaction.on_commit(pass_committed)  # the first hook: the others publish the changes
             yield
             with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")

@@ -9,6 +9,6 @@ from localai_cluster.cluster_settings import ClusterSettings
 
 
 def cluster() -> ClusterSettings:
-    """The settings of this process."""
-    found: ClusterSettings = settings.CLUSTER
-    return found
+    """Return the settings of this process."""
+    settings_: ClusterSettings = settings.CLUSTER
+    return settings_

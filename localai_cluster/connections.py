@@ -1,12 +1,11 @@
-"""What uvicorn's connections are held to: bounded headers, requests that arrive in time, and websockets whose
-clients only watch.
+"""Limits of uvicorn's connections: size of headers, arrival time of a request, watch-only websockets.
 
-uvicorn bounds bodies in flight and makes an application wait that sends to a client who does not read. It
-bounds no headers, waits forever for the rest of a request, and keeps or answers what a websocket's client
-sends.
+uvicorn bounds bodies in flight, and applies back-pressure to an application whose client does not read. It
+does not bound headers, waits forever for an incomplete request, and buffers or answers the messages of a
+websocket's client.
 """
 
-# Only the names of uvicorn's classes are typed, not what they call back.
+# Only the names of uvicorn's classes are typed, not their callbacks.
 # mypy: disallow-subclassing-any=false
 
 import asyncio
@@ -18,11 +17,11 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from localai_cluster import clock
 
 LARGEST_HEAD = 64 * 1024
-"""Bytes of a request line with its headers. More is refused as 400."""
+"""Largest request line with headers, in bytes. A larger one gets 400."""
 HEAD_SECONDS = 20.0
-"""Within which the headers of a request arrive, and within which a new connection begins to send."""
+"""Seconds within which the headers of a request arrive, and a new connection sends its first byte."""
 BODY_SECONDS, BODY_PIECE = 20.0, 10_000
-"""A body is whole, or brings at least so many bytes, every so many seconds that we read it."""
+"""While we read a body, at least `BODY_PIECE` bytes or its end arrive every `BODY_SECONDS`."""
 
 _TOO_SLOW = b"The request did not arrive in time."
 _REQUEST_TIMEOUT = (
@@ -35,35 +34,35 @@ _REQUEST_TIMEOUT = (
 class BoundedHead(HttpToolsProtocol):
     """A connection whose requests have bounded headers and arrive in time.
 
-    There is a timer only while part of a request is missing: one that comes in one piece costs none.
+    A timer runs only while part of a request is missing: a request that arrives at once needs none.
     """
 
     _awaited: Literal["", "anything", "head", "body"] = ""
-    """What is missing; nothing between two requests, which uvicorn limits itself."""
+    """The missing part; "" between two requests, which uvicorn limits itself."""
     _since = 0.0
-    """When this part, or this piece of the body, began to be missing."""
+    """Monotonic time since which this part, or this chunk of the body, is missing."""
     _piece = 0
     _timer: asyncio.TimerHandle | None = None
 
     _unread = 0
-    """Bytes received since the parser last had something to pass on; it keeps an unfinished header."""
+    """Bytes received since the parser's last callback; the parser buffers an unfinished header."""
     _head = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for a first byte."""
+        """Start to wait for the first byte."""
         super().connection_made(transport)
         self._await("anything")
         self._set_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing any more."""
+        """Stop waiting."""
         self._await("")
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses, then refuses headers that are too long and have no end, also those after a chunked body."""
+        """Parse, then refuse unfinished headers that are too long, including trailers of a chunked body."""
         self._unread += len(data)
         if not self._awaited:
             self._await("anything")  # a blank line begins no request
@@ -76,98 +75,98 @@ class BoundedHead(HttpToolsProtocol):
             self._set_timer()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start to wait for the headers, at the first byte of a request."""
         self._await("head")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Counts a piece of the request line."""
+        """Count a part of the request line."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts a header, and leaves out the one that would end a handshake before we know who asks."""
+        """Count a header; drop the one that would fail a handshake before the caller is authenticated."""
         self._count(len(name) + len(value))
         if name.lower() != b"sec-websocket-protocol":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Start to wait for the body."""
         self._unread = 0
         self._await("body")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body, which the parser does not keep."""
+        """Count a chunk of the body, which the parser does not buffer."""
         self._unread = 0
         self._piece += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """What comes next is the head of another request."""
+        """Stop waiting; the next bytes are the head of another request."""
         self._unread, self._head = 0, 0
         self._await("")
         super().on_message_complete()
 
-    def _count(self, more: int) -> None:
-        self._head += more
+    def _count(self, size: int) -> None:
+        self._head += size
         if self._head > LARGEST_HEAD:
             raise ValueError("headers too large")  # the parser makes it a 400
 
     def _await(self, part: Literal["", "anything", "head", "body"]) -> None:
         self._awaited, self._since, self._piece = part, clock.monotonic(), 0
 
-    def _left(self) -> float:
-        """Seconds for which the missing part may still be missing."""
+    def _seconds_left(self) -> float:
+        """Return the seconds until the missing part times out."""
         limit = BODY_SECONDS if self._awaited == "body" else HEAD_SECONDS
         return self._since + limit - clock.monotonic()
 
     def _set_timer(self) -> None:
-        self._timer = self.loop.call_later(max(self._left(), 0.0), self._look)
+        self._timer = self.loop.call_later(max(self._seconds_left(), 0.0), self._check_time)
 
-    def _look(self) -> None:
-        """Ends what does not arrive. A client whom we do not read, or who brings enough, gets more time."""
+    def _check_time(self) -> None:
+        """Close a connection that timed out, but not if we do not read, or if the client sends enough."""
         self._timer = None
         if not self._awaited or self.transport.is_closing():
             return
-        more_time = self.flow.read_paused or (self._left() <= 0 and self._piece >= BODY_PIECE)
-        if self._awaited == "body" and more_time:
+        gets_more_time = self.flow.read_paused or (self._seconds_left() <= 0 and self._piece >= BODY_PIECE)
+        if self._awaited == "body" and gets_more_time:
             self._await("body")
-        if self._left() > 0:
+        if self._seconds_left() > 0:
             self._set_timer()
             return
-        answered = self._awaited == "body" and self.cycle.response_started
-        if self._awaited != "anything" and not answered:
+        has_response = self._awaited == "body" and self.cycle.response_started
+        if self._awaited != "anything" and not has_response:
             self.transport.write(_REQUEST_TIMEOUT)
         self.transport.close()
 
 
 class WatchingSocket(WebSocketsSansIOProtocol):
-    """A websocket whose client watches: what it says costs no memory, what it does not read not for long."""
+    """A websocket whose client only watches: its messages are dropped, and a stalled client is cut off."""
 
     async def run_asgi(self) -> None:
-        """Runs the application; afterwards what the client does not read is given up."""
+        """Run the application; then close the connection even if the client does not read."""
         try:
             await super().run_asgi()
         finally:
             self.loop.call_later(self.close_timeout, self.transport.abort)
 
     def keepalive_timeout(self) -> None:
-        """Ends the connection at once: closing would wait for a client that may never read."""
+        """Abort the connection: a close would wait for a client that may never read."""
         super().keepalive_timeout()
         self.transport.abort()
 
     def handle_text(self, event: Any) -> None:
-        """Forgets it: uvicorn would keep it until the application has looked at it."""
+        """Drop the message: uvicorn would buffer it until the application reads it."""
 
     def handle_bytes(self, event: Any) -> None:
-        """Forgets it."""
+        """Drop the message."""
 
     def handle_cont(self, event: Any) -> None:
-        """Forgets it."""
+        """Drop the message."""
 
     def handle_ping(self) -> None:
-        """Answers, unless earlier answers are not read."""
+        """Answer the ping, unless the client does not read earlier answers."""
         answers = b"".join(self.conn.data_to_send())
         if self.writable.is_set():
             self.transport.write(answers)

@@ -1,7 +1,7 @@
-"""The disk of the server's data folder: how much is free, and whether that is the reason why nothing works.
+"""Usage of the disk of the server's data folder, and the detection of a full disk as the cause of errors.
 
-With the bundled PostgreSQL the database lies there. A full disk looks like a database that is away, so
-whoever reports one looks here too. What is read counts for `MAX_AGE` seconds.
+With the bundled PostgreSQL the database is in that folder. A full disk looks like a database that is away, so
+code that reports an outage checks the disk too. A reading is cached for `MAX_AGE` seconds.
 """
 
 import os
@@ -15,12 +15,12 @@ FULL_BELOW = 32 * 1024 * 1024
 """Free bytes below which PostgreSQL can no longer add a file of its log."""
 MAX_AGE = 5.0
 IS_FULL = "the disk of the server's data folder is full"
-"""For anybody; administrators are told which."""
+"""Message for any user; administrators also get the name of the disk."""
 
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """What is free on the disk of `folder`, in bytes; `mount` is where that disk is mounted."""
+    """Free and total bytes of the disk of `folder`; `mount` is its mount point."""
 
     folder: str
     mount: str
@@ -29,7 +29,7 @@ class DiskUsage:
 
     @property
     def is_full(self) -> bool:
-        """Return True if nothing worth mentioning can be written."""
+        """True if practically nothing can be written."""
         return self.free < FULL_BELOW
 
     def __str__(self) -> str:

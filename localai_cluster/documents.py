@@ -27,7 +27,7 @@ from localai_cluster.web.policy import CSP, policy
 from nodes.api import worker_auth as _workers  # noqa: F401 - registers its schemes
 
 _ONE_AT_A_TIME = threading.Lock()
-"""The library fills its tables while it makes the first document, and fails if two threads do."""
+"""The library fills its tables while it generates the first document, and fails if two threads do so."""
 
 
 class SchemaView(APIView):
@@ -70,7 +70,7 @@ class DocsView(SpectacularSwaggerView):
         return answer
 
     def handle_exception(self, exc: Exception) -> Any:
-        """The page to sign in, or to change a generated password, for browsers; else the usual envelope."""
+        """Redirect browsers to the sign-in, or to the change of a generated password; else refuse."""
         if _is_browser(self.request) and (first := _where_first(exc)):
             return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})

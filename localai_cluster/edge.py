@@ -1,9 +1,8 @@
-"""The outermost ASGI application: raw routes in front, Django behind, websockets beside.
+"""The outermost ASGI application: dispatches to raw routes, Django and websockets.
 
-Everything that comes in passes `Edge`: it gives the request its id, accepts a trailing slash without a
-redirect, and makes sure that an unexpected error leaves as a plain 500 of the route's dialect with that id
-while the log has the cause. What an answer does not say itself is added on its way out: nothing is kept, and
-no type is guessed.
+Every request passes `Edge`: it assigns the request's id, accepts a trailing slash without a redirect, and
+converts an unexpected error to a plain 500 of the route's dialect with that id, while the log has the cause.
+It adds the headers that a response lacks: no caching, and no guessing of types.
 """
 
 import logging
@@ -54,14 +53,14 @@ _REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
 
 
 class Edge:
-    """The outermost application. `stopping` refuses what still arrives on open connections."""
+    """The outermost application. With `stopping` it refuses new requests on open connections."""
 
     def __init__(self, django: Any) -> None:
         self._django = Utf8Only(BoundedBody(StaticFiles(django)))
         self.stopping = False
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        """Answers one connection or request."""
+        """Serve one connection or request."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -96,21 +95,19 @@ _FAILED = ClusterError("internal error")
 _STOPPING = Unavailable("this web process is stopping", retry_after=1)
 
 
-_UNLESS_SAID = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
-_UNLESS_SAID_OF_FILES = ((b"x-content-type-options", b"nosniff"),)
-"""Of static files: a browser may keep them, and asks whether they have changed."""
+_DEFAULT_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_DEFAULT_HEADERS_OF_FILES = ((b"x-content-type-options", b"nosniff"),)
+"""Default headers of static files, without `no-store`: a browser may cache and revalidate them."""
 
 
 class _Tagged:
-    """`send` that puts the request's id on the answer, and what `_UNLESS_SAID` has; remembers with which
-    status one has begun, 0 before.
-    """
+    """`send` that adds the request's id and the default headers; `status` is 0 before the response."""
 
     __slots__ = ("_added", "_id", "_send", "status")
 
     def __init__(self, send: wire.Send, identifier: bytes, path: str) -> None:
         self._send = send
-        self._added = _UNLESS_SAID_OF_FILES if path.startswith(settings.STATIC_URL) else _UNLESS_SAID
+        self._added = _DEFAULT_HEADERS_OF_FILES if path.startswith(settings.STATIC_URL) else _DEFAULT_HEADERS
         self._id = identifier
         self.status = 0
 
@@ -118,14 +115,14 @@ class _Tagged:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = [*message.get("headers", ()), (_REQUEST_ID, self._id), (_CORRELATION_ID, self._id)]
-            said = {name.lower() for name, _ in headers}
-            headers += [header for header in self._added if header[0] not in said]
+            names = {name.lower() for name, _ in headers}
+            headers += [header for header in self._added if header[0] not in names]
             message = {**message, "headers": headers}
         await self._send(message)
 
 
 def identify(scope: wire.Scope) -> None:
-    """Makes the request's id, the caller's own if it sent a harmless one, known to everything it causes."""
+    """Set the request's id in the context: the caller's own if it is harmless, otherwise a new one."""
     offered = b""
     for name, value in scope["headers"]:
         if name in (_REQUEST_ID, _CORRELATION_ID):
@@ -134,17 +131,17 @@ def identify(scope: wire.Scope) -> None:
 
 
 def without_slash(scope: wire.Scope) -> wire.Scope:
-    """The same request without one trailing slash, where clients may send one (§0.1)."""
+    """Return the request without one trailing slash, on paths where clients may send one (§0.1)."""
     path: str = scope["path"]
     raw: bytes = scope.get("raw_path") or path.encode()
-    # An escaped slash belongs to the name that it ends.
+    # An escaped slash at the end is a part of the name.
     if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_SLASHED):
         return scope
     return {**scope, "path": path[:-1], "raw_path": raw[:-1]}
 
 
 async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
-    """The process's own start and end, for servers that know it; daphne does not."""
+    """Handle the start and the end of the process, for servers that support lifespan; daphne does not."""
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":

@@ -2,9 +2,9 @@
 
 `Environment` is the only reader of settings. `cluster_settings.py` reads those of the server processes,
 `settings.py` those that only Django needs, and `worker/config.py` those of the worker.
-A wrong value never raises. It becomes a `Problem` (setting, what is wrong, how to fix it), a safe default
-takes its place, and all problems are reported together, so that an operator fixes one list instead of one
-traceback after another. A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it.
+A wrong value never raises. It becomes a `Problem` (setting, error, hint), a safe default takes its place, and
+all problems are reported together, so that an operator fixes one list instead of one traceback after another.
+A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it.
 """
 
 import math
@@ -43,7 +43,7 @@ _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f"
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong setting: its name, what is wrong with it, what to do."""
+    """A wrong setting: its name, the error and a hint."""
 
     setting: str
     message: str
@@ -51,7 +51,7 @@ class Problem:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`; raises ValueError."""
+    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`; raise ValueError."""
     text = text.strip()
     if text == "0":
         return 0.0
@@ -62,7 +62,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_bool(text: str) -> bool:
-    """A switch: true/false, 1/0, yes/no, on/off; raises ValueError."""
+    """Parse a switch: true/false, 1/0, yes/no, on/off; raise ValueError."""
     lowered = text.strip().lower()
     if lowered in _TRUE:
         return True
@@ -72,29 +72,29 @@ def parse_bool(text: str) -> bool:
 
 
 def weak_secret(value: str) -> bool:
-    """Whether a secret is too short or too well known to protect the cluster."""
-    rest = value.lower()
+    """Return True if a secret is too short or too well known to protect the cluster."""
+    remainder = value.lower()
     for word in WELL_KNOWN_SECRETS:
-        rest = rest.replace(word, "")
-    return len(value) < SHORTEST_SECRET or len(rest) < SHORTEST_SECRET // 2 or len(set(value)) < 5
+        remainder = remainder.replace(word, "")
+    return len(value) < SHORTEST_SECRET or len(remainder) < SHORTEST_SECRET // 2 or len(set(value)) < 5
 
 
 def parse_port(text: str) -> int:
-    """A TCP port; raises ValueError."""
+    """Parse a TCP port; raise ValueError."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise ValueError("not a port between 1 and 65535")
     return int(text)
 
 
 def parse_count(text: str) -> int:
-    """A whole number from 1; raises ValueError."""
+    """Parse a whole number from 1; raise ValueError."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
         raise ValueError("not a whole number from 1")
     return int(text)
 
 
 def parse_base_url(text: str) -> str:
-    """The base URL of a web server, without a slash at its end; raises ValueError."""
+    """Return the base URL of a web server without its trailing slash; raise ValueError."""
     plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
     try:
         parts = urlsplit(text if plain else "")
@@ -107,7 +107,7 @@ def parse_base_url(text: str) -> str:
 
 
 def parse_log_level(text: str) -> str:
-    """One of logging's levels, in capitals; raises ValueError."""
+    """Return a level of `logging` in upper case; raise ValueError."""
     level = text.strip().upper()
     if level not in LOG_LEVELS:
         raise ValueError(f"none of {', '.join(LOG_LEVELS)}")
@@ -122,11 +122,11 @@ class Environment:
     problems: list[Problem] = field(default_factory=list)
 
     def text(self, name: str, default: str = "") -> str:
-        """The variable's text; unset and empty give `default`."""
+        """Return the variable's text, or `default` if it is unset or empty."""
         return self.values.get(name, "") or default
 
     def secret(self, name: str) -> str:
-        """The secret itself, or the content of the file that `NAME_FILE` names; empty if neither is set."""
+        """Return the secret, or the content of the file that `NAME_FILE` names; empty if neither is set."""
         path = self.values.get(f"{name}_FILE", "")
         if self.values.get(name) or not path:
             return self.text(name)
@@ -138,9 +138,9 @@ class Environment:
             return ""
 
     def parsed(self, name: str, parse: Callable[[str], T], default: T, hint: str) -> T:
-        """The variable run through `parse`.
+        """Return the variable's value as `parse` returns it.
 
-        A value that `parse` refuses becomes a problem and gives `default`.
+        A value that `parse` refuses is recorded as a problem, and `default` is returned.
         """
         raw = self.values.get(name, "")
         if not raw:
@@ -152,11 +152,11 @@ class Environment:
             return default
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """A switch."""
+        """Read a switch."""
         return self.parsed(name, parse_bool, default, "Use true or false.")
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """One of these words; the first one by default."""
+        """Read one of `choices`; the first is the default."""
 
         def parse(text: str) -> str:
             if text not in choices:
@@ -166,11 +166,11 @@ class Environment:
         return self.parsed(name, parse, choices[0], f"Use {' or '.join(choices)}.")
 
     def folder(self, name: str, default: Path) -> Path:
-        """An absolute path."""
+        """Read an absolute path."""
         return Path(self.text(name, str(default))).absolute()
 
     def seconds(self, name: str, default: float, minimum: float = 1.0) -> float:
-        """A Go duration, in seconds, not shorter than `minimum`."""
+        """Read a Go duration, in seconds, not shorter than `minimum`."""
 
         def parse(text: str) -> float:
             value = parse_duration(text)
@@ -181,11 +181,11 @@ class Environment:
         return self.parsed(name, parse, default, "Use a duration such as 60s or 5m.")
 
     def number(self, name: str, default: float, least: float, most: float, *, whole: bool = False) -> float:
-        """A number from `least` to `most`."""
+        """Read a number from `least` to `most`."""
         kind = "a whole number" if whole else "a number"
 
         def parse(text: str) -> float:
-            # What is no number compares false with everything.
+            # NaN compares false with everything.
             try:
                 value = float(text)
             except ValueError:
@@ -197,7 +197,7 @@ class Environment:
         return self.parsed(name, parse, default, f"Use {kind} such as {default:g}.")
 
     def seed(self, name: str, role: nkeys.Role) -> str:
-        """The seed of a NATS key of this role, read as `secret`; a problem never quotes it."""
+        """Read the seed of a NATS key of this role, as `secret` does; a problem never quotes it."""
         text = self.secret(name)
         try:
             return nkeys.from_seed(text, role).seed if text else ""
@@ -206,11 +206,11 @@ class Environment:
             return ""
 
     def tls_files(self, prefix: str) -> TlsFiles:
-        """The files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
+        """Return the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
         return TlsFiles(*(self.text(f"{prefix}_{part}") for part in ("CA", "CERT", "KEY")))
 
     def tls(self, prefix: str) -> ssl.SSLContext | None:
-        """A context of those files for connections that we open; None without files."""
+        """Return a context of those files for connections that we open; None without files."""
         files = self.tls_files(prefix)
         try:
             return files.client(clock.now()) if files else None
@@ -219,7 +219,7 @@ class Environment:
             return None
 
     def tls_server(self, prefix: str) -> TlsFiles:
-        """The files of a server of ours, checked."""
+        """Return the checked files of our own server."""
         files = self.tls_files(prefix)
         try:
             if files:
@@ -230,5 +230,5 @@ class Environment:
         return files
 
     def refuse(self, setting: str, message: str, hint: str) -> None:
-        """Adds a problem."""
+        """Add a problem."""
         self.problems.append(Problem(setting, message, hint))

@@ -1,7 +1,7 @@
-"""Errors that mean something to a caller: each carries a code, an HTTP status and, where known, the field.
+"""Errors for callers: each has a code, an HTTP status and, where known, the field.
 
 Adapters translate library errors into these at the boundary and chain the cause; the edges (REST, inference,
-command line) turn them into the envelope of their surface. Whether a retry helps is part of the type.
+command line) convert them to the envelope of their surface. The type determines if a retry can help.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class ClusterError(Exception):
     code = "internal_error"
     permanent = True
     code_on_wire = False
-    """Whether the nested envelope carries the word `code` and not the status."""
+    """True if the nested envelope has the word `code` instead of the status."""
 
     def __init__(self, message: str | None = None, *, field: str | None = None, **data: Any) -> None:
         self.message = message or (self.__class__.__doc__ or "").strip().split("\n")[0]

@@ -2,8 +2,8 @@
 
 Workers read it for every install, the catalogue of the web process once a minute. Entries are parsed
 leniently: a field of the wrong type is ignored, an entry without a name is skipped, and long values are cut.
-`parse` is pure; only `fetch` uses disk or network. `cluster:NAME` is a file of the gallery that the control
-plane serves: it reads it from its folder, a worker over HTTP with its own secret.
+`parse` is pure; only `fetch` uses disk or network. `cluster:NAME` is a file of the control plane's own
+gallery: the control plane reads it from its folder, a worker over HTTP with its own secret.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 MOST_MERGED = 1_000_000
 """Entries that all merges (`<<`) of one index may copy; a real index has a few thousand."""
 _MOST_BITS = 1024
-"""Of a number that is taken for a text, such as a version."""
+"""Longest number in bits that is accepted as a text, such as a version."""
 
 CLUSTER = "cluster:"
-"""What a URL of the control plane's own gallery begins with."""
+"""Prefix of a URL of the control plane's own gallery."""
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""What the name of an archive ends with."""
+"""Suffixes of an archive's name."""
 _SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
@@ -54,7 +54,7 @@ class GalleryUnreadable(ClusterError):
 
 @dataclass(frozen=True)
 class GalleryEntry:
-    """One entry of a gallery; `gallery` is where it came from."""
+    """An entry of a gallery; `gallery` is its source."""
 
     name: str
     alias: str = ""
@@ -72,17 +72,17 @@ class GalleryEntry:
 
     @property
     def is_meta(self) -> bool:
-        """Whether this entry only selects one of several others."""
+        """True if this entry only selects one of several other entries."""
         return bool(self.capabilities) and not self.uri
 
 
 def folded(name: str) -> str:
-    """The form of a name for comparison: names of the same backend are equal in it."""
+    """Return the form of a name for comparison, which is equal for all names of one backend."""
     return name.replace("/", "__").lower()
 
 
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
-    """The entries of an index; anything else in it is skipped. GalleryUnreadable."""
+    """Return the entries of an index; skip anything else in it. GalleryUnreadable."""
     try:
         listed = yaml_text.load(text, _Loader)
     except yaml_text.InvalidYAML as error:
@@ -99,8 +99,8 @@ _FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ e
 class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
     """Safe YAML of bounded depth and size.
 
-    libyaml splits the text, Python composes it: libyaml's own composer goes down on the stack of the process,
-    and a deep text ends that.
+    libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
+    deeply nested text overflows.
     """
 
     def __init__(self, stream: bytes) -> None:
@@ -109,7 +109,7 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
         self._level, self._left = 0, MOST_MERGED
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Composes one node; YAMLError below the last level that is accepted."""
+        """Compose one node; YAMLError below the deepest accepted level."""
         self._level += 1
         if self._level > nesting.LEVELS:
             raise yaml.YAMLError(nesting.TOO_DEEP)
@@ -118,7 +118,7 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Carries merges out; YAMLError for those that multiply."""
+        """Apply merges; YAMLError if they copy too many entries."""
         for merged in _merged(node):
             self.flatten_mapping(merged)
             self._left -= len(merged.value)
@@ -128,7 +128,7 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
 
 
 def _merged(node: Any) -> list[Any]:
-    """The mappings that are merged into this one."""
+    """Return the mappings that are merged into this one."""
     named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
     parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
     return [part for part in parts if getattr(part, "id", "") == "mapping"]
@@ -142,7 +142,7 @@ async def fetch(
     resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
 ) -> list[GalleryEntry]:
-    """The entries of a gallery from its URL or the first mirror that answers. GalleryUnreadable.
+    """Return the entries of a gallery from its URL or the first mirror that responds. GalleryUnreadable.
 
     `served` reads `cluster:` URLs, `resolve` decides which files may be read; `timeout` is in seconds per
     address.
@@ -160,7 +160,7 @@ async def fetch(
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a `file://` URL or of a plain path; None for anything else."""
+    """Return the path of a `file://` URL or of a plain path; None for anything else."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -171,7 +171,7 @@ def local_path(url: str) -> Path | None:
 
 
 def public_url(url: str) -> str:
-    """The URL without credentials and query."""
+    """Return the URL without credentials and query."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -180,15 +180,15 @@ def public_url(url: str) -> str:
 
 
 def stem(name: str) -> str | None:
-    """The name of an archive without its suffix; None if it is not the name of one."""
+    """Return the name of an archive without its suffix; None if it is not an archive's name."""
     suffix = next((suffix for suffix in reversed(SUFFIXES) if name.lower().endswith(suffix)), None)
     return name[: -len(suffix)] if suffix else None
 
 
 def name_of(uri: str) -> str:
-    """What a backend from this address is called if the request gives no name: the last part of its path.
+    """Return the default name of a backend from this address: the last segment of its path.
 
-    Without the suffix of an archive, or the tag or digest of an image. "" if there is no such part.
+    Without the suffix of an archive, or the tag or digest of an image. "" if there is no such segment.
     """
     last = uri.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2].removeprefix(CLUSTER)
     if archive := stem(last):
@@ -200,7 +200,7 @@ def name_of(uri: str) -> str:
 
 
 def served_name(url: str) -> str | None:
-    """The file that a `cluster:` URL names, None for any other URL. ValueError for what cannot be one."""
+    """Return the file that a `cluster:` URL names, None for any other URL. ValueError for an invalid name."""
     if not url.startswith(CLUSTER):
         return None
     name = url.removeprefix(CLUSTER)
@@ -210,25 +210,25 @@ def served_name(url: str) -> str | None:
 
 
 def is_served_name(name: str) -> bool:
-    """Whether this can be a file directly in the folder of the control plane's gallery."""
+    """Return True if this can be a file directly in the folder of the control plane's gallery."""
     return _SERVED.fullmatch(name) is not None
 
 
 def open_served(folder: Path, name: str) -> BinaryIO:
-    """Opens a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
+    """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
     return regular_files.open_file(folder / name, follow_links=False)
 
 
 def read_served(folder: Path, name: str) -> bytes:
-    """A whole file of the gallery's folder, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
+    """Read a file of the gallery's folder, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
     with open_served(folder, name) as file:
         return _bounded(file.read(INDEX_LIMIT + 1))
 
 
 def located(uri: str, index: str) -> str:
-    """Where the source of an entry is: relative to the index that lists it, unless it stands for itself."""
+    """Resolve the address of an entry's source relative to its index, unless the address is absolute."""
     if not uri or urlsplit(uri).scheme or uri.startswith("/"):
         return uri
     if index.startswith(CLUSTER):
@@ -238,7 +238,7 @@ def located(uri: str, index: str) -> str:
 
 
 async def body_bounded(answer: httpx.Response) -> bytes:
-    """The body of an open answer with status 200. ValueError for another one, or a longer body."""
+    """Return the body of an open response with status 200. ValueError for another status or a longer body."""
     if answer.status_code != 200:
         raise ValueError(f"HTTP status {answer.status_code}")
     text = bytearray()
@@ -255,7 +255,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
         return await asyncio.to_thread(lambda: _read_file(resolve(path)))
     if not url.startswith(("http://", "https://")):
         raise ValueError("only cluster:, file://, http:// and https:// URLs are supported")
-    _ = urlsplit(url).port  # ValueError for a port that cannot be
+    _ = urlsplit(url).port  # ValueError for an invalid port
     async with client.stream("GET", url, follow_redirects=True) as answer:
         return await body_bounded(answer)
 
@@ -303,5 +303,5 @@ def _text(value: Any) -> str:
     if not isinstance(value, str | int | float):
         return ""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return ""  # Python refuses to write down a number of more than a few thousand digits
+        return ""  # Python refuses to format a number of more than a few thousand digits
     return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()

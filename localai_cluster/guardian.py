@@ -1,13 +1,13 @@
-"""What is in `/proc`, how a process group is ended, and the guardian that outlives its owner to do just that.
+"""Process reaper: reads `/proc`, ends process groups, and ends the children of a dead owner.
 
 The owner (`localai_cluster.procs.Guardian`) runs this file as a script with a pipe on its standard input and
-tells it which groups it has started. The pipe closes when the owner ends, however it ends; then the guardian
-stops the groups still named, the highest rank first, and all else that carries the owner's mark in its
-environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>` and `-<pgid>`. The mark is
-its argument.
+registers the groups that it starts. The pipe closes when the owner ends for any reason; then the guardian
+stops the groups that are still registered, the highest rank first, and every other process that carries the
+owner's mark in its environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>` and
+`-<pgid>`. The mark is the script's argument.
 
-Only the standard library, and nothing of this package: the script runs isolated (`python -I -S`), so that it
-starts in milliseconds and needs no virtual environment that somebody may just be replacing.
+The file imports only the standard library and nothing of this package: it runs isolated (`python -I -S`), so
+that it starts in milliseconds and needs no virtual environment, which an upgrade may be replacing.
 """
 
 import os
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from time import sleep
 
 POLL_SECONDS = 0.02
-"""How often a wait for processes to disappear looks again; waits count looks, they read no clock."""
+"""Seconds between two polls of a wait for processes to end. Waits count polls; they read no clock."""
 
 ORPHAN_SECONDS = 1.0
-"""How long those get who are left of a group after its leader has ended."""
+"""Seconds that the remaining members of a group get after its leader has ended."""
 
 SCRIPT = os.path.realpath(__file__)
 
@@ -32,7 +32,7 @@ MARK_VARIABLE = "LOCALAI_CLUSTER_GUARD"
 
 @dataclass(frozen=True)
 class Stat:
-    """One line of `/proc/<pid>/stat`, as far as it is needed. `start` is in clock ticks since boot."""
+    """The fields of `/proc/<pid>/stat` that this module uses. `start` is in clock ticks since boot."""
 
     pid: int
     state: str
@@ -43,25 +43,25 @@ class Stat:
 
     @property
     def running(self) -> bool:
-        """False for a process that has ended and only waits to be reaped."""
+        """Return False for a zombie: a process that has ended and is not reaped yet."""
         return self.state not in "ZX"
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group to end: who leads it and how it likes to be asked."""
+    """A process group to end: its leader, the polite signal and the seconds to wait after that signal."""
 
     pgid: int
     start: int
     polite: int = signal.SIGTERM
     seconds: float = 10.0
     whole: bool = True
-    """Whether the polite signal goes to the whole group or to its leader only."""
+    """True if the polite signal goes to the whole group, False if to its leader only."""
     rank: int = 0
 
 
 def stat(pid: int) -> Stat | None:
-    """The process with this id, or None when there is none."""
+    """Return the process with this id, or None."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")
@@ -73,46 +73,46 @@ def stat(pid: int) -> Stat | None:
 
 
 def processes() -> Iterator[Stat]:
-    """Everything that runs now; what is reaped while we look is left out."""
+    """Yield all running processes; a process that is reaped during the scan is omitted."""
     for name in os.listdir("/proc"):
-        if name.isdigit() and (found := stat(int(name))) and found.running:
-            yield found
+        if name.isdigit() and (process := stat(int(name))) and process.running:
+            yield process
 
 
-def same(found: Stat) -> bool:
-    """Whether this very process still runs; a later process with the same id does not count."""
-    now = stat(found.pid)
-    return now is not None and now.running and now.start == found.start
+def same(process: Stat) -> bool:
+    """Return True if this process still runs; a later process with the same id does not count."""
+    now = stat(process.pid)
+    return now is not None and now.running and now.start == process.start
 
 
 def marked(mark: str) -> Iterator[Stat]:
-    """Every running process whose environment carries `mark`, or `mark` with a name behind a slash.
+    """Yield each running process whose environment carries `mark`, or `mark/<name>`.
 
-    Only processes that we may look into are found, which those we started are.
+    Processes whose environment we may not read are omitted; our own children are always readable.
     """
-    whole = f"{MARK_VARIABLE}={mark}".encode()
-    for found in processes():
-        with suppress(OSError), open(f"/proc/{found.pid}/environ", "rb") as file:
-            if any(word == whole or word.startswith(whole + b"/") for word in file.read().split(b"\0")):
-                yield found
+    variable = f"{MARK_VARIABLE}={mark}".encode()
+    for process in processes():
+        with suppress(OSError), open(f"/proc/{process.pid}/environ", "rb") as file:
+            if any(word == variable or word.startswith(variable + b"/") for word in file.read().split(b"\0")):
+                yield process
 
 
 def family(group: Group) -> set[Stat]:
-    """The members of `group` and all their descendants, in sessions of their own too.
+    """Return the members of `group` and all their descendants, including those in other sessions.
 
-    Another guardian among them is left out: it has its own work to do when its owner ends.
+    Another guardian among them is omitted: it has to clean up when its own owner ends.
     """
     leader = stat(group.pgid)
     if leader and leader.start != group.start:
-        return set()  # the number belongs to somebody else by now
-    everything = list(processes())
-    members = {one for one in everything if group.pgid in (one.group, one.session)}
+        return set()  # the id has been reused
+    all_processes = list(processes())
+    members = {process for process in all_processes if group.pgid in (process.group, process.session)}
     size = -1
     while size != len(members):
         size = len(members)
-        known = {one.pid for one in members}
-        members |= {one for one in everything if one.parent in known}
-    return {one for one in members if not _is_guardian(one.pid)}
+        pids = {process.pid for process in members}
+        members |= {process for process in all_processes if process.parent in pids}
+    return {process for process in members if not _is_guardian(process.pid)}
 
 
 def _is_guardian(pid: int, mark: str = "") -> bool:
@@ -125,12 +125,12 @@ def _is_guardian(pid: int, mark: str = "") -> bool:
 
 
 def guardian_of(mark: str) -> int | None:
-    """The process id of the running guardian with this mark."""
-    return next((one.pid for one in processes() if _is_guardian(one.pid, mark)), None)
+    """Return the process id of the running guardian with this mark, or None."""
+    return next((process.pid for process in processes() if _is_guardian(process.pid, mark)), None)
 
 
 def ask(group: Group, number: int) -> None:
-    """Sends `number` to the leader, or to the whole group where it wants that or has lost its leader."""
+    """Send signal `number` to the leader, or to the whole group if `group.whole` or if the leader is dead."""
     leader = stat(group.pgid)
     with suppress(ProcessLookupError, PermissionError):
         if leader and leader.running and not group.whole:
@@ -140,60 +140,60 @@ def ask(group: Group, number: int) -> None:
 
 
 def kill(victims: set[Stat], number: int = signal.SIGKILL) -> None:
-    """A signal for exactly these processes."""
-    for one in victims:
-        if same(one):
+    """Send a signal to exactly these processes."""
+    for victim in victims:
+        if same(victim):
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(one.pid, number)
+                os.kill(victim.pid, number)
 
 
 def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
-    """Ends `group` and what it started: the polite signal, a bounded wait, SIGKILL.
+    """End `group` and its descendants: the polite signal, a bounded wait, SIGKILL.
 
-    Returns True when the polite signal was enough. Blocks for at most `group.seconds` and a moment; `hurry`
-    is asked all the while and cuts the wait short.
+    Return True if the polite signal was enough. Block for at most `group.seconds` and a moment; `hurry` is
+    called at each poll and cuts the wait short when it returns True.
     """
-    seen = family(group)
-    if not seen:
+    members = family(group)
+    if not members:
         return True
     ask(group, group.polite)
-    looks, orphaned = round(group.seconds / POLL_SECONDS), False
-    while looks > 0 and not hurry():
-        # Looked at again each time: a member may have started others since.
-        seen |= family(group)
-        seen = {one for one in seen if same(one)}
-        if not seen:
+    polls, orphaned = round(group.seconds / POLL_SECONDS), False
+    while polls > 0 and not hurry():
+        # Read again at each poll: a member may have started further processes.
+        members |= family(group)
+        members = {process for process in members if same(process)}
+        if not members:
             return True
-        if not orphaned and group.pgid not in {one.pid for one in seen}:
-            # No process is left that would pass the wish on.
+        if not orphaned and group.pgid not in {process.pid for process in members}:
+            # The leader, which would forward the signal to its children, is dead.
             orphaned = True
-            looks = min(looks, round(ORPHAN_SECONDS / POLL_SECONDS))
-            kill(seen, signal.SIGTERM)
-        looks -= 1
+            polls = min(polls, round(ORPHAN_SECONDS / POLL_SECONDS))
+            kill(members, signal.SIGTERM)
+        polls -= 1
         sleep(POLL_SECONDS)
     for _ in range(50):
-        kill(seen | family(group))
-        if not any(same(one) for one in seen):
+        kill(members | family(group))
+        if not any(same(process) for process in members):
             break
         sleep(POLL_SECONDS)
     return False
 
 
 def sweep(mark: str) -> int:
-    """SIGKILL for every process that still carries `mark`; returns how many there were."""
+    """Send SIGKILL to every process that still carries `mark`; return their number."""
     killed = 0
     for _ in range(50):
-        left = set(marked(mark))
-        if not left:
+        remaining = set(marked(mark))
+        if not remaining:
             break
-        killed += len(left)
-        kill(left)
+        killed += len(remaining)
+        kill(remaining)
         sleep(POLL_SECONDS)
     return killed
 
 
 def parse(line: str, groups: dict[int, Group]) -> None:
-    """Applies one line of the owner to `groups`."""
+    """Apply one line of the owner to `groups`."""
     words = line[1:].split()
     if line.startswith("-"):
         groups.pop(int(words[0]), None)
@@ -203,21 +203,21 @@ def parse(line: str, groups: dict[int, Group]) -> None:
 
 
 def line_for(group: Group) -> str:
-    """The line that tells a guardian about `group`."""
+    """Return the line that registers `group` with a guardian."""
     reach = "group" if group.whole else "leader"
     return f"+{group.pgid} {group.start} {int(group.polite)} {group.seconds} {reach} {group.rank}\n"
 
 
 def main() -> None:
-    """Reads the owner's lines until it is gone, then ends what it left behind."""
+    """Read the owner's lines until the owner has ended, then end its remaining processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     groups: dict[int, Group] = {}
     for line in sys.stdin:
-        # A line cut off by the owner's death is no line.
+        # A line that the owner's death cut off is ignored.
         if line.endswith("\n"):
             parse(line, groups)
-    for group in sorted(groups.values(), key=lambda one: one.rank, reverse=True):
+    for group in sorted(groups.values(), key=lambda group: group.rank, reverse=True):
         end(group)
     sweep(sys.argv[1])
 

@@ -1,8 +1,9 @@
-"""`/healthz` and `/readyz`: is this process alive, and has it what it needs.
+"""`/healthz` and `/readyz`: liveness and readiness of this web process.
 
-`/readyz` looks at each dependency by itself, all at once, each for a second at most, and names what fails; an
-answer says nothing that an anonymous caller should not know. A missing controller is named but leaves this
-process ready: warm requests need none, and a balancer that took every web process out would stop those too.
+`/readyz` checks all dependencies concurrently, each for a second at most, and names the failed ones; the
+response has nothing that an anonymous caller should not know. A missing controller is reported, but this
+process stays ready: warm requests need no controller, and a load balancer that removed every web process
+would stop them too.
 """
 
 import socket
@@ -29,55 +30,55 @@ LIMIT = 1.0
 NOT_REACHABLE = "not reachable"
 OVERDUE = timedelta(seconds=30)
 
-# Enough for checks that hang; when all threads are taken, the next look runs into its limit and says so.
+# Enough for checks that hang; when all threads are busy, the next check times out and reports that.
 _threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
 
 
 class NotReady(Exception):
-    """A dependency is not as it should be; the text may be shown to anyone."""
+    """A dependency does not work; the text may be shown to anyone."""
 
 
 @csrf_exempt
 @require_safe
 def healthz(request: HttpRequest) -> JsonResponse:
-    """The process answers."""
+    """Return 200, because the process responds."""
     return JsonResponse({"status": "ok"})
 
 
 @csrf_exempt
 @require_safe
 def readyz(request: HttpRequest) -> JsonResponse:
-    """200 if everything that a request needs is there, 503 otherwise; the body names each dependency."""
-    found = look()
-    ready = all(state == "ok" for name, state in found.items() if name not in WATCHED)
-    body = {"status": "ready" if ready else "not ready", "checks": found}
+    """Return 200 if all dependencies of a request work, 503 otherwise; the body names each dependency."""
+    states = look()
+    ready = all(state == "ok" for name, state in states.items() if name not in WATCHED)
+    body = {"status": "ready" if ready else "not ready", "checks": states}
     if ready:
         return JsonResponse(body)
     return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * LIMIT:.0f}"})
 
 
 def look(names: Collection[str] | None = None) -> dict[str, str]:
-    """Each dependency, or each of these, with `ok` or what is wrong with it."""
-    wanted = {name: check for name, check in CHECKS.items() if names is None or name in names}
-    started = {name: _threads.submit(check) for name, check in wanted.items()}
+    """Check all dependencies, or these; return by name `ok` or the problem."""
+    selected_checks = {name: check for name, check in CHECKS.items() if names is None or name in names}
+    futures = {name: _threads.submit(check) for name, check in selected_checks.items()}
     deadline = clock.monotonic() + LIMIT
-    found: dict[str, str] = {}
-    for name, future in started.items():
+    states: dict[str, str] = {}
+    for name, future in futures.items():
         try:
             future.result(timeout=max(deadline - clock.monotonic(), 0))
-            found[name] = "ok"
+            states[name] = "ok"
         except OutOfTime:
-            found[name] = f"no answer within {LIMIT:.0f} s"
+            states[name] = f"no answer within {LIMIT:.0f} s"
         except NotReady as reason:
-            found[name] = str(reason)
+            states[name] = str(reason)
         except Exception as error:
-            # Any error of a client library means the same: this dependency does not work.
-            found[name] = f"{NOT_REACHABLE} ({type(error).__name__})"
-    return found
+            # Any error of a client library means that this dependency does not work.
+            states[name] = f"{NOT_REACHABLE} ({type(error).__name__})"
+    return states
 
 
 def within_limit(question: Callable[[], T]) -> T | None:
-    """The answer, if it comes in time and is no error of the system."""
+    """Return the result of `question`; None after `LIMIT` seconds or for an OSError."""
     try:
         return _threads.submit(question).result(timeout=LIMIT)
     except (OutOfTime, OSError):
@@ -111,7 +112,7 @@ def _channel_layer() -> None:
 
 
 def _nats() -> None:
-    """One of the servers is enough: clients dial the others when they lose theirs."""
+    """Check that one of the servers responds: clients reconnect to any of them."""
     reasons: list[Exception] = []
     for server in parse_url(conf.cluster().nats_url).urls:
         url = urlsplit(server)
@@ -126,7 +127,7 @@ def _nats() -> None:
 
 
 def _controller() -> None:
-    """A controller ticks the schedules every second: one that is long overdue means that none is running."""
+    """Check that no schedule is long overdue: a running controller ticks the schedules every second."""
     try:
         due = (
             Schedule.objects.exclude(repeats=0)
@@ -143,7 +144,7 @@ def _controller() -> None:
 
 
 WATCHED = frozenset({"controller", "disk"})
-"""Named, but not needed by a warm request."""
+"""Dependencies that are reported, but that a warm request does not need."""
 
 CHECKS: Mapping[str, Callable[[], None]] = {
     "database": _database,

@@ -1,7 +1,7 @@
-"""A small HTTP server in a process that has another task: on uvicorn's connections, without its server.
+"""A small HTTP server for a process with another main task: uvicorn's connections without its server.
 
-The process has its own signals and its own end. Workers serve probes and logs with it, controllers and the
-task cluster their figures.
+The process handles its own signals and shutdown. Workers serve probes and logs with it, controllers and the
+task cluster their metrics.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 CONNECTIONS = 256
 PING_EVERY, PONG_WITHIN = 30.0, 90.0
 FAREWELL = 1.0
-"""Seconds that clients get to learn of the end."""
+"""Seconds for responses to finish at the shutdown."""
 LARGEST_MESSAGE = 4096
-"""Bytes of a message from a websocket's client, whose content is ignored."""
+"""Largest message of a websocket's client in bytes; its content is ignored."""
 AGAIN = 30.0
-"""Seconds until an address that is in use is tried again."""
+"""Seconds before a retry to listen on an address that is in use."""
 
 
 @contextlib.asynccontextmanager
 async def serving(listener: socket.socket, application: Any) -> AsyncIterator[None]:
-    """Serves an ASGI application on `listener` until the end of the block, then ends all connections."""
+    """Serve an ASGI application on `listener` until the end of the block, then end all connections."""
     config = uvicorn.Config(
         application,
         http=BoundedHead,
@@ -67,10 +67,10 @@ async def serving(listener: socket.socket, application: Any) -> AsyncIterator[No
 
 
 async def serve(address: Address, application: Any, again: float = AGAIN) -> NoReturn:
-    """Serves on an address until cancelled. While it cannot be used the process goes on without."""
+    """Serve on an address until cancelled. While it cannot be used the process runs without, and retries."""
     while True:
         try:
-            # A host name is looked up, which may take its time.
+            # A host name is resolved, which may block.
             listener = await asyncio.to_thread(_bound, address)
         except OSError as error:
             log.warning("cannot listen on %s, again in %.0f s: %s", address, again, error)

@@ -1,8 +1,8 @@
-"""Numbered try-locks for work that only one process may do at a time, and one line to stand in by name.
+"""Numbered try-locks for work that only one process may do at a time, and blocking locks by name.
 
-They are PostgreSQL advisory locks bound to a transaction, or to a connection: a crash releases them, losing
-returns at once. Only who makes the schema waits (R1.9), and who stands in line. The numbers are the
-reference's (`contract/scheduling.md` §0), so both can share a database without meeting.
+They are PostgreSQL advisory locks bound to a transaction or to a connection: a crash releases them, and a
+try-lock returns at once. Only migrations (R1.9) and locks by name block. The numbers follow the reference's
+(`contract/scheduling.md` §0), so both can share a database without conflicts.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from enum import IntEnum
 
 from django.db import connection, transaction
 
-_LINES = 1
-"""Locks of two numbers never meet those of one."""
+_NAMED = 1
+"""First key of the locks by name; locks with two keys never conflict with locks with one."""
 
 
 class Lock(IntEnum):
-    """Who may run alone."""
+    """Keys of the locks, one per kind of exclusive work."""
 
     REPLICAS = 465212274928412116
     """The reference's `replica-reconciler` (R4.2)."""
@@ -34,43 +34,43 @@ class Lock(IntEnum):
 
 @contextmanager
 def try_lock(lock: Lock) -> Iterator[bool]:
-    """Opens a transaction and tries to take `lock` for its duration; yields whether this caller has it."""
+    """Open a transaction and try to take `lock` for its duration; yield True if this caller has it."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [int(lock)])
-        (taken,) = cursor.fetchone()
-        yield bool(taken)
+        (has_lock,) = cursor.fetchone()
+        yield bool(has_lock)
 
 
 @contextmanager
 def try_lock_across(lock: Lock) -> Iterator[bool]:
-    """Tries to take `lock` on this connection, across transactions; yields whether this caller has it.
+    """Try to take `lock` on this connection, across transactions; yield True if this caller has it.
 
-    For work of many short transactions, which one alone would keep locked for too long. A connection that is
-    lost ends the work and the lock together.
+    For work in many short transactions, because one transaction would hold its locks for too long. A lost
+    connection ends the work and the lock together.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_lock(%s)", [int(lock)])
-        (taken,) = cursor.fetchone()
+        (has_lock,) = cursor.fetchone()
     try:
-        yield bool(taken)
+        yield bool(has_lock)
     finally:
-        if taken:
+        if has_lock:
             with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_advisory_unlock(%s)", [int(lock)])
 
 
 def stand_in_line(name: str) -> None:
-    """Waits until no other transaction that stands in this line is left; the place ends with the transaction.
+    """Take the lock of this name for the current transaction; wait until no other transaction holds it.
 
-    Names that share a hash share a line, which costs no more than a wait.
+    Names with equal hashes share a lock, which costs only a wait.
     """
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LINES, name])
+        cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_NAMED, name])
 
 
 @contextmanager
 def wait_for_lock(lock: Lock) -> Iterator[None]:
-    """Holds `lock` on this connection across transactions; waits until its holder is done or dead."""
+    """Hold `lock` on this connection across transactions; wait until its holder has ended."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_lock(%s)", [int(lock)])
         try:

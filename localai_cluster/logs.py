@@ -1,8 +1,8 @@
-"""Log lines of one form in every process, each with the id of the request it belongs to.
+"""The log format of every process, with the id of the request that a line belongs to.
 
 `request_id` is a context variable: the ASGI edge sets it for a request, the executor for an operation (which
-keeps the id of the request that asked for it), and it follows through threads and tasks. `RequestIdFilter`
-puts it on every record. A worker's lines carry the operation's id, which leads to the request's.
+stores the id of the request that created it), and threads and tasks inherit it. `RequestIdFilter` adds it to
+every record. A worker's lines carry the operation's id, which leads to the request's.
 """
 
 import logging
@@ -23,7 +23,7 @@ _ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 @contextmanager
 def of_request(identifier: str) -> Iterator[None]:
-    """What happens inside belongs to this request."""
+    """Attribute the log lines of the block to this request."""
     token = request_id.set(identifier)
     try:
         yield
@@ -32,12 +32,12 @@ def of_request(identifier: str) -> Iterator[None]:
 
 
 def new_request_id(offered: str = "") -> str:
-    """The caller's own id if it is short and harmless, else a new one."""
+    """Return the caller's own id if it is short and harmless, otherwise a new one."""
     return offered if _ACCEPTABLE.match(offered) else uuid.uuid4().hex
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the framework's own line for a 503: the code that answers one has said why, where it matters."""
+    """Drops the framework's line for a 503: the code that raises it logs the reason where it matters."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return getattr(record, "status_code", 0) != 503
@@ -52,16 +52,16 @@ class RequestIdFilter(logging.Filter):
 
 
 class OneLine(logging.Formatter):
-    """Keeps a message on one line: what an engine printed must not look like lines of ours."""
+    """Keeps a message on one line, so that an engine's output cannot look like lines of ours."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The formatted line with its line breaks shown; a traceback follows as it is."""
+        """Return the formatted line with escaped line breaks; a traceback follows unchanged."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def handler(stream: TextIO) -> logging.Handler:
-    """Writes our lines to `stream`, for a process without Django's settings."""
-    made = logging.StreamHandler(stream)
-    made.setFormatter(OneLine(LINE, TIME, style="{"))
-    made.addFilter(RequestIdFilter())
-    return made
+    """Return a handler that writes our format to `stream`, for a process without Django's settings."""
+    stream_handler = logging.StreamHandler(stream)
+    stream_handler.setFormatter(OneLine(LINE, TIME, style="{"))
+    stream_handler.addFilter(RequestIdFilter())
+    return stream_handler

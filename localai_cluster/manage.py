@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command named in the arguments."""
+    """Run the command named in the arguments."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
     try:
         from django.core.management import execute_from_command_line

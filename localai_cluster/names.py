@@ -1,4 +1,4 @@
-"""Names and labels as strangers send them: which characters they may have, and when two look alike."""
+"""Validation of names and labels from clients: permitted characters, and names that look alike."""
 
 import unicodedata
 from functools import cache
@@ -9,34 +9,34 @@ from localai_cluster import errors
 
 LONGEST_NAME = 255
 LONGEST_TEXT = 4000
-"""Characters kept of what a worker or an engine says went wrong."""
+"""Longest error text of a worker or an engine, in characters."""
 _REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories: control, format (bidi, zero width), surrogate, private, unassigned, separators."""
 _BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
-"""Letters and symbols that show nothing."""
+"""Letters and symbols without a visible glyph."""
 _UNSEEN_MARKS = frozenset(
     map(
         chr, (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
     )
 )
-"""Marks that show nothing of their own: joiners and variation selectors. Two names would look the same."""
+"""Marks without a glyph: joiners and variation selectors. Names that differ in them look alike."""
 _UNPRINTABLE = _BLANKS | _UNSEEN_MARKS
 
 
 def key(name: str) -> str:
-    """What two names have in common that a person cannot tell apart.
+    """Return a key that is equal for names that a person cannot distinguish.
 
     NFKC, case folding, and for each character outside ASCII the ASCII that it looks like, if any (Unicode TS
-    39): a Cyrillic "\u0430" counts as "a". Characters of ASCII are never taken for each other. `gpu-l` and
-    `gpu-1`, `m` and `rn` are different names, because operators number their machines.
+    39): a Cyrillic "\u0430" counts as "a". ASCII characters never count as each other: `gpu-l` and `gpu-1`,
+    `m` and `rn` are different names, because operators number their machines.
     """
     folded = _folded(name)
     # A letter that was replaced may join an accent that follows it.
     while not folded.isascii():
-        seen = _folded(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
-        if seen == folded:
+        replaced = _folded(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
+        if replaced == folded:
             break
-        folded = seen
+        folded = replaced
     return folded
 
 
@@ -46,18 +46,18 @@ def _folded(name: str) -> str:
 
 @cache
 def _look_alikes() -> dict[int, str]:
-    """Characters outside ASCII -> the ASCII that they look like. Read once it is needed: that takes time."""
-    found = {}
-    for character, others in load("confusables.json").items():
+    """Return the ASCII text that each other character looks like. Loaded at first use: that takes time."""
+    look_alikes = {}
+    for character, confusables in load("confusables.json").items():
         if len(character) == 1 and not character.isascii():
-            seen = [other["c"] for other in others if other["c"].isascii()]
-            if seen:
-                found[ord(character)] = min(seen)
-    return found
+            candidates = [confusable["c"] for confusable in confusables if confusable["c"].isascii()]
+            if candidates:
+                look_alikes[ord(character)] = min(candidates)
+    return look_alikes
 
 
 def unprintable(text: str) -> str:
-    """The first character that must not stand in a name or a label as `U+200B`, "" if there is none."""
+    """Return the first character that a name or label must not contain, as `U+200B`; "" if there is none."""
     for character in text:
         if unicodedata.category(character) in _REFUSED or character in _UNPRINTABLE:
             return f"U+{ord(character):04X}"
@@ -65,28 +65,30 @@ def unprintable(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The text as it may stand in a record: one line, nothing that cannot be seen."""
+    """Return the text for a record: on one line, without invisible characters."""
     return "".join(" " if unprintable(character) else character for character in text).strip()
 
 
 def readable(text: str) -> str:
-    """A stranger's text of several lines as it may be stored and shown, cut in its middle.
+    """Return a client's text of several lines for storage and display, cut in its middle.
 
-    Its beginning says what happened, its end is an engine's last words.
+    Its beginning has the error, its end an engine's last output.
     """
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT // 4]} … {text[-3 * LONGEST_TEXT // 4 :]}"
-    return "".join(" " if one not in "\n\t" and unprintable(one) else one for one in text)
+    return "".join(
+        " " if character not in "\n\t" and unprintable(character) else character for character in text
+    )
 
 
 def check_text(text: str, field: str) -> None:
-    """Raises InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
-    if found := unprintable(text):
-        raise errors.InvalidInput(f"{field} must not contain the character {found}", field=field)
+    """Raise InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
+    if character := unprintable(text):
+        raise errors.InvalidInput(f"{field} must not contain the character {character}", field=field)
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
+    """Raise InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
     if not name.strip():
         raise errors.InvalidInput("name is required", field="name")
     check_text(name, "name")

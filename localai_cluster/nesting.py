@@ -1,9 +1,9 @@
-"""How deeply JSON of the network may be nested, and of how much it may consist, found before it is parsed.
+"""Limits of the depth and the size of JSON from the network, checked before it is parsed.
 
-A parser builds an object for every level and keeps them all while it goes down, so a few megabytes of
-brackets become hundreds. The scan looks at brackets outside strings only, a piece at a time and with the fast
-functions of `bytes`; most bodies have so few brackets that counting them is enough. It judges no syntax: what
-it lets through is at most `LEVELS` deep if it is JSON, and the parser refuses it otherwise.
+A parser builds an object for every level and keeps all of them while it descends, so a few megabytes of
+brackets become hundreds. The scan counts brackets outside strings only, in chunks and with the fast functions
+of `bytes`; most bodies have so few brackets that their number is sufficient. It checks no syntax: a text that
+passes is at most `LEVELS` deep if it is JSON, and the parser refuses it otherwise.
 """
 
 from array import array
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 LEVELS = 64
-"""Lists and objects inside each other that are accepted (`docs/configuration.md`)."""
+"""Deepest accepted nesting of lists and objects (`docs/configuration.md`)."""
 MOST = 100_000
-"""Lists and objects of one text. Four megabytes of empty ones take two hundred when they are parsed."""
+"""Most lists and objects in a text. Four megabytes of empty ones need two hundred when they are parsed."""
 TOO_DEEP = f"nested more than {LEVELS} levels deep"
 TOO_MANY = f"made of more than {MOST} lists and objects"
 
@@ -25,14 +25,14 @@ _PIECE = 64 * 1024
 
 
 def problem(text: bytes) -> str:
-    """Why `text`, if it is JSON, must not be parsed: `TOO_DEEP`, `TOO_MANY`, or "" if it may be."""
+    """Return the reason why `text` must not be parsed as JSON: `TOO_DEEP`, `TOO_MANY`, or "" if it may be."""
     if text.count(b"[") + text.count(b"{") <= LEVELS:
         return ""
-    level = found = 0
+    level = count = 0
     for brackets in _outside_strings(text):
         steps = brackets.translate(_STEPS)
-        found += steps.count(1)
-        if found > MOST:
+        count += steps.count(1)
+        if count > MOST:
             return TOO_MANY
         levels = list(accumulate(array("b", steps), initial=level))
         if max(levels) > LEVELS:
@@ -42,8 +42,8 @@ def problem(text: bytes) -> str:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """The brackets of `text` that stand in no string, in pieces."""
-    # Escapes go first, so that each quote that is left opens or closes a string; two in a row cancel out.
+    """Yield the brackets of `text` outside of strings, in chunks."""
+    # Remove escapes first, so that each remaining quote opens or closes a string; two in a row cancel out.
     marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS).replace(b'""', b"")
     inside = 0
     for start in range(0, len(marks), _PIECE):

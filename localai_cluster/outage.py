@@ -1,8 +1,8 @@
-"""While the database cannot be reached: how an error tells it, and how little is said about it.
+"""Outages of the database: their detection in errors, and their short log lines.
 
-An outage is expected and ends by itself: code that needs the database tries again, and the rows decide what
-goes on. Its tracebacks would only hide what else happened, so `OneLineOutages` makes each of them a warning
-of one line, and recurring tasks leave a run out.
+An outage is expected and ends by itself: code that needs the database retries, and the rows decide how it
+continues. Tracebacks of an outage would hide other errors, so `OneLineOutages` makes each of them a warning
+of one line, and recurring tasks skip a run.
 """
 
 import errno
@@ -25,13 +25,13 @@ _KINDS = (
     psycopg.InterfaceError,
 )
 _VALKEY_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
-"""It carries hints and counts; code that needs it goes on without, and its library logs that at length."""
+"""Errors of Valkey, which has wake-ups and counts; code runs without it, and its library logs tracebacks."""
 _SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
-"""Shut down by an administrator, by a crash, or not yet up."""
+"""SQLSTATEs: shut down by an administrator, by a crash, or not yet up."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return True if `error`, or its cause, says that no space is left on a disk."""
+    """Return True if `error`, or its cause, means that no space is left on a disk."""
     while error is not None:
         if isinstance(error, psycopg.errors.DiskFull):
             return True
@@ -42,15 +42,13 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether `error` says that the database is not there or its disk is full, rather than that it refused a
-    statement.
-    """
+    """Return True if the database is away or its disk is full, rather than that it refused a statement."""
     if not isinstance(error, _KINDS):
         return False
     if is_disk_full(error):
         return True
     state = getattr(error, "sqlstate", None) or getattr(error.__cause__, "sqlstate", None)
-    # Without a state no server answered at all; class 08 is the connection itself.
+    # Without a state no server responded at all; class 08 is a connection error.
     return state is None or state.startswith("08") or state in _SERVER_ENDS
 
 
@@ -58,7 +56,7 @@ class OneLineOutages(logging.Filter):
     """Replaces the traceback of an outage by its message and makes the record a warning."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps every record."""
+        """Shorten the record of an outage; return True."""
         error = record.exc_info[1] if record.exc_info else None
         if is_outage(error) or isinstance(error, _VALKEY_AWAY):
             record.msg, record.args = f"{record.getMessage()}: {error}", ()
@@ -68,10 +66,10 @@ class OneLineOutages(logging.Filter):
 
 
 class RepeatLimit(logging.Filter):
-    """Lets a few warnings of one kind through in a minute, fewer while they tell of an outage.
+    """Limits the warnings of one kind per minute, more strictly for those of an outage.
 
-    A kind is a logger and its text before the values are filled in. The next line that passes says how many
-    were left out.
+    A kind is a logger and its message before formatting. The next line that passes has the number of omitted
+    lines.
     """
 
     MOST, MOST_IN_OUTAGE = 60, 2
@@ -82,10 +80,10 @@ class RepeatLimit(logging.Filter):
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for a line to leave out."""
+        """Return False for a line to omit."""
         if record.levelno < logging.WARNING:
             return True
-        limit = self.MOST_IN_OUTAGE if _tells_of_outage(record) else self.MOST
+        limit = self.MOST_IN_OUTAGE if _is_about_outage(record) else self.MOST
         key, now = (record.name, str(record.msg)), clock.monotonic()
         began, count = self._seen.get(key, (now, 0))
         if now - began < self.WINDOW:
@@ -99,7 +97,7 @@ class RepeatLimit(logging.Filter):
         return True
 
 
-def _tells_of_outage(record: logging.LogRecord) -> bool:
+def _is_about_outage(record: logging.LogRecord) -> bool:
     errors = [record.exc_info[1]] if record.exc_info else []
     if isinstance(record.args, tuple):
         errors += [value for value in record.args if isinstance(value, BaseException)]
@@ -107,7 +105,7 @@ def _tells_of_outage(record: logging.LogRecord) -> bool:
 
 
 def left_out_in_an_outage(task: Callable[[], None]) -> Callable[[], None]:
-    """A recurring task that an outage ends with one line: its next run finds all there is to do."""
+    """Decorate a recurring task: an outage ends a run with one log line, and the next run does its work."""
 
     @functools.wraps(task)
     def run() -> None:

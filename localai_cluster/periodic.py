@@ -1,7 +1,7 @@
-"""Schedules declared in code, kept as ordinary django-q2 rows: visible, editable and pausable in the admin.
+"""Schedules declared in code, stored as ordinary django-q2 rows: visible, editable and pausable in the admin.
 
-`ensure` creates what is missing and repairs what a schedule calls; an operator's own timing or pause stays.
-The controller calls `tick` every second, because django-q2's own loop looks only every 30 s.
+`ensure` creates missing rows and repairs their functions; an operator's own timing or pause stays. The
+controller calls `tick` every second, because django-q2's own loop polls only every 30 s.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from django_q.scheduler import scheduler
 from localai_cluster.locks import Lock, try_lock
 
 SILENT_AFTER = 30.0
-"""Seconds that a task may wait before nobody is thought to carry tasks out."""
+"""Seconds that a task may wait before the task cluster counts as dead."""
 BACKLOG = 20
-"""Waiting tasks at which the ticker holds back."""
+"""Waiting tasks at which the ticker enqueues no more."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """A task and when it runs: six cron fields, the last one seconds."""
+    """A recurring task; `cron` has six fields, the last one seconds."""
 
     name: str
     function: str
@@ -31,7 +31,7 @@ class Recurring:
 
 
 def ensure(recurring: Iterable[Recurring]) -> None:
-    """Makes the rows of all declared schedules; safe from several processes at once."""
+    """Create the rows of all declared schedules; safe from several processes at once."""
     with try_lock(Lock.SCHEDULES) as mine:
         if not mine:
             return
@@ -49,16 +49,16 @@ def ensure(recurring: Iterable[Recurring]) -> None:
 
 
 def tick() -> None:
-    """Enqueues every schedule that is due; several tickers never fire one twice (row locks).
+    """Enqueue every schedule that is due; several tickers never fire one twice (row locks).
 
-    While no one takes tasks off the queue nothing is added: a backlog of the same pass is of no use.
+    While no process takes tasks off the queue it adds none: a backlog of the same pass is useless.
     """
     if OrmQ.objects.count() < BACKLOG:
         scheduler(broker=get_broker())
 
 
 def waiting_since(*, now: datetime) -> datetime | None:
-    """Since when a task has been on the queue that nobody has taken; None if there is none. One query."""
-    # A task that somebody has taken may be given to another one at a later time only.
-    found: datetime | None = OrmQ.objects.filter(lock__lte=now).aggregate(oldest=Min("lock"))["oldest"]
-    return found
+    """Return the time since which the oldest unclaimed task waits; None if there is none. One query."""
+    # A claimed task has a `lock` in the future, after which another process may claim it.
+    oldest: datetime | None = OrmQ.objects.filter(lock__lte=now).aggregate(oldest=Min("lock"))["oldest"]
+    return oldest

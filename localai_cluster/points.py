@@ -1,9 +1,9 @@
-"""Points at which a test may kill this process: after a commit, before a message leaves, and so on.
+"""Failpoints at which a test may kill this process: after a commit, before a message is sent, and so on.
 
-A point is named by a literal where it lies, and `tests/checks/points.py` collects the names from the
-source. With `CLUSTER_KILL_AT=<point>[@n]` the process ends itself with SIGKILL when it passes that point for
-the n-th time. `CLUSTER_KILL_TEST` must name a file: nothing counts before it is there, and it goes with the
-kill, so that one file is one kill, in any number of processes. Without the first variable a point costs one
+A failpoint is a literal at its place in the code, and `tests/checks/points.py` collects the literals from the
+source. With `CLUSTER_KILL_AT=<point>[@n]` the process kills itself with SIGKILL at the n-th pass of that
+point. `CLUSTER_KILL_TEST` must name a file: passes count only while it exists, and the kill deletes it, so
+that one file causes one kill, in any number of processes. Without the first variable a failpoint costs one
 comparison.
 """
 
@@ -17,30 +17,30 @@ from pathlib import Path
 
 KILL_AT, KILL_TEST = "CLUSTER_KILL_AT", "CLUSTER_KILL_TEST"
 KILLED = "killed at the point "
-"""What a process writes to its standard error before it ends, with the point behind."""
+"""Prefix, before the point, of the line that a process writes to its standard error before its kill."""
 
-_leaving: ContextVar[str] = ContextVar("leaving", default="")
-"""The message that is handed to the bus now."""
+_sending: ContextVar[str] = ContextVar("leaving", default="")
+"""Failpoint of the message that is being sent on the bus."""
 
 
 class _Kill:
-    """One kill that was asked for."""
+    """The kill that the environment configures."""
 
-    def __init__(self, asked: str, gate: str) -> None:
-        self.point, _, number = asked.partition("@")
-        self._left, self._gate = int(number or 1), Path(gate)
+    def __init__(self, setting: str, gate: str) -> None:
+        self.point, _, pass_number = setting.partition("@")
+        self._passes_left, self._gate = int(pass_number or 1), Path(gate)
 
     def pass_by(self) -> None:
-        """Ends this process, if the time has come."""
+        """Count one pass of the point; kill this process at the configured pass."""
         if not self._gate.exists():
             return
-        self._left -= 1
-        if self._left > 0:
+        self._passes_left -= 1
+        if self._passes_left > 0:
             return
         try:
             self._gate.unlink()
         except FileNotFoundError:
-            return  # another process was killed in its place
+            return  # another process passed the point first and was killed
         sys.stderr.write(f"{KILLED}{self.point}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,31 +50,31 @@ _kill: _Kill | None = None
 
 
 def arm() -> None:
-    """Reads the two variables. SystemExit when the first one stands alone: no product sets it."""
+    """Read the two variables. SystemExit if only the first is set: it is for tests."""
     global _kill
-    asked, gate = os.environ.get(KILL_AT, ""), os.environ.get(KILL_TEST, "")
-    if asked and not gate:
+    setting, gate = os.environ.get(KILL_AT, ""), os.environ.get(KILL_TEST, "")
+    if setting and not gate:
         sys.exit(f"{KILL_AT} kills this process in a test, and {KILL_TEST} is not set; unset {KILL_AT}")
-    _kill = _Kill(asked, gate) if asked else None
+    _kill = _Kill(setting, gate) if setting else None
 
 
 arm()
 
 
 def armed() -> bool:
-    """Whether a kill was asked for."""
+    """Return True if a kill is configured."""
     return _kill is not None
 
 
 def passed(point: str) -> None:
-    """This line was reached."""
+    """Pass the failpoint `point`."""
     if _kill is not None and _kill.point == point:
         _kill.pass_by()
 
 
 @contextlib.contextmanager
 def asked(point: str) -> Iterator[None]:
-    """Around a request on the bus: passes `:before`, `:sent` when it has left, `:answered`."""
+    """Wrap a request on the bus: pass `:before`, `:sent` when the bus has it, and `:answered`."""
     with told(point):
         yield
     passed(f"{point}:answered")
@@ -82,20 +82,20 @@ def asked(point: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(point: str) -> Iterator[None]:
-    """Around a message without an answer: passes `:before`, and `:sent` when it has left."""
+    """Wrap a message without a reply: pass `:before`, and `:sent` when the bus has it."""
     if _kill is None:
         yield
         return
     passed(f"{point}:before")
-    token = _leaving.set(point)
+    token = _sending.set(point)
     try:
         yield
     finally:
-        _leaving.reset(token)
+        _sending.reset(token)
 
 
 async def left(flush: Callable[[], Awaitable[None]]) -> None:
-    """The bus has taken the message that `asked` or `told` announced; `flush` has it leave this process."""
-    if _kill is not None and (point := f"{_leaving.get()}:sent") == _kill.point:
+    """Pass `:sent` of the message that `asked` or `told` wraps; `flush` first sends it out of the process."""
+    if _kill is not None and (point := f"{_sending.get()}:sent") == _kill.point:
         await flush()
         passed(point)

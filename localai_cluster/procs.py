@@ -1,10 +1,9 @@
-"""Child processes that end with their owner, however that ends. Without Django: the worker uses it too.
+"""Child processes that end with their owner, even if it is killed. Without Django: the worker uses it too.
 
 `spawn` starts a child in a session of its own, so that a Ctrl-C meant for the owner does not reach it and one
-signal reaches all of it. A `Guardian` knows every child and, should the owner die without a word
-(`kill -9`), ends them in order. Asking the kernel for a signal at the parent's death is not enough: a
-`run.sh` that forks, a pool's children and `unshare` all lose that wish. `localai_cluster.guardian` is the
-other end.
+signal reaches the child's whole group. A `Guardian` has every child registered and ends them in order if the
+owner dies without cleaning up (`kill -9`). The kernel's parent-death signal is not enough: a `run.sh` that
+forks, a pool's children and `unshare` all lose it. `localai_cluster.guardian` is the guardian process.
 """
 
 import os
@@ -55,25 +54,25 @@ __all__ = [
 Stream = int | IO[Any] | None
 
 FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
-"""Between starts of guardians that end one after the other; one that was up for long is replaced at once."""
+"""Seconds: first and longest restart delay of guardians, and uptime after which a restart is immediate."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process for good: its id and its start in clock ticks since boot, since ids are used again."""
+    """Unique identity of a process: its id and its start in clock ticks since boot, as ids are reused."""
 
     pid: int
     start: int
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
-        """The identity of a running process; None when it is gone or only waits to be reaped."""
-        found = stat(pid)
-        return cls(pid, found.start) if found and found.running else None
+        """Return the identity of a running process; None if it has ended or is a zombie."""
+        process = stat(pid)
+        return cls(pid, process.start) if process and process.running else None
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Return True if this process still runs."""
         return ProcessIdentity.of(self.pid) == self
 
 
@@ -86,9 +85,9 @@ def spawn(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> "subprocess.Popen[bytes]":
-    """Starts `argv` as the leader of a new session and group; `OSError` when it cannot be started.
+    """Start `argv` as the leader of a new session and group; raise OSError if it cannot be started.
 
-    `env` is the whole environment of the child (None: ours); with a guardian, add `Guardian.env` to it.
+    `env` is the complete environment of the child (None: ours); with a guardian, add `Guardian.env` to it.
     """
     return subprocess.Popen(
         [os.fspath(part) for part in argv],
@@ -104,30 +103,30 @@ def spawn(
 def group_of(
     pid: int, *, polite: int = signal.SIGTERM, seconds: float = 10.0, whole: bool = True, rank: int = 0
 ) -> Group:
-    """The group a child of ours leads, and how to end it: the polite signal, and how long to wait after it.
+    """Return the group that our child `pid` leads, with the polite signal and the seconds to wait after it.
 
-    `whole` sends the polite signal to the group, else to its leader only. A child that has ended already and
-    was reaped gives a group without members, which is harmless.
+    `whole` sends the polite signal to the group, otherwise to its leader only. A child that has already ended
+    and was reaped yields a group without members, which is harmless.
     """
-    found = stat(pid)
-    return Group(pid, found.start if found else -1, polite, seconds, whole, rank)
+    leader = stat(pid)
+    return Group(pid, leader.start if leader else -1, polite, seconds, whole, rank)
 
 
 def end_child(
     child: "subprocess.Popen[bytes]", group: Group, hurry: Callable[[], bool] = lambda: False
 ) -> bool:
-    """`end` for a child of this process, reaped too. True when the polite signal was enough. Blocks."""
+    """End a child of this process and reap it; return True if the polite signal was enough. Blocks."""
     politely = end(group, hurry)
     child.wait()
     return politely
 
 
 class Guardian:
-    """The owner's end of a guardian process. Safe to use from several threads.
+    """The owner's handle of a guardian process. Thread-safe.
 
     Put `env` into the environment of every child, `add` it right after its start, `discard` it after its end.
     A child started but not yet added when the owner dies is found by the mark in its environment. A guardian
-    that ends before us is replaced; `replaced` hears of each, with the return code of the one that ended.
+    that ends before us is replaced; `replaced` is called with the return code of each that ended.
     """
 
     def __init__(self, mark: str | None = None, *, replaced: Callable[[int], None] = lambda _: None) -> None:
@@ -137,16 +136,16 @@ class Guardian:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._process = self._start()
-        threading.Thread(target=self._keep, name="guardian", daemon=True).start()
+        threading.Thread(target=self._keep_alive, name="guardian", daemon=True).start()
 
     @property
     def env(self) -> dict[str, str]:
-        """What a child's environment needs, so that it can be told from the rest of the machine."""
+        """Environment variables that mark a process as a child of this owner."""
         return {MARK_VARIABLE: self.mark}
 
     @property
     def pid(self) -> int:
-        """Process id of the guardian as it runs now; another one after somebody has killed it."""
+        """Process id of the current guardian; it changes when a guardian is replaced."""
         with self._lock:
             return self._process.pid
 
@@ -159,22 +158,22 @@ class Guardian:
         whole: bool = True,
         rank: int | None = None,
     ) -> Group:
-        """Registers the group that `pid` leads; see `group_of`. Without a rank the newest is ended first."""
+        """Register the group that `pid` leads; see `group_of`. Without a rank the newest is ended first."""
         with self._lock:
             number = len(self._groups) if rank is None else rank
             group = group_of(pid, polite=polite, seconds=seconds, whole=whole, rank=number)
             self._groups[pid] = group
-            self._tell(line_for(group))
+            self._send(line_for(group))
             return group
 
     def discard(self, pid: int) -> None:
-        """Forgets a group that has ended."""
+        """Forget a group that has ended."""
         with self._lock:
             if self._groups.pop(pid, None):
-                self._tell(f"-{pid}\n")
+                self._send(f"-{pid}\n")
 
     def close(self) -> None:
-        """Lets the guardian go. It ends what is still registered first; this waits for it."""
+        """Close the pipe to the guardian, and wait until it has ended all registered groups and itself."""
         with self._lock:
             self._closed.set()
             process = self._process
@@ -190,7 +189,7 @@ class Guardian:
         self.close()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # Nothing of our environment: neither secrets nor another guardian's mark.
+        # An empty environment: neither our secrets nor another guardian's mark.
         process = spawn(
             [sys.executable, "-I", "-S", SCRIPT, self.mark],
             env={},
@@ -206,19 +205,19 @@ class Guardian:
             process.stdin.flush()
         return process
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin
-        # A guardian that is gone is noticed by `_keep`, whose successor hears the whole list.
+        # `_keep_alive` replaces a guardian that has died; the new one gets the complete list.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
-    def _keep(self) -> None:
+    def _keep_alive(self) -> None:
         delay = 0.0
         while not self._closed.is_set():
-            begun = clock.monotonic()
+            started_at = clock.monotonic()
             code = self._process.wait()
-            if clock.monotonic() - begun >= STEADY_SECONDS:
+            if clock.monotonic() - started_at >= STEADY_SECONDS:
                 delay = 0.0
             if not self._closed.wait(delay) and self._replace():
                 self._replaced(code)
@@ -232,7 +231,7 @@ class Guardian:
             try:
                 self._process = self._start()
             except OSError:
-                return False  # no memory, no process ids: tried again, later each time
+                return False  # out of memory or process ids: `_keep_alive` retries with back-off
         assert ended.stdin
         with suppress(BrokenPipeError):
             ended.stdin.close()

@@ -1,6 +1,6 @@
-"""The raw route table: what is answered in front of Django, by which application.
+"""The raw route table: the routes in front of Django, with their applications.
 
-`edge.py` routes by it, the OpenAPI document and the tests that walk every route read it.
+`edge.py` dispatches by it; the OpenAPI document, and the tests that check every route, read it.
 """
 
 import re
@@ -100,7 +100,7 @@ ROUTES: tuple[RawRoute, ...] = (
 )
 
 _EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
-# `/` may divide a model's name.
+# A model's name may contain `/`.
 _PATTERNS = [
     (re.compile(_PARAMETER.sub("[^/]+", route.path.replace("{model}", ".+"))), route.app)
     for route in ROUTES
@@ -109,7 +109,7 @@ _PATTERNS = [
 
 
 def find(path: str) -> Any | None:
-    """The raw application of a path (without a trailing slash), None when it is Django's."""
+    """Return the raw application of a path (without a trailing slash), None if the path is Django's."""
     app = _EXACT.get(path)
     if app is not None:
         return app

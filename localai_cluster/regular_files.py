@@ -1,6 +1,6 @@
-"""Reading files that an operator or another machine put in a folder: regular ones only, up to a size.
+"""Safe opening of files that an operator or another machine wrote: regular files only, up to a size.
 
-A FIFO makes its reader wait for a writer, a device may never end. Neither is opened.
+A FIFO blocks its reader until there is a writer, a device may never end. Neither is opened.
 """
 
 import errno
@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 
 def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Opens the file for reading. Raises OSError, also for what is no regular file."""
+    """Open the file for reading. Raises OSError, also if it is not a regular file."""
     _check(os.stat(path, follow_symlinks=follow_links))
-    # Something else may have taken its place; it is opened without waiting for a writer.
+    # Another file may have replaced it since; O_NONBLOCK opens a FIFO without waiting for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     file = os.fdopen(os.open(path, flags if follow_links else flags | os.O_NOFOLLOW), "rb")
     try:
@@ -25,9 +25,9 @@ def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """At most `limit` + 1 bytes of the file, so that the caller sees that there are more.
+    """Read at most `limit` + 1 bytes of the file, so that the caller can detect a longer one.
 
-    Raises OSError, also for what is no regular file.
+    Raises OSError, also if it is not a regular file.
     """
     with open_file(path) as file:
         return file.read(limit + 1)

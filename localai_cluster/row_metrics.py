@@ -1,8 +1,9 @@
-"""Figures of the whole cluster, read from the rows when a web process is scraped.
+"""Metrics of the whole cluster, read from the rows when a web process is scraped.
 
-Every web process tells the same, so queries take the maximum and not the sum. A constant number of queries,
-whatever there is to count. Scrapes at the same moment share them, and a database that hangs costs one thread:
-the figures are then left out, `localai_cluster_rows_readable` is 0, and the process's own are told as ever.
+Every web process exposes equal values, so queries take the maximum and not the sum. A constant number of
+queries, regardless of the number of rows. Concurrent scrapes share them, and a database that hangs costs one
+thread: the row metrics are then omitted, `localai_cluster_rows_readable` is 0, and the process's own metrics
+are exposed as usual.
 """
 
 import asyncio
@@ -30,19 +31,19 @@ LIMIT = 5.0
 """Seconds; a scraper waits for ten by default."""
 RECENTLY = timedelta(hours=1)
 HEARD_WITHIN = timedelta(seconds=30)
-"""Of a controller that runs."""
+"""Longest age of a running controller's heartbeat."""
 
 
 @dataclass(frozen=True)
 class RowFigure:
-    """One figure: what it is called, what it means, what its samples are told apart by."""
+    """A metric: its name, its help text and the labels of its samples."""
 
     name: str
     meaning: str
     labels: tuple[str, ...] = ()
 
     def of(self, *samples: tuple[Any, ...]) -> Metric:
-        """Its samples, each the values of the labels and the number."""
+        """Return the metric with these samples, each the values of the labels and the number."""
         family = GaugeMetricFamily(PREFIX + self.name, self.meaning, labels=self.labels)
         for *values, number in samples:
             family.add_metric([str(value) for value in values], float(number))
@@ -94,54 +95,54 @@ FIGURES = (
 
 
 def read(now: datetime) -> list[Metric]:
-    """All of them but `READABLE`; eight queries."""
+    """Return all row metrics but `READABLE`, in eight queries."""
     return [*_nodes(), *_replicas(), *_operations(now), *_intents(now), *_processes(now)]
 
 
 def _nodes() -> Iterator[Metric]:
-    found = dict.fromkeys(((status, kind) for status in NodeStatus.values for kind in NodeType.values), 0)
+    counts = dict.fromkeys(((status, kind) for status in NodeStatus.values for kind in NodeType.values), 0)
     total = available = reserved = 0
     rows = BackendNode.objects.order_by().values_list("status", "node_type")
     sums = (Sum("total_vram"), Sum("available_vram"), Sum("reserved_vram"))
     for status, kind, number, *memory in rows.annotate(Count("pk")).annotate(*sums):
-        found[status, kind] = number
+        counts[status, kind] = number
         if status == NodeStatus.HEALTHY:
             total, available, reserved = total + memory[0], available + memory[1], reserved + memory[2]
-    yield NODES.of(*((*key, number) for key, number in found.items()))
+    yield NODES.of(*((*key, number) for key, number in counts.items()))
     yield from (TOTAL.of((total,)), AVAILABLE.of((available,)), RESERVED.of((reserved,)))
 
 
 def _replicas() -> Iterator[Metric]:
     rows = NodeModel.objects.order_by().values_list("model_name", "state")
-    found = list(rows.annotate(Count("pk"), Sum("in_flight")))
+    counts = list(rows.annotate(Count("pk"), Sum("in_flight")))
     busy: dict[str, int] = {}
-    for model, _, _, running in found:
+    for model, _, _, running in counts:
         busy[model] = busy.get(model, 0) + running
-    yield REPLICAS.of(*((model, state, number) for model, state, number, _ in found))
+    yield REPLICAS.of(*((model, state, number) for model, state, number, _ in counts))
     yield IN_FLIGHT.of(*busy.items())
 
 
 def _operations(now: datetime) -> Iterator[Metric]:
     listed = Operation.objects.listed().order_by().values_list("kind", "status")
-    found = list(listed.annotate(Count("pk"), Min("created_at")))
-    yield OPERATIONS.of(*((kind, status, number) for kind, status, number, _ in found))
-    yield OLDEST.of(*((kind, status, _age(since, now)) for kind, status, _, since in found))
+    counts = list(listed.annotate(Count("pk"), Min("created_at")))
+    yield OPERATIONS.of(*((kind, status, number) for kind, status, number, _ in counts))
+    yield OLDEST.of(*((kind, status, _age(since, now)) for kind, status, _, since in counts))
     ended = Operation.objects.filter(finished_at__gt=now - RECENTLY, status__in=TERMINAL)
     yield ENDED.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
 
 
 def _intents(now: datetime) -> Iterator[Metric]:
-    rests = ExpressionWrapper(Q(lease_until__isnull=True), BooleanField())
-    found = PendingBackendOp.objects.order_by().values_list("op", rests)
-    rows = list(found.annotate(Count("pk"), Min("created_at")))
+    is_waiting = ExpressionWrapper(Q(lease_until__isnull=True), BooleanField())
+    groups = PendingBackendOp.objects.order_by().values_list("op", is_waiting)
+    rows = list(groups.annotate(Count("pk"), Min("created_at")))
     states = {True: "waiting", False: "running"}
     yield INTENTS.of(*((op, states[waits], number) for op, waits, number, _ in rows))
     yield OLDEST_INTENT.of(*((op, states[waits], _age(since, now)) for op, waits, _, since in rows))
 
 
 def _processes(now: datetime) -> Iterator[Metric]:
-    heard = now - timedelta(seconds=conf.cluster().web_stale_after)
-    web = WebProcess.objects.filter(seen_at__gte=heard).count()
+    earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
+    web = WebProcess.objects.filter(seen_at__gte=earliest).count()
     controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARD_WITHIN).count()
     yield PROCESSES.of(("web", web), ("controller", controllers))
     yield TASKS.of((OrmQ.objects.count(),))
@@ -152,22 +153,22 @@ def _age(since: datetime, now: datetime) -> float:
 
 
 class RowReader:
-    """The figures for one web process's scrapes."""
+    """Reads the row metrics for one web process's scrapes."""
 
     def __init__(self, read: Callable[[datetime], Sequence[Metric]] = read) -> None:
         self._read = read
         self._task: asyncio.Task[Sequence[Metric]] | None = None
 
     async def families(self) -> Iterable[Metric]:
-        """The figures, without those of the rows if they cannot be read in time."""
+        """Return the row metrics; only `READABLE` with 0 if they cannot be read in time."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(in_thread(self._read, clock.now()))
-            # Nothing may wait for it any more when it fails.
+            # By the time it fails, no scrape may wait for it any more.
             self._task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(LIMIT):
-                found = await asyncio.shield(self._task)
+                metrics = await asyncio.shield(self._task)
         except (TimeoutError, DatabaseError) as error:
             log.warning("figures of the cluster left out: %s", error or f"no answer within {LIMIT:.0f} s")
             return [READABLE.of((0,))]
-        return [READABLE.of((1,)), *found]
+        return [READABLE.of((1,)), *metrics]

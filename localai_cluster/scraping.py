@@ -1,8 +1,8 @@
-"""`/metrics` of the server processes: who may read the figures, and the answer.
+"""`/metrics` of the server processes: authorization and response.
 
-A scraper's token opens it (`LOCALAI_METRICS_TOKEN`), and so does an admin's API key; nothing is anonymous.
-The token opens nothing else. Web processes answer beside their other routes. Controllers and the task
-cluster, which serve nothing else, listen on an address of their own if they are given one.
+It requires a scraper's token (`LOCALAI_METRICS_TOKEN`) or an admin's API key. The token authorizes nothing
+else. Web processes serve it beside their other routes. Controllers and the task cluster, which serve nothing
+else, listen on an address of their own if one is configured.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ class OnlyGet(ClusterError):
 
 
 class Source(Protocol):
-    """What there is to tell beside the process's own figures."""
+    """Source of metrics in addition to the process's own."""
 
     async def families(self) -> Iterable[Metric]:
-        """It, as of now."""
+        """Return the current metrics."""
         ...
 
 
@@ -49,7 +49,7 @@ class MetricsApplication:
         self._process, self._source = process, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a websocket is refused."""
+        """Serve one request; refuse a websocket."""
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
@@ -67,14 +67,14 @@ class MetricsApplication:
         await admit(scope)
         if scope["method"] != "GET":
             raise OnlyGet("only GET is accepted here")
-        more = await self._source.families() if self._source else ()
+        additional = await self._source.families() if self._source else ()
         # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
-        body = await asyncio.to_thread(exposed.text, self._process, tuple(more))
+        body = await asyncio.to_thread(exposed.text, self._process, tuple(additional))
         return Answer(body, headers=_HEADERS, kind=exposed.CONTENT_TYPE.encode())
 
 
 async def admit(scope: Scope) -> None:
-    """Raises NotAuthenticated, Forbidden or Unavailable unless the caller may read figures."""
+    """Raise NotAuthenticated, Forbidden or Unavailable unless the caller may read the metrics."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
     def header(name: str) -> str:
@@ -86,24 +86,24 @@ async def admit(scope: Scope) -> None:
     if principals.same(offered, conf.cluster().metrics_token):
         return
     try:
-        who = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
+        principal = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
             credentials.identify(offered)
         )
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
-    if not who.is_authenticated:
+    if not principal.is_authenticated:
         wrong = WrongKey("this token or API key is not valid")
         raise await throttle.api_keys().noted(wrong, wire.client_of(scope))
-    if not who.is_admin:
+    if not principal.is_admin:
         raise Forbidden("admin access required")
 
 
 async def serve(process: str, address: Address | None) -> None:
-    """Serves the figures of this process until cancelled; without an address it only waits for that."""
+    """Serve the metrics of this process until cancelled; without an address only wait for that."""
     if address is None:
         await asyncio.Event().wait()
         return
-    # uvicorn is not small, and most of these processes have no address.
+    # uvicorn needs much memory, and most of these processes have no address.
     from localai_cluster import listening
 
     await listening.serve(address, MetricsApplication(process))

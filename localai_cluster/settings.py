@@ -18,7 +18,7 @@ from localai_cluster import env as _env
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
-"""Where templates and pages are: inside of an installed wheel, or at the top of a working copy."""
+"""Folder of templates and pages: inside of an installed wheel, or at the top of a working copy."""
 CLUSTER, _environment = _cluster_settings.load()
 
 SECRET_KEY = _environment.secret("SECRET_KEY")
@@ -33,7 +33,7 @@ _COMMAND = (sys.argv[1:2] or [""])[0]
 IS_WEB = _COMMAND == "serve"
 IS_BACKGROUND = _COMMAND in ("controller", "qcluster")
 _PROCESS = {"serve": "web", "controller": "controller", "qcluster": "tasks"}.get(_COMMAND, "command")
-# Each connection is a process of PostgreSQL's: every 15 s the pool closes one that it did not need.
+# Each connection costs a PostgreSQL process: every 15 s the pool closes one that it did not need.
 _POOL = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
 
 
@@ -143,7 +143,7 @@ TIME_ZONE = "UTC"
 STATIC_URL = "/static/"
 UI_DIST = FILES / "static" / "dist"
 STATICFILES_DIRS = [FILES / "static" / "site", ("ui", UI_DIST)]
-# The page's folder is there after the first `make ui`; until then the page itself says what to do.
+# The page's folder exists after the first `make ui`; until then the page shows the command to run.
 SILENCED_SYSTEM_CHECKS = ["staticfiles.W004"]
 STATIC_ROOT = FILES / "static" / "collected"
 
@@ -155,7 +155,7 @@ CHANNEL_LAYERS = {
     }
 }
 
-# The controller ticks the schedules (`scheduler` off here): django-q2's own loop looks only every 30 s.
+# The controller ticks the schedules (`scheduler` off here): django-q2's own loop polls only every 30 s.
 Q_CLUSTER = {
     "name": "cluster",
     "orm": "default",
@@ -166,7 +166,7 @@ Q_CLUSTER = {
     "max_attempts": 2,
     "poll": 0.2,
     "bulk": 1,
-    # Of each function, so that the last run of a rare one stays known.
+    # Per function, so that the last run of a rare one stays stored.
     "save_limit": 20,
     "save_limit_per": "func",
     "catch_up": False,
@@ -242,13 +242,13 @@ LOGGING = {
     "loggers": {
         "django.channels.server": {"level": "WARNING"},
         "django.request": {"filters": ["no_refusals"]},
-        # A caller's mistake, answered 400: anybody could fill the log with tracebacks.
+        # A caller's mistake, which gets 400: any client could fill the log with tracebacks.
         **{
             f"django.security.{mistake}": {"level": "CRITICAL"}
             for mistake in ("DisallowedHost", "DisallowedRedirect", "TooManyFieldsSent")
         },
         "daphne": {"level": "WARNING"},
-        # Below that it reports what clients do: connect, leave, send nonsense.
+        # Below that level it reports the behaviour of clients: connects, disconnects, invalid messages.
         "uvicorn": {"level": "ERROR"},
         "httpx": {"level": "WARNING"},
         "django-q": {"level": "WARNING"},

@@ -1,4 +1,4 @@
-"""What the page asks for beside the session: features, branding, version (`contract/http-api.md` §5.4)."""
+"""Routes of the page's start in addition to the session: features, branding, version (`http-api.md` §5.4)."""
 
 from typing import Any
 

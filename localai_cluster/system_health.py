@@ -1,9 +1,9 @@
-"""`/api/system/health`: every part of the system with its state, since when, and what to do. Admins only.
+"""`/api/system/health`: every part of the system with its state, its start and a hint. Admins only.
 
-A constant number of queries, besides a question to NATS, to Redis and to the disk, each for a second at most,
-and a look at the models folder. Without the database it answers what it knows without it, to an admin who
-was known a moment ago.
-What they say since when is this process's knowledge: the first of its looks that found it so.
+A constant number of queries, besides probes of NATS, Redis and the disk, each limited to a second, and a scan
+of the models folder. While the database is away the response has only the facts that need no database, for
+an admin whose session was valid a few minutes ago.
+`since` is local to this process: the time of the first check that had the present result.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, versions
 from operations.models import ControllerBeat, Operation, Status
 
-_STATE = {"type": "string", "enum": [one.value for one in State]}
+_STATE = {"type": "string", "enum": [state.value for state in State]}
 PART = Shape(
     "SystemPart",
     "A part of the system.",
@@ -82,7 +82,7 @@ HEALTH = Shape(
 COMPONENTS = (PART, SCHEDULE, PROCESS, HEALTH)
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _noticed: dict[str, tuple[str, datetime]] = {}
-"""What each probe said last, and since when."""
+"""Last result of each probe, and the time since which it is unchanged."""
 
 
 class SystemHealthView(APIView):
@@ -100,29 +100,29 @@ class SystemHealthView(APIView):
         """Database, NATS, Redis, processes, schedules, workers, work, definitions, versions and disk."""
         now = clock.now()
         facts = read(now)
-        found = verdicts(facts, now)
+        parts = verdicts(facts, now)
         return Response(
             HEALTH.of(
                 at=_text(now),
-                state=worst(found),
-                parts=[_part(one) for one in found],
-                schedules=[_schedule(one) for one in facts.schedules],
-                processes=[_process(one) for one in facts.processes],
+                state=worst(parts),
+                parts=[_part(part) for part in parts],
+                schedules=[_schedule(part) for part in facts.schedules],
+                processes=[_process(part) for part in facts.processes],
                 workers=dict(facts.workers),
             )
         )
 
 
 def read(now: datetime) -> Facts:
-    """Everything at once; ten queries. Without the database what can be known without it."""
+    """Read all facts in ten queries; while the database is away, only those that need no database."""
     probes = _probed(now)
-    # One that was only slow to answer is asked all the same.
+    # A database that was only slow to respond is queried all the same.
     if not probes["database"][0].startswith(health.NOT_REACHABLE):
         try:
             return _read_rows(now, probes)
         except (OperationalError, InterfaceError) as error:
-            said = _notice("database", f"{health.NOT_REACHABLE} ({type(error).__name__})", now)
-            probes = {**probes, "database": said}
+            probe = _notice("database", f"{health.NOT_REACHABLE} ({type(error).__name__})", now)
+            probes = {**probes, "database": probe}
     return Facts(
         version=__version__,
         database="",
@@ -138,7 +138,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('server_version'), pg_postmaster_start_time()")
         version, since = cursor.fetchone()
-    workers, others = _workers()
+    workers, other_versions = _workers()
     operations, failures, oldest_failure = _operations()
     definitions = async_to_sync(folder.problems)()
     return Facts(
@@ -153,7 +153,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         tasks_ended_at=Task.objects.aggregate(at=Max("stopped"))["at"],
         workers=workers,
         held=mass_silence.standing(),
-        other_versions=others,
+        other_versions=other_versions,
         operations=operations,
         failures=failures,
         oldest_failure=oldest_failure,
@@ -166,16 +166,16 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
 
 
 def _probed(now: datetime) -> dict[str, tuple[str, datetime]]:
-    found = health.look(set(_PROBES.values()))
+    results = health.look(set(_PROBES.values()))
     for id, name in _PROBES.items():
-        _notice(id, found.get(name, "not asked"), now)
+        _notice(id, results.get(name, "not asked"), now)
     return dict(_noticed)
 
 
-def _notice(id: str, said: str, now: datetime) -> tuple[str, datetime]:
-    """Keep what was said of a part, with the time since when it is so."""
-    if _noticed.get(id, ("", now))[0] != said:
-        _noticed[id] = (said, now)
+def _notice(id: str, result: str, now: datetime) -> tuple[str, datetime]:
+    """Store a part's probe result; return it with the time since which it is unchanged."""
+    if _noticed.get(id, ("", now))[0] != result:
+        _noticed[id] = (result, now)
     return _noticed[id]
 
 
@@ -187,7 +187,10 @@ def _processes() -> list[Process]:
         "owner", "version", "started_at", "seen_at", "bus_connected"
     )
     return [
-        *(Process("web", f"{host}:{pid}", said, began, seen) for host, pid, said, began, seen in web),
+        *(
+            Process("web", f"{host}:{pid}", version, started_at, seen_at)
+            for host, pid, version, started_at, seen_at in web
+        ),
         *(Process("controller", *row) for row in controllers),
     ]
 
@@ -205,39 +208,41 @@ def _schedules() -> list[Schedule]:
 
 
 def _workers() -> tuple[dict[str, int], int]:
-    """How many nodes are in each state, and how many approved ones run another version."""
+    """Return the number of nodes by state, and the number of approved nodes with another version."""
     grouped = BackendNode.objects.order_by().values_list(
         "status", "node_type", "worker_version", "weak_identity"
     )
     states: dict[str, int] = {}
-    others = 0
+    other_versions = 0
     for status, node_type, version, weak, number in grouped.annotate(number=Count("pk")):
         states[status] = states.get(status, 0) + number
         if status != "pending" and versions.skew(node_type, version, weak=weak):
-            others += number
-    return states, others
+            other_versions += number
+    return states, other_versions
 
 
 def _operations() -> tuple[Work, int, datetime | None]:
     waits, runs = Q(status__in=(Status.PENDING, Status.WAITING)), Q(status=Status.PROCESSING)
     failed = Q(status=Status.FAILED, dismissed_at__isnull=True)
-    found = Operation.objects.listed().aggregate(
+    counts = Operation.objects.listed().aggregate(
         waiting=Count("pk", filter=waits),
         running=Count("pk", filter=runs),
         oldest=Min("created_at", filter=waits | runs),
         failures=Count("pk", filter=failed),
         oldest_failure=Min("finished_at", filter=failed),
     )
-    work = Work(found["waiting"], found["running"], found["oldest"])
-    return work, found["failures"], found["oldest_failure"]
+    work = Work(counts["waiting"], counts["running"], counts["oldest"])
+    return work, counts["failures"], counts["oldest_failure"]
 
 
 def _intents() -> Work:
-    rests = Q(lease_until__isnull=True)
-    found = PendingBackendOp.objects.aggregate(
-        waiting=Count("pk", filter=rests), running=Count("pk", filter=~rests), oldest=Min("created_at")
+    is_waiting = Q(lease_until__isnull=True)
+    counts = PendingBackendOp.objects.aggregate(
+        waiting=Count("pk", filter=is_waiting),
+        running=Count("pk", filter=~is_waiting),
+        oldest=Min("created_at"),
     )
-    return Work(found["waiting"], found["running"], found["oldest"])
+    return Work(counts["waiting"], counts["running"], counts["oldest"])
 
 
 def _disk() -> disk.DiskUsage | None:
@@ -248,24 +253,24 @@ def _text(at: datetime | None) -> str | None:
     return at.isoformat() if at else None
 
 
-def _part(one: Verdict) -> Row:
+def _part(part: Verdict) -> Row:
     return PART.of(
-        id=one.id, name=one.name, state=one.state, text=one.text, hint=one.hint, since=_text(one.since)
+        id=part.id, name=part.name, state=part.state, text=part.text, hint=part.hint, since=_text(part.since)
     )
 
 
-def _schedule(one: Schedule) -> Row:
+def _schedule(schedule: Schedule) -> Row:
     return SCHEDULE.of(
-        id=one.id,
-        name=one.name,
-        cron=one.cron,
-        paused=one.paused,
-        next_run=_text(one.next_run),
-        last_run=_text(one.last_run),
-        last_ok=one.last_ok,
+        id=schedule.id,
+        name=schedule.name,
+        cron=schedule.cron,
+        paused=schedule.paused,
+        next_run=_text(schedule.next_run),
+        last_run=_text(schedule.last_run),
+        last_ok=schedule.last_ok,
     )
 
 
-def _process(one: Process) -> Row:
-    said: dict[str, Any] = {"kind": one.kind, "name": one.name, "version": one.version}
-    return PROCESS.of(**said, started_at=_text(one.started_at), seen_at=_text(one.seen_at))
+def _process(process: Process) -> Row:
+    identity: dict[str, Any] = {"kind": process.kind, "name": process.name, "version": process.version}
+    return PROCESS.of(**identity, started_at=_text(process.started_at), seen_at=_text(process.seen_at))

@@ -1,6 +1,6 @@
-"""How the parts of the system are: pure, from what was read to a state, a sentence and what to do.
+"""Health verdicts of the system's parts: pure functions from facts to a state, a sentence and a hint.
 
-`ok` needs nobody; `warning` is degraded or soon will be; `error` is missing. `since` is null where unknown.
+`ok` needs no action; `warning`: degraded or soon will be; `error`: missing. `since` is null where unknown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 
 OVERDUE = timedelta(seconds=30)
-"""How late a schedule may be triggered."""
+"""Longest delay of a schedule's trigger."""
 LITTLE_DISK, NO_DISK = 0.10, 0.03
-"""Shares of the disk."""
+"""Fractions of the disk that are free."""
 _MOST_NAMED = 3
-"""Files that one sentence names."""
+"""Most files that one sentence names."""
 _TASKS_WAIT = timedelta(seconds=SILENT_AFTER)
 
 
 class State(StrEnum):
-    """From well to bad."""
+    """Health of a part, in increasing severity."""
 
     OK = "ok"
     WARNING = "warning"
@@ -32,7 +32,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One part of the system."""
+    """Health verdict of one part of the system."""
 
     id: str
     name: str
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Process:
-    """A web process or a controller that has been heard."""
+    """A web process or a controller that has sent a heartbeat."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A recurring task. `last_ok`: whether its last run ended well; None if there was none."""
+    """A recurring task. `last_ok` is True if its last run succeeded; None if it has not run yet."""
 
     id: int
     name: str
@@ -69,7 +69,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done. `oldest`: since when the oldest of it has been there."""
+    """Counts of unfinished work. `oldest` is the creation time of the oldest item."""
 
     waiting: int = 0
     running: int = 0
@@ -78,22 +78,25 @@ class Work:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read. `probes`: `ok` or what is wrong, and since when this process has known that."""
+    """Snapshot that the verdicts are computed from.
+
+    `probes` maps a server's id to `ok` or its error, and the time since which this process gets that result.
+    """
 
     version: str
     database: str
     database_since: datetime | None
-    """Empty and None while the database is away."""
+    """Empty and None while the database cannot be reached."""
     probes: Mapping[str, tuple[str, datetime]]
     processes: Sequence[Process] = ()
     web_silent_after: float = controllers.SILENT_AFTER
-    """Seconds without a sign of life after which a web process is thought to be gone."""
+    """Seconds without a heartbeat after which a web process counts as dead."""
     schedules: Sequence[Schedule] = ()
     tasks_wait_since: datetime | None = None
     tasks_ended_at: datetime | None = None
     workers: Mapping[str, int] = field(default_factory=dict)
     held: Held | None = None
-    """Nodes that fell silent together and are kept."""
+    """The mass-disruption hold: nodes that fell silent together and are not marked offline yet."""
     other_versions: int = 0
     """Approved workers that do not run this server's version."""
     operations: Work = Work()
@@ -101,18 +104,18 @@ class Facts:
     failures: int = 0
     oldest_failure: datetime | None = None
     models_folder: str = ""
-    """The reason why the folder of model definitions cannot be read, if so."""
+    """Reason why the folder of model definitions cannot be read; empty if it can."""
     broken_definitions: Mapping[str, str] = field(default_factory=dict)
-    """By file: the reason why it cannot be used."""
+    """Reason why a file cannot be used, by file name."""
     disk: DiskUsage | None = None
     """None if the disk did not answer in time."""
     data_dir: str = ""
     is_database_away: bool = False
-    """Then nothing that is read from rows is known."""
+    """If True, every field that is read from rows has its default."""
 
 
 def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
-    """Every part, in the order of the page."""
+    """Return the verdict of every part, in the order of the page."""
     if facts.is_database_away:
         return [_database_away(facts), *_reached(facts), _disk(facts)]
     return [
@@ -131,11 +134,11 @@ def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
 
 
 def _database_away(facts: Facts) -> Verdict:
-    said, since = facts.probes.get("database", ("not asked", None))
+    text, since = facts.probes.get("database", ("not asked", None))
     hint = "Check PostgreSQL and DATABASE_URL. What the other parts do is not known until then."
     if facts.disk is not None and facts.disk.is_full:
-        said, hint = f"{said}; the disk is full: {facts.disk}", f"Free space on {facts.disk.mount}. {hint}"
-    return Verdict("database", "Database", State.ERROR, said, hint, since)
+        text, hint = f"{text}; the disk is full: {facts.disk}", f"Free space on {facts.disk.mount}. {hint}"
+    return Verdict("database", "Database", State.ERROR, text, hint, since)
 
 
 def _reached(facts: Facts) -> list[Verdict]:
@@ -149,42 +152,48 @@ def _reached(facts: Facts) -> list[Verdict]:
     ]
 
 
-def worst(found: Sequence[Verdict]) -> State:
-    """The state of the whole."""
-    return max((one.state for one in found), key=list(State).index, default=State.OK)
+def worst(parts: Sequence[Verdict]) -> State:
+    """Return the most severe state of these verdicts."""
+    return max((part.state for part in parts), key=list(State).index, default=State.OK)
 
 
 def _probe(facts: Facts, id: str, name: str, hint: str) -> Verdict:
-    said, since = facts.probes.get(id, ("not asked", None))
-    if said == "ok":
+    text, since = facts.probes.get(id, ("not asked", None))
+    if text == "ok":
         return Verdict(id, name, State.OK, "answers", since=since)
-    return Verdict(id, name, State.ERROR, said, hint, since)
+    return Verdict(id, name, State.ERROR, text, hint, since)
 
 
 def _alive(facts: Facts, kind: str, now: datetime) -> list[Process]:
-    """Those that were heard lately; a row outlives its process for some time."""
+    """Return the processes with a recent heartbeat; a row outlives its process for some time."""
     limit = facts.web_silent_after if kind == "web" else controllers.SILENT_AFTER
     silent = timedelta(seconds=limit)
-    return [one for one in facts.processes if one.kind == kind and now - one.seen_at <= silent]
+    return [
+        process for process in facts.processes if process.kind == kind and now - process.seen_at <= silent
+    ]
 
 
 def _web(facts: Facts, now: datetime) -> Verdict:
-    there = _alive(facts, "web", now)
-    since = min((one.started_at for one in there), default=None)
-    return Verdict("web", "Web processes", State.OK, _number(len(there), "process", "processes"), since=since)
+    processes = _alive(facts, "web", now)
+    since = min((process.started_at for process in processes), default=None)
+    return Verdict(
+        "web", "Web processes", State.OK, _number(len(processes), "process", "processes"), since=since
+    )
 
 
 def _controllers(facts: Facts, now: datetime) -> Verdict:
-    there = _alive(facts, "controller", now)
-    if not there:
-        heard = max((one.seen_at for one in facts.processes if one.kind == "controller"), default=None)
+    processes = _alive(facts, "controller", now)
+    if not processes:
+        last_seen_at = max(
+            (process.seen_at for process in facts.processes if process.kind == "controller"), default=None
+        )
         hint = "Start one with `manage.py controller`. Operations and schedules wait until then."
-        return Verdict("controllers", "Controllers", State.ERROR, "none is running", hint, heard)
-    text, since = _number(len(there), "controller"), min(one.started_at for one in there)
-    cut = [one.name for one in there if not one.bus_connected]
-    if cut:
+        return Verdict("controllers", "Controllers", State.ERROR, "none is running", hint, last_seen_at)
+    text, since = _number(len(processes), "controller"), min(process.started_at for process in processes)
+    disconnected = [process.name for process in processes if not process.bus_connected]
+    if disconnected:
         hint = "Check NATS and LOCALAI_NATS_URL of these controllers."
-        text = f"{text}; without NATS: {', '.join(cut)}"
+        text = f"{text}; without NATS: {', '.join(disconnected)}"
         return Verdict("controllers", "Controllers", State.WARNING, text, hint, since)
     return Verdict("controllers", "Controllers", State.OK, text, since=since)
 
@@ -200,18 +209,22 @@ def _tasks(facts: Facts, now: datetime) -> Verdict:
 
 
 def _schedules(facts: Facts, now: datetime) -> Verdict:
-    running = [one for one in facts.schedules if not one.paused]
-    late = [one for one in running if one.next_run is not None and now - one.next_run > OVERDUE]
+    running = [schedule for schedule in facts.schedules if not schedule.paused]
+    late = [
+        schedule
+        for schedule in running
+        if schedule.next_run is not None and now - schedule.next_run > OVERDUE
+    ]
     if late:
         hint = "Controllers trigger the schedules: start one, or look at its log."
-        since = min(one.next_run for one in late if one.next_run is not None)
+        since = min(schedule.next_run for schedule in late if schedule.next_run is not None)
         return Verdict("schedules", "Schedules", State.ERROR, f"overdue: {_names(late)}", hint, since)
-    failed = [one for one in running if one.last_ok is False]
+    failed = [schedule for schedule in running if schedule.last_ok is False]
     if failed:
         hint = "The admin has the reason under Failed tasks."
-        since = min(one.last_run for one in failed if one.last_run is not None)
+        since = min(schedule.last_run for schedule in failed if schedule.last_run is not None)
         return Verdict("schedules", "Schedules", State.WARNING, f"failed: {_names(failed)}", hint, since)
-    paused = [one for one in facts.schedules if one.paused]
+    paused = [schedule for schedule in facts.schedules if schedule.paused]
     if paused:
         hint = "Resume them in the admin under Scheduled tasks."
         return Verdict("schedules", "Schedules", State.WARNING, f"paused: {_names(paused)}", hint)
@@ -254,22 +267,26 @@ def _definitions(facts: Facts) -> Verdict:
         return Verdict("models", name, State.ERROR, f"the models folder {facts.models_folder}", hint)
     if broken:
         listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MOST_NAMED])
-        more = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
+        suffix = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
         hint = "Correct or remove the files: the models in them do not serve. The Models page lists them all."
-        text = f"{_number(len(broken), 'file')} cannot be used: {listed}{more}"
+        text = f"{_number(len(broken), 'file')} cannot be used: {listed}{suffix}"
         return Verdict("models", name, State.WARNING, text, hint)
     return Verdict("models", name, State.OK, "every file can be used")
 
 
 def _versions(facts: Facts, now: datetime) -> Verdict:
     alive = [*_alive(facts, "web", now), *_alive(facts, "controller", now)]
-    others = sorted({one.version for one in alive if one.version not in ("", facts.version)})
-    said = [f"server processes also run {', '.join(others)}"] if others else []
+    other_versions = sorted(
+        {process.version for process in alive if process.version not in ("", facts.version)}
+    )
+    differences = [f"server processes also run {', '.join(other_versions)}"] if other_versions else []
     if facts.other_versions:
-        said.append(f"{_number(facts.other_versions, 'worker')} of another version")
-    if said:
+        differences.append(f"{_number(facts.other_versions, 'worker')} of another version")
+    if differences:
         hint = "Restart the server processes on one version, and run the line of Add a node on those workers."
-        return Verdict("versions", "Versions", State.WARNING, f"{facts.version}; {'; '.join(said)}", hint)
+        return Verdict(
+            "versions", "Versions", State.WARNING, f"{facts.version}; {'; '.join(differences)}", hint
+        )
     return Verdict("versions", "Versions", State.OK, facts.version)
 
 
@@ -278,17 +295,17 @@ def _disk(facts: Facts) -> Verdict:
     if facts.disk is None:
         hint = "Check the disk or mount of CLUSTER_DATA_DIR on this web process's machine."
         return Verdict("disk", name, State.ERROR, f"{facts.data_dir} does not answer", hint)
-    share = facts.disk.free / facts.disk.total if facts.disk.total else 0.0
+    free_fraction = facts.disk.free / facts.disk.total if facts.disk.total else 0.0
     text = str(facts.disk)
-    if share >= LITTLE_DISK:
+    if free_fraction >= LITTLE_DISK:
         return Verdict("disk", name, State.OK, text)
-    state = State.ERROR if share < NO_DISK else State.WARNING
+    state = State.ERROR if free_fraction < NO_DISK else State.WARNING
     return Verdict("disk", name, state, text, "Free space there, or move CLUSTER_DATA_DIR.")
 
 
-def _number(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _number(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _names(found: Sequence[Schedule]) -> str:
-    return ", ".join(one.name for one in found)
+def _names(schedules: Sequence[Schedule]) -> str:
+    return ", ".join(schedule.name for schedule in schedules)

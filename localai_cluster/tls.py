@@ -1,7 +1,7 @@
-"""TLS from files: contexts for the connections that we open, and a check of those that we offer.
+"""TLS from files: contexts of our client connections, and a check of our servers' files.
 
-Everything is loaded once, at start, so that a wrong file is a wrong setting and not a connection that fails
-an hour later. A context of ours always verifies the other side and its name.
+All files are loaded once, at the start, so that a wrong file is a wrong setting and not a connection that
+fails an hour later. Our contexts always verify the peer and its name.
 """
 
 import ssl
@@ -24,7 +24,7 @@ class WrongFile(ValueError):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files; "" for none. `ca` verifies the other side (default: the system's), the others prove us."""
+    """PEM files; "" for none. `ca` verifies the peer (default: the system's), the others authenticate us."""
 
     ca: str = ""
     certificate: str = ""
@@ -34,7 +34,7 @@ class TlsFiles:
         return bool(self.ca or self.certificate or self.key)
 
     def client(self, now: datetime) -> ssl.SSLContext:
-        """A context for connections that we open. WrongFile."""
+        """Return a context for connections that we open. WrongFile."""
         self._check(now)
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
@@ -45,7 +45,7 @@ class TlsFiles:
         return context
 
     def server(self, now: datetime) -> None:
-        """Checks what a server is to offer. WrongFile."""
+        """Check the files of a server. WrongFile."""
         self._check(now)
         if not self.certificate:
             raise WrongFile("CERT", "is not set, although the key is")
@@ -53,7 +53,7 @@ class TlsFiles:
 
     def _show_ourselves(self, context: ssl.SSLContext) -> None:
         try:
-            # Without a password callback an encrypted key would ask on the terminal and hold up the start.
+            # Without a password callback OpenSSL would prompt for an encrypted key's password and block.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except ssl.SSLError as error:
             if error.reason == _MISMATCH:
@@ -83,8 +83,10 @@ def _read(part: str, name: str) -> bytes:
 
 def _check_certificate(name: str, now: datetime) -> None:
     try:
-        found = x509.load_pem_x509_certificates(_read("CERT", name))[0]
+        certificate = x509.load_pem_x509_certificates(_read("CERT", name))[0]
     except (ValueError, IndexError):
         raise WrongFile("CERT", f"{name} holds no certificate in PEM form") from None
-    if found.not_valid_after_utc < now:
-        raise WrongFile("CERT", f"the certificate in {name} expired on {found.not_valid_after_utc:%Y-%m-%d}")
+    if certificate.not_valid_after_utc < now:
+        raise WrongFile(
+            "CERT", f"the certificate in {name} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        )

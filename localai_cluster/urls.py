@@ -1,4 +1,4 @@
-"""Every Django URL. The raw ASGI routes in front of Django are in `routing.py`."""
+"""All Django URLs. The raw ASGI routes in front of Django are in `raw_routes.py`."""
 
 from collections.abc import Callable
 
@@ -22,9 +22,9 @@ handler404 = "localai_cluster.web.page.not_found"
 handler500 = "localai_cluster.web.envelopes.server_error"
 
 
-def _moved(where: str) -> Callable[..., HttpResponseBase]:
-    """A page that has another address; it changes nothing, so a POST is refused by its method."""
-    return csrf_exempt(require_safe(RedirectView.as_view(url=where, permanent=True, query_string=True)))
+def _moved(target: str) -> Callable[..., HttpResponseBase]:
+    """Return a redirect to the page's new address; it changes nothing, so a POST is refused by its method."""
+    return csrf_exempt(require_safe(RedirectView.as_view(url=target, permanent=True, query_string=True)))
 
 
 urlpatterns: list[URLPattern | URLResolver] = [
@@ -57,7 +57,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("api/auth/", include("localai_cluster.accounts.urls")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
-    # Its words, such as `operations/history`, come before the ids of the others.
+    # Its fixed paths, such as `operations/history`, precede the routes with ids.
     path("api/", include("operations.api.urls")),
     path("api/", include("nodes.api.urls")),
     path("backend/load", engines.LoadView.as_view()),

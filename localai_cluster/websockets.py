@@ -1,4 +1,4 @@
-"""The websocket routes of the web process: who is calling, then one socket with the topics of its path."""
+"""The websocket routes of the web process: authentication, then a socket with the topics of its path."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _feed: Any = LiveSocket.as_asgi(
     topics=(operations.grouped_changes, nodes.nodes, nodes.alive), greeting=nodes.greeting, explains=True
 )
 _logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
-_other: Any = NoSuchSocket.as_asgi()
+_unknown: Any = NoSuchSocket.as_asgi()
 
 websocket_application: Any = CookieMiddleware(
     SessionMiddleware(
@@ -27,7 +27,7 @@ websocket_application: Any = CookieMiddleware(
                     re_path(r"^ws/operations/?$", _operations),
                     re_path(r"^ws/feed/?$", _feed),
                     re_path(r"^ws/nodes/(?P<node_id>[^/]+)/backend-logs/(?P<model>.+)$", _logs),
-                    re_path(r"", _other),
+                    re_path(r"", _unknown),
                 ]
             )
         )

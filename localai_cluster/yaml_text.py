@@ -1,7 +1,7 @@
-"""YAML that others wrote: whatever is wrong with a text is one kind of error, with the line of the value.
+"""Untrusted YAML: every problem of a text raises one kind of error, with the line of the value.
 
 PyYAML's constructors let Python's own errors through: an impossible date is a ValueError, `!!bool maybe` a
-KeyError, `!!int ""` an IndexError. A caller that names only `YAMLError` loses more than the one text.
+KeyError, `!!int ""` an IndexError. A caller that catches only `YAMLError` would fail on more than that text.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 LONGEST_REASON = 400
-"""Characters of a message: it quotes the text, which may be megabytes."""
+"""Longest message in characters: it quotes the text, which may be megabytes."""
 
 
 class InvalidYAML(ValueError):
-    """The text cannot be read as YAML; the message is one line that can be encoded."""
+    """The text is not valid YAML; the message is one line that can be encoded."""
 
 
 class LocatedErrors:
@@ -31,7 +31,7 @@ class LocatedErrors:
 
 
 def load(text: str | bytes, loader: Any) -> Any:
-    """Return the document that the loader makes of the text; raise InvalidYAML if anything goes wrong."""
+    """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
     try:
         return yaml.load(text, Loader=loader)
     except RecursionError as error:
@@ -41,7 +41,8 @@ def load(text: str | bytes, loader: Any) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error's text, or its type, on one line, cut and without what cannot be encoded."""
+    """Return the error's text, or its type, on one line, cut, without characters that cannot be encoded."""
+
     text = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
         mark = error.problem_mark

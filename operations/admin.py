@@ -1,4 +1,4 @@
-"""What stands around operations in Django's admin: read-only. Operations: `nodes/admin/operations.py`."""
+"""Admin pages of schedules, targets, sequence and controllers. Operations: `nodes/admin/operations.py`."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.web.admin import ModelAdmin, Observed
 from operations.models import ControllerBeat, OperationTarget, Sequence
 
-# The library shows the method's name as the column's.
+# Otherwise the library uses the method's name as the column's title.
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
 admin.site.unregister(Schedule)
 
@@ -31,28 +31,30 @@ class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
 
     @admin.display(boolean=True, description="running")
     def running(self, row: Schedule) -> bool:
-        """Whether it is not paused."""
+        """Return True unless it is paused."""
         return bool(row.repeats)
 
     @admin.action(description="Pause the selected schedules", permissions=["change"])
     def pause(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
-        """Until someone resumes them."""
+        """Pause the schedules until they are resumed."""
         self.message_user(request, f"Paused: {_changed('paused', queryset.exclude(repeats=0), repeats=0)}")
 
     @admin.action(description="Resume the selected schedules", permissions=["change"])
     def resume(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
-        """They run now and then as planned."""
+        """Resume the schedules: they run now, and then as planned."""
         rows = queryset.filter(repeats=0)
         self.message_user(request, f"Resumed: {_changed('resumed', rows, repeats=-1, next_run=clock.now())}")
 
 
-def _changed(did: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
-    """Changes the rows, which the audit tells; answers how many."""
+def _changed(action: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
+    """Change the rows and record that in the audit; return their number."""
     with transaction.atomic():
-        found = list(rows.select_for_update(of=("self",)).order_by("pk"))
-        Schedule.objects.filter(pk__in=[row.pk for row in found]).update(**columns)
-        audit.record(*(Change(f"schedule.{did}", f"schedule {row.name}", str(row.pk)) for row in found))
-    return len(found)
+        schedules = list(rows.select_for_update(of=("self",)).order_by("pk"))
+        Schedule.objects.filter(pk__in=[row.pk for row in schedules]).update(**columns)
+        audit.record(
+            *(Change(f"schedule.{action}", f"schedule {row.name}", str(row.pk)) for row in schedules)
+        )
+    return len(schedules)
 
 
 @admin.register(OperationTarget)

@@ -1,9 +1,9 @@
-"""Operations: one thing asked of the cluster, tracked to its outcome, and its per-target progress.
+"""Operations: tracked units of work from request to outcome, and their progress per target.
 
 A row is claimed under a lease with a fencing token (`fence`); a write that carries an older fence changes
 nothing. Every change takes the next number of one counter (`seq`), and because the counter's row is locked
-until commit, numbers become visible in order: a reader that has seen N misses nothing by asking for more than
-N. Rows are never deleted while they matter; failures stay until dismissed (O32, O56).
+until commit, numbers become visible in order: a reader that has read N misses nothing by reading from N + 1.
+Rows are never deleted while they matter; failures stay until dismissed (O32, O56).
 """
 
 import uuid
@@ -16,20 +16,20 @@ from django.db.models import Q
 from localai_cluster import clock
 
 SHARE = "#"
-"""Parts the owner from the share in a key such as `model:<name>#<share>`."""
+"""Separator of owner and key suffix in a key such as `model:<name>#<suffix>`."""
 QUEUED = "queued"
-"""O4: the phase of what no controller works on now."""
+"""O4: the phase of an operation that no controller is running."""
 
 
 class Status(models.TextChoices):
-    """O32. The first three are active: exactly one operation of a key is in one of them."""
+    """Status of an operation (O32). The first three are active: at most one operation of a key is active."""
 
     PENDING = "pending"
     """Waits for a controller, or for `next_attempt_at`; `message` says why."""
     PROCESSING = "processing"
-    """A controller holds the lease and works."""
+    """A controller holds the lease and is running it."""
     WAITING = "waiting_for_nodes"
-    """It waits for a node; tried again at `next_attempt_at`, or when a node changes that could take it."""
+    """It waits for a node; retried at `next_attempt_at`, or when a node that could take it changes."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -40,7 +40,7 @@ TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 
 class TargetStatus(models.TextChoices):
-    """One target's part (`contract/http-api.md` §3.2)."""
+    """Status of one target (`contract/http-api.md` §3.2)."""
 
     QUEUED = "queued"
     DOWNLOADING = "downloading"
@@ -49,15 +49,15 @@ class TargetStatus(models.TextChoices):
     ERROR = "error"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"
-    """A newer operation took its place on this node before it began; `reason` names it."""
+    """A newer operation replaced it on this node before it began; `reason` names that operation."""
 
 
 class Waves(models.TextChoices):
-    """How an operation stands that goes over its nodes in waves; the last two are an operator's choice."""
+    """State of an operation that runs in waves over its nodes; an operator chooses the last two."""
 
     RUNNING = "running"
     ASKS = "asks"
-    """A part of the open wave failed: the rest waits until an operator says what becomes of it."""
+    """A target of the open wave failed: the remaining waves wait for an operator's decision."""
     CONTINUED = "continued"
     STOPPED = "stopped"
 
@@ -67,32 +67,33 @@ GOING_ON = (Waves.RUNNING, Waves.CONTINUED)
 
 
 class OperationQuerySet(models.QuerySet["Operation"]):
-    """Adjectives of operations."""
+    """Filters of operations."""
 
     def active(self) -> Self:
-        """Not yet ended."""
+        """Return the operations that have not ended."""
         return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
 
     def sharing(self, key: str, element: str) -> Self:
-        """Those about `element` that have a share of the key's owner, this one or another, or own all of it.
+        """Return the operations on `element` whose key is the key's owner, with any suffix or none.
 
-        The latter were made by a release that knew no shares.
+        A key without a suffix comes from a release that had no suffixes.
         """
         owner = owner_of(key)
         return self.filter(models.Q(key__startswith=owner + SHARE) | models.Q(key=owner), element=element)
 
     def due(self, *, at: datetime) -> Self:
-        """Unclaimed and to be looked at by `at`; what is carried out by its parts is never claimed itself."""
+        """Return the unclaimed operations due at `at`; one with `by_parts` is never claimed itself."""
+
         return self.filter(
             status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at, by_parts=False
         )
 
     def orphaned(self, *, at: datetime) -> Self:
-        """Claimed by somebody whose lease ran out."""
+        """Return the claimed operations whose lease has expired."""
         return self.filter(status="processing", lease_until__lt=at, by_parts=False)
 
     def listed(self) -> Self:
-        """What the live list shows: active ones, and failures until dismissed (O32)."""
+        """Return the operations of the live list: active ones, and failures until dismissed (O32)."""
         return self.filter(
             models.Q(status__in=("pending", "processing", "waiting_for_nodes"))
             | models.Q(status="failed", dismissed_at__isnull=True)
@@ -104,12 +105,12 @@ class Operation(models.Model):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     kind = models.CharField(max_length=32)
-    """O31: `backend_install`, `model_load`, …; the handler registered under this name carries it out."""
+    """O31: `backend_install`, `model_load`, …; the handler registered under this name runs it."""
     key = models.CharField(max_length=512)
-    """O34: what it owns while active, e.g. `node:<id>:<backend>`; of work on backends, for its kind.
+    """O34: the resource it owns while active, e.g. `node:<id>:<backend>`; on backends, per kind.
 
-    `model:<name>#<share>` is a share: several operations of one kind may each have one, and none of another
-    kind has one meanwhile.
+    `model:<name>#<suffix>` is shared ownership: several operations of one kind may be active, each with its
+    own suffix, while none of another kind is.
     """
     element = models.CharField(max_length=255)
     """The backend's or the model's name."""
@@ -121,11 +122,11 @@ class Operation(models.Model):
     payload = models.JSONField(default=dict)
     result = models.JSONField(default=dict)
     by_parts = models.BooleanField(default=False)
-    """Its parts are carried out on their own, each under the lease of its intent; its state is theirs."""
+    """Its targets run independently, each under the lease of its intent; its state is derived from theirs."""
     waves = models.CharField(max_length=16, choices=Waves, blank=True, default="")
-    """Empty: all parts at once."""
+    """Empty: all targets at once."""
     open_wave = models.SmallIntegerField(null=True, blank=True)
-    """The `wave` of the parts that are carried out now, or that ended last."""
+    """The `wave` of the targets that run now, or that ended last."""
 
     status = models.CharField(max_length=24, choices=Status, default=Status.PENDING)
     phase = models.CharField(max_length=32, blank=True, default="")
@@ -135,27 +136,27 @@ class Operation(models.Model):
     current_bytes = models.BigIntegerField(default=0)
     total_bytes = models.BigIntegerField(default=0)
     file_index = models.PositiveIntegerField(default=0, db_default=0)
-    """Of files that are sent the one that is under way, from 1; 0 = none is."""
+    """Number of the file being sent, from 1; 0 = none."""
     total_files = models.PositiveIntegerField(default=0, db_default=0)
     bytes_per_second = models.BigIntegerField(default=0, db_default=0)
-    """What was sent of late; 0 = not known."""
+    """Recent transfer rate; 0 = unknown."""
 
     last_progress_at = models.DateTimeField(null=True, blank=True)
-    """When this attempt began, or when something was last heard of its work."""
+    """Time at which this attempt began, or of its last progress."""
     time_limit_at = models.DateTimeField(null=True, blank=True)
-    """When the step under way is given up as unanswered; null = it has no limit of its own."""
+    """Time at which the current step times out; null = it has no limit of its own."""
 
     actor = models.CharField(max_length=150, default="system")
     client_address = models.CharField(max_length=64, blank=True, default="")
     request_id = models.CharField(max_length=64, blank=True, default="")
 
     attempts = models.IntegerField(default=0)
-    """Attempts that ended early and said why; the retry delay follows them."""
+    """Attempts that ended early with a reason; they determine the retry delay."""
     lost_leases = models.IntegerField(default=0)
-    """Attempts whose controller fell silent."""
+    """Attempts whose controller stopped renewing the lease."""
     next_attempt_at = models.DateTimeField(default=clock.now)
     needed_until = models.DateTimeField(null=True, blank=True)
-    """Until when it may wait, because somebody wants it; an operation that waits longer is given up.
+    """Latest time until which a request needs it; an operation that waits longer is abandoned.
 
     Null = without limit.
     """
@@ -169,7 +170,7 @@ class Operation(models.Model):
     finished_at = models.DateTimeField(null=True, editable=False)
     dismissed_at = models.DateTimeField(null=True, blank=True)
     dismissed_by = models.CharField(max_length=150, blank=True, default="")
-    """Who acknowledged the failure, or asked for the same again."""
+    """Actor that acknowledged the failure, or created the operation that supersedes it."""
     dismissed_comment = models.CharField(max_length=500, blank=True, default="")
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -232,13 +233,13 @@ class Operation(models.Model):
 
     @property
     def cancellable(self) -> bool:
-        """O57: active, and not a deletion that a worker has begun."""
+        """True if it is active, and not a deletion that a worker has begun (O57)."""
         deletion_has_begun = self.kind.endswith("_delete") and self.status == Status.PROCESSING
         return self.status in ACTIVE and not deletion_has_begun
 
 
 class OperationTarget(models.Model):
-    """One node's part of an operation."""
+    """Target of an operation: its work on one node."""
 
     operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="targets")
     node_id = models.UUIDField()
@@ -251,20 +252,20 @@ class OperationTarget(models.Model):
     file_name = models.CharField(max_length=512, blank=True, default="")
     error = models.TextField(blank=True, default="")
     reason = models.TextField(blank=True, default="")
-    """What it waits for, or what there is to say of its end."""
+    """Reason why it waits, or a comment on its outcome."""
     intent_id = models.UUIDField(null=True, blank=True)
-    """What carries it out on its node; several operations may share one."""
+    """Intent that runs it on its node; several operations may share one."""
     wave = models.SmallIntegerField(null=True, blank=True)
-    """When its turn is: 0 = the canary. Until then it has no intent; null = at once."""
+    """Number of its wave, 0 = the canary; it has no intent until the wave opens. Null = at once."""
     attempts = models.IntegerField(default=0)
     """Attempts that failed; the next one is at `next_look_at`."""
     next_look_at = models.DateTimeField(null=True, blank=True)
     waits_for_node = models.BooleanField(default=False)
     overdue_since = models.DateTimeField(null=True, blank=True)
-    """Since when its time limit is over while the worker may still be busy with it (O19)."""
+    """Time at which it exceeded its time limit, while the worker may still be running it (O19)."""
     last_progress_at = models.DateTimeField(null=True, blank=True)
     time_limit_at = models.DateTimeField(null=True, blank=True)
-    """Both as those of an operation."""
+    """Like the columns of an operation."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
 
@@ -310,7 +311,7 @@ class Sequence(models.Model):
 
 
 class ControllerBeat(models.Model):
-    """A running controller's last sign of life, for people to see (`controllers.py`)."""
+    """A running controller's last heartbeat, for display (`controllers.py`)."""
 
     owner = models.CharField(primary_key=True, max_length=64)
     seen_at = models.DateTimeField()
@@ -327,13 +328,13 @@ class ControllerBeat(models.Model):
 
 
 def owner_of(key: str) -> str:
-    """What the key is a share of; "" if it is none."""
+    """Return the key without its suffix, "" if it has none."""
     return key.rpartition(SHARE)[0]
 
 
 def storable(text: str, longest: int = 64 * 1024) -> str:
-    """A text from a worker or an engine as a column can hold it: no null bytes, at most `longest` characters.
+    """Return a worker's or an engine's text without null bytes, cut to `longest` characters, for a column.
 
-    An outcome that cannot be written would be worked out again at every lost lease.
+    An outcome that cannot be written would be computed again after every lost lease.
     """
     return text.replace("\0", "\ufffd")[:longest]

@@ -1,8 +1,8 @@
-"""What may happen to an operation, as a table: event, from where, to where, and a sentence.
+"""State machine of an operation, as a table: event, source states, target state and a sentence.
 
-`services.py` is the only caller. A claim finds only rows that are due; every other event needs the row to
-be in process under the caller's fence, so one that comes too late finds no row and changes nothing (I3,
-O56: terminal is sticky).
+The ledger is the only caller. A claim matches only rows that are due; every other event needs the row to be
+processing under the caller's fence, so a late event matches no row and changes nothing (I3, O56: terminal is
+sticky).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from operations.models import Status
 
 
 class Event(StrEnum):
-    """Everything that moves an operation."""
+    """Event that changes an operation's status."""
 
     CLAIM = "claim"
     POSTPONE = "postpone"
@@ -26,7 +26,7 @@ class Event(StrEnum):
 
 @dataclass(frozen=True)
 class Transition:
-    """From any of `sources` to `target`."""
+    """A transition from any of `sources` to `target`."""
 
     sources: frozenset[Status]
     target: Status
@@ -76,12 +76,12 @@ TRANSITIONS: dict[Event, Transition] = {
 
 
 def allowed(event: Event, status: Status) -> bool:
-    """Whether `event` may happen to an operation in `status`."""
+    """Return True if the table allows `event` in `status`."""
     return status in TRANSITIONS[event].sources
 
 
 def after(event: Event, status: str) -> Status:
-    """The status that follows; raises ValueError where the table does not allow `event`."""
+    """Return the next status; raise ValueError if the table does not allow `event`."""
     if not allowed(event, Status(status)):
         raise ValueError(f"{event} cannot happen to an operation that is {status}")
     return TRANSITIONS[event].target

@@ -1,8 +1,8 @@
-"""An operation's part on each of its nodes, and what the parts add up to (O64 to O70).
+"""Targets of an operation, one per node, and the aggregation of their states (O64 to O70).
 
-An operation on several nodes is as far as the mean of its parts: a success counts 100, one that waits
-nothing, and one that failed what it had reached. It never goes back within an attempt, and 100 is for the
-end. The whole state of an operation that is carried out by its parts is `state_of` them.
+The progress of an operation on several nodes is the mean of its targets: a success counts 100, a queued
+target 0, and a failed one its last percentage. It never decreases within an attempt, and reaches 100 only at
+the end. `state_of` derives the complete state of an operation that runs by its targets.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,16 @@ ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR, TargetStatus.CANCELLED, Targe
 NO_NODE = "no eligible node"
 LAST_BEFORE_THE_END = 99.0
 _MOST_BYTES = 2**63 - 1
-"""What a column holds: each worker's figures do, but not always their sum."""
+"""Largest value of a column: each worker's figures fit, their sum may not."""
 
 
 def share(target: OperationTarget) -> float:
-    """How far this part is, in percent."""
+    """Return the progress of this target, in percent."""
     return 100.0 if target.status == TargetStatus.SUCCESS else target.percentage
 
 
 def add_up(operation: Operation, parts: Sequence[OperationTarget]) -> None:
-    """Sets progress, bytes and message of an operation on several nodes from its parts."""
+    """Set progress, bytes and message of an operation on several nodes from its parts."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     reach(operation, sum(map(share, parts)) / len(parts))
@@ -37,7 +37,7 @@ def add_up(operation: Operation, parts: Sequence[OperationTarget]) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """What the parts of an operation say about it."""
+    """State of an operation as derived from its targets."""
 
     status: Status
     message: str
@@ -51,32 +51,32 @@ class State:
 
 
 def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
-    """O16, O18, O21: the state of an operation of this kind that is carried out by these parts.
+    """Return the state of an operation of this kind that runs by these targets (O16, O18, O21).
 
-    Without a part there was no node for it: done if it was to delete something, a failure otherwise.
+    No targets means no eligible node: a deletion is then completed, every other kind failed.
     """
     deletes = kind.endswith("_delete")
     if not parts:
         done = State(Status.COMPLETED, "completed", progress=100)
         return done if deletes else State(Status.FAILED, f"error: {NO_NODE}", NO_NODE)
-    left = [part for part in parts if part.status not in ENDED]
+    unfinished = [part for part in parts if part.status not in ENDED]
     attempts = max(part.attempts for part in parts)
     progress = min(sum(map(share, parts)) / len(parts), LAST_BEFORE_THE_END)
-    if not left:
+    if not unfinished:
         return _end_of(parts, progress, attempts)
-    running = [part for part in left if part.status != TargetStatus.QUEUED]
-    waits = all(part.waits_for_node for part in left)
-    heard = [part.last_progress_at for part in running if part.last_progress_at is not None]
+    running = [part for part in unfinished if part.status != TargetStatus.QUEUED]
+    waits = all(part.waits_for_node for part in unfinished)
+    progress_times = [part.last_progress_at for part in running if part.last_progress_at is not None]
     limits = [part.time_limit_at for part in running if part.time_limit_at is not None]
-    looks = [part.next_look_at for part in left if part.next_look_at is not None]
+    next_looks = [part.next_look_at for part in unfinished if part.next_look_at is not None]
     return State(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
-        left[0].reason if len(parts) == 1 else _count(parts, left),
-        phase=(left[0].phase if len(parts) == 1 else "") if running else QUEUED,
+        unfinished[0].reason if len(parts) == 1 else _count(parts, unfinished),
+        phase=(unfinished[0].phase if len(parts) == 1 else "") if running else QUEUED,
         progress=progress,
-        next_look_at=min(looks, default=None),
+        next_look_at=min(next_looks, default=None),
         attempts=attempts,
-        last_progress_at=max(heard, default=None),
+        last_progress_at=max(progress_times, default=None),
         time_limit_at=max(limits, default=None),
     )
 
@@ -95,37 +95,37 @@ def _end_of(parts: Sequence[OperationTarget], progress: float, attempts: int) ->
 
 
 def held(part: OperationTarget) -> bool:
-    """Whether its wave has not opened for it yet."""
+    """Return True if its wave has not opened for it yet."""
     return part.wave is not None and part.intent_id is None and part.status not in ENDED
 
 
 def waves_in_words(parts: Iterable[OperationTarget]) -> dict[int, str]:
-    """Each wave as people count: the canary is the first."""
+    """Return the display text of each wave, counted from 1: the canary is the first."""
     waves = sorted({part.wave for part in parts if part.wave is not None})
-    return {wave: f"wave {place} of {len(waves)}" for place, wave in enumerate(waves, 1)}
+    return {wave: f"wave {number} of {len(waves)}" for number, wave in enumerate(waves, 1)}
 
 
-def _count(parts: Sequence[OperationTarget], left: Sequence[OperationTarget]) -> str:
-    """How many nodes are done, and what the rest does."""
+def _count(parts: Sequence[OperationTarget], unfinished: Sequence[OperationTarget]) -> str:
+    """Return the text that counts the nodes by outcome, with the current wave and the reason of the wait."""
     done = sum(part.status == TargetStatus.SUCCESS for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     cancelled = sum(part.status == TargetStatus.CANCELLED for part in parts)
-    waiting = sum(part.waits_for_node for part in left)
+    waiting = sum(part.waits_for_node for part in unfinished)
     counts = [f"{done} of {len(parts)} nodes done"]
     counts += [f"{failed} failed"] if failed else []
     counts += [f"{cancelled} cancelled"] if cancelled else []
     counts += [f"{waiting} wait for their node"] if waiting else []
-    said = ", ".join(counts)
-    waves = [part.wave for part in left if part.wave is not None]
+    text = ", ".join(counts)
+    waves = [part.wave for part in unfinished if part.wave is not None]
     if not waves:
-        return said
-    # If all that is left is held, its reason is what the operation waits for.
-    reason = f"; {left[0].reason}" if all(map(held, left)) else ""
-    return f"{waves_in_words(parts)[min(waves)]}: {said}{reason}"
+        return text
+    # If all unfinished targets are held, the operation waits for the reason of the first.
+    reason = f"; {unfinished[0].reason}" if all(map(held, unfinished)) else ""
+    return f"{waves_in_words(parts)[min(waves)]}: {text}{reason}"
 
 
 def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime) -> None:
-    """Brings an operation that is carried out by its parts to their state."""
+    """Set the state of an operation that runs by its targets to the state derived from them."""
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
@@ -141,12 +141,12 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
 
 
 def reach(operation: Operation, percentage: float) -> None:
-    """Moves the progress forward, never back and never to the end."""
+    """Raise the progress to `percentage`; it never decreases, and stays below 100."""
     operation.progress = min(max(percentage, operation.progress), LAST_BEFORE_THE_END)
 
 
 def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
-    """The parts of these operations, in one query."""
+    """Return the targets of these operations by operation id, in one query."""
     parts: dict[UUID, list[OperationTarget]] = {}
     for part in OperationTarget.objects.filter(operation__in=operations):
         parts.setdefault(part.operation_id, []).append(part)
@@ -154,13 +154,13 @@ def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
 
 
 def restart_parts(operations: Iterable[Operation]) -> None:
-    """A new attempt of these operations: parts that have ended stay, the others wait again. Two queries."""
+    """Queue the unfinished targets of these operations for a new attempt; ended ones stay. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:
         return
-    for operation_id, found in of(rows.values()).items():
-        ended = [part for part in found if part.status in ENDED]
-        reach(rows[operation_id], sum(map(share, ended)) / len(found))
+    for operation_id, parts in of(rows.values()).items():
+        ended = [part for part in parts if part.status in ENDED]
+        reach(rows[operation_id], sum(map(share, ended)) / len(parts))
     OperationTarget.objects.filter(operation_id__in=rows).exclude(status__in=ENDED).update(
         status=TargetStatus.QUEUED, percentage=0, phase="", file_name="", current_bytes=0, total_bytes=0
     )

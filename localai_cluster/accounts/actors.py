@@ -1,4 +1,4 @@
-"""Who does something to a node: what events and the `*_by` columns record."""
+"""Actors of changes to nodes, as events and the `*_by` columns record them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from localai_cluster.accounts.principals import STATIC_ADMIN, Principal
 
 
 class ActorKind(StrEnum):
-    """What sort of actor."""
+    """Kind of an actor."""
 
     USER = "user"
     STATIC_KEY = "static_key"
@@ -20,7 +20,7 @@ class ActorKind(StrEnum):
 
 @dataclass(frozen=True)
 class Actor:
-    """One actor; its text is at most 150 characters."""
+    """An actor; its text is at most 150 characters."""
 
     kind: ActorKind
     name: str
@@ -37,17 +37,17 @@ AUTO_APPROVAL = Actor(ActorKind.SYSTEM, "auto-approval")
 
 
 def task(name: str) -> Actor:
-    """A recurring task or reconciler."""
+    """Return the actor of a recurring task or reconciler."""
     return Actor(ActorKind.TASK, name)
 
 
 def command(user: str) -> Actor:
-    """The person who runs a management command on the server: the name of the operating system's user."""
+    """Return the actor of a management command: the user of the operating system who runs it."""
     return Actor(ActorKind.COMMAND, user)
 
 
 def of_principal(principal: Principal) -> Actor:
-    """The person, key or worker behind a request."""
+    """Return the actor of a request: a person, key or worker."""
     if principal == STATIC_ADMIN:
         return STATIC_KEY
     return WORKER if principal.kind == "node" else Actor(ActorKind.USER, principal.name)

@@ -1,4 +1,4 @@
-"""Users' API keys, which are created and revoked here, initial passwords in use, and what people changed."""
+"""Admin pages of users' API keys (create, revoke), of unchanged initial passwords, and of the audit."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from localai_cluster.web.admin import ModelAdmin, Observed
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(ModelAdmin):
-    """Users' keys: the plaintext is shown once, when a key is made."""
+    """Users' keys: the plaintext is shown once, when a key is created."""
 
     list_display = ("name", "prefix", "user", "created_at", "revoked_at")
     list_filter = (("revoked_at", admin.EmptyFieldListFilter),)
@@ -20,16 +20,16 @@ class ApiKeyAdmin(ModelAdmin):
     readonly_fields = ("prefix", "created_at")
 
     def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> tuple[str, ...]:
-        """A key stays its user's."""
+        """Make the user of an existing key read-only."""
         return ("prefix", "created_at") if obj is None else ("user", "prefix", "created_at")
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
-        """Makes the key and shows its plaintext, or stores a revocation."""
+        """Create the key and show its plaintext, or store a revocation."""
         if change:
             super().save_model(request, obj, form, change)
             return
-        made, plain = principals.create_api_key(obj.user, obj.name)
-        obj.pk, obj.prefix, obj.key_hash = made.pk, made.prefix, made.key_hash
+        row, plain = principals.create_api_key(obj.user, obj.name)
+        obj.pk, obj.prefix, obj.key_hash = row.pk, row.prefix, row.key_hash
         self.message_user(request, f"API key, shown only once: {plain}", messages.WARNING)
 
 
@@ -41,17 +41,17 @@ class InitialPasswordAdmin(ModelAdmin):
     list_select_related = ("user",)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Only the cluster adds one, with the password that it generates."""
+        """Return False: only the cluster adds rows, with the passwords that it generates."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:
-        """There is nothing to change."""
+        """Return False: a row has nothing to change."""
         return False
 
 
 @admin.register(AuditEntry)
 class AuditEntryAdmin(Observed):
-    """What people changed: who, what, when, from where."""
+    """Changes by people: actor, change, time and address."""
 
     list_display = ("at", "actor", "kind", "subject", "detail", "address")
     list_filter = ("kind", "actor_kind")

@@ -1,9 +1,8 @@
-"""The admin's site: people come in by the product's own sign-in, whose failures are counted.
+"""The admin site, which uses the product's own sign-in, whose failures are counted.
 
-Django's own site sends visitors whom it does not admit to its sign-in page. Here that page only redirects
-to the right one. The index lists what an administrator works with first; tables that only help to look
-inside the cluster follow under one heading. The module lies outside of `nodes.admin`, whose modules
-register with the site while they are imported.
+Django's site redirects visitors without access to its own sign-in page. Here that page only redirects to the
+product's. The index starts with the tables that administrators use; tables for diagnosis follow under one
+heading. The module is outside of `nodes.admin`, whose modules register with the site at their import.
 """
 
 from functools import wraps
@@ -46,7 +45,7 @@ INTERNAL = frozenset(
         "WebProcess",
     }
 )
-"""Models whose tables are there to look inside the cluster."""
+"""Models whose tables serve the diagnosis of the cluster."""
 
 
 def _rank(app: Any) -> int:
@@ -66,7 +65,7 @@ def _internal_tables(models: list[Any]) -> dict[str, Any]:
 
 @wraps(delete_selected)
 def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-    """Django's, and an entry for each row in the audit: Django sends no signal for several."""
+    """Delete as Django does, and audit each row: Django sends no signal for several rows."""
     name = admin.opts.verbose_name
     rows = [Change("admin.deleted", f"{name} {row}", str(row.pk)) for row in queryset]
     with transaction.atomic():
@@ -77,7 +76,7 @@ def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) 
 
 
 class Site(AdminSite):
-    """For staff who have changed a generated password."""
+    """Admin site for staff who have changed their generated password."""
 
     site_header = site_title = "LocalAI Cluster"
     index_title = "Administration"
@@ -89,11 +88,11 @@ class Site(AdminSite):
         self.add_action(_delete_selected, "delete_selected")
 
     def get_urls(self) -> list[Any]:
-        """Django's, without its way to an object's public page: no object has one, and odd ids break it."""
+        """Return Django's URLs without `view_on_site`: no object has a public page, and odd ids break it."""
         return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
 
     def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """Django's list with names for people; internal tables come last, under a heading of their own."""
+        """Return Django's list with readable names; internal tables come last, under their own heading."""
         apps = super().get_app_list(request, app_label)
         internal: list[Any] = []
         for app in apps:
@@ -105,29 +104,29 @@ class Site(AdminSite):
         return [*groups, _internal_tables(internal)] if internal else groups
 
     def has_permission(self, request: HttpRequest) -> bool:
-        """Whether the visitor may see the admin at all."""
+        """Return True if the visitor may use the admin."""
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Redirects: to sign in, to change a generated password, to the page asked for, or away."""
-        wanted = request.GET.get(REDIRECT_FIELD_NAME, "")
+        """Redirect to the sign-in, the change of a generated password, the requested or the start page."""
+        target = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
-            wanted, {request.get_host()}, require_https=request.is_secure()
+            target, {request.get_host()}, require_https=request.is_secure()
         ):
-            wanted = reverse("admin:index", current_app=self.name)
+            target = reverse("admin:index", current_app=self.name)
         if self.has_permission(request):
-            return HttpResponseRedirect(wanted)
+            return HttpResponseRedirect(target)
         if not request.user.is_authenticated:
-            return _with_next(settings.LOGIN_URL, wanted)
+            return _with_next(settings.LOGIN_URL, target)
         if passwords.must_change(request.user):
-            return _with_next(settings.PASSWORD_URL, wanted)
+            return _with_next(settings.PASSWORD_URL, target)
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Redirects to the page, which limits guesses at the current password."""
+        """Redirect to the page, which limits guesses at the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 
-def _with_next(page: str, wanted: str) -> HttpResponseRedirect:
-    """To a page that leads on to `wanted`, a path of this host."""
-    return HttpResponseRedirect(f"{page}?{urlencode({REDIRECT_FIELD_NAME: wanted})}")
+def _with_next(page: str, target: str) -> HttpResponseRedirect:
+    """Redirect to a page that later redirects to `target`, a path of this host."""
+    return HttpResponseRedirect(f"{page}?{urlencode({REDIRECT_FIELD_NAME: target})}")

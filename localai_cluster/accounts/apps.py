@@ -10,7 +10,7 @@ class AccountsConfig(AppConfig):
     name = "localai_cluster.accounts"
 
     def ready(self) -> None:
-        """Edits in the admin are changes by people."""
+        """Audit the edits in the admin."""
         from django.contrib.admin.models import LogEntry
 
         from localai_cluster.accounts import audit

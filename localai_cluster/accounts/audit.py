@@ -1,9 +1,9 @@
-"""What people changed: who, what, when, from where. `record` is the only writer.
+"""Audit of changes by people: actor, change, time and address. `record` is the only writer.
 
-The code that makes a change calls it in the same transaction, so the two exist together or not at all. Who
-and from where is not passed along: a request to Django or a management command opens a context (`of_request`,
-`at_command_line`), and work outside of one is not a person's: what workers, controllers and requests for
-inference cause leaves no entry.
+The code that makes a change calls `record` in the same transaction, so the two are atomic. Actor and address
+are not parameters: a request to Django or a management command opens a context (`OfRequest`,
+`at_command_line`). Changes outside of a context are not by people: those of workers, controllers and requests
+for inference write no entry.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,12 +41,12 @@ _COLUMNS = (
     "detail",
 )
 
-_where: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
+_source: ContextVar[HttpRequest | Actor | None] = ContextVar("where", default=None)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change: what was done, e.g. `operation.cancelled`, and to what."""
+    """A change: its kind, e.g. `operation.cancelled`, and its subject."""
 
     kind: str
     subject: str
@@ -55,49 +55,49 @@ class Change:
 
 
 class OfRequest:
-    """Middleware: what happens inside a request is its user's."""
+    """Middleware that attributes changes within a request to its user."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
-        """Passes the request on."""
+        """Pass the request on."""
         with _inside(request):
             return self._get_response(request)
 
 
 @contextmanager
 def at_command_line(actor: Actor) -> Iterator[None]:
-    """What happens inside is done by a management command."""
+    """Attribute changes within the block to the management command of `actor`."""
     with _inside(actor):
         yield
 
 
 @contextmanager
-def _inside(where: HttpRequest | Actor) -> Iterator[None]:
-    token = _where.set(where)
+def _inside(source: HttpRequest | Actor) -> Iterator[None]:
+    token = _source.set(source)
     try:
         yield
     finally:
-        _where.reset(token)
+        _source.reset(token)
 
 
-def _who() -> tuple[Actor | None, str]:
-    """The person behind what happens now, and the address; None if it is no person's."""
-    where = _where.get()
-    if where is None or isinstance(where, Actor):
-        return where, ""
-    user: Any = where.user
-    found = user if isinstance(user, Principal) else principals.of_user(user)
-    actor = of_principal(found) if found.is_user else None
-    return actor, client_address(where)
+def _current_actor() -> tuple[Actor | None, str]:
+    """Return the person of the current context, or None, and the address."""
+    source = _source.get()
+    if source is None or isinstance(source, Actor):
+        return source, ""
+    user: Any = source.user
+    principal = user if isinstance(user, Principal) else principals.of_user(user)
+    actor = of_principal(principal) if principal.is_user else None
+    return actor, client_address(source)
 
 
 def record(*changes: Change, at: datetime | None = None) -> None:
-    """Writes the changes, in one statement; the caller's transaction makes them true."""
+    """Write the changes in one statement, in the caller's transaction; do nothing outside of a context."""
     if not changes:
         return
-    actor, address = _who()
+    actor, address = _current_actor()
     if actor is None:
         return
     at, identifier = at or clock.now(), request_id.get()
@@ -118,27 +118,27 @@ def record(*changes: Change, at: datetime | None = None) -> None:
 
 
 def of_admin(sender: type[LogEntry], instance: LogEntry, created: bool, **_: Any) -> None:
-    """Signal: what Django's admin notes of an edit is a change like any other."""
+    """Record an edit in Django's admin; receiver of `LogEntry`'s `post_save`."""
     if created:
         record(edited(instance))
 
 
 def edited(entry: LogEntry) -> Change:
-    """The change that an entry of the admin's own log tells of."""
+    """Return the change that an entry of the admin's own log describes."""
     of = entry.content_type.name if entry.content_type else "row"
-    did = _FLAGS.get(entry.action_flag, "changed")
+    action = _FLAGS.get(entry.action_flag, "changed")
     return Change(
-        f"admin.{did}", f"{of} {entry.object_repr}", str(entry.object_id), entry.get_change_message()
+        f"admin.{action}", f"{of} {entry.object_repr}", str(entry.object_id), entry.get_change_message()
     )
 
 
 def as_dict(entry: AuditEntry) -> dict[str, Any]:
-    """One entry for the wire."""
+    """Return an entry for the wire."""
     return {name: getattr(entry, name) for name in _COLUMNS} | {"at": entry.at.isoformat()}
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes the oldest `limit` entries from before `before`; answers how many."""
+    """Delete the oldest entries before `before`, at most `limit`; return their number."""
     old = AuditEntry.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = AuditEntry.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted

@@ -1,8 +1,8 @@
-"""How people and programs authenticate over REST.
+"""Authentication of people and programs over REST.
 
 `BearerAuthentication` reads the headers, `CookieAuthentication` the browser's session (with CSRF). Both
-yield a `Principal` as `request.user`. Views are open to admins unless they say otherwise. The workers' own
-routes use `nodes/api/worker_auth.py`.
+set a `Principal` as `request.user`. Views are open to admins unless they declare other permissions. The
+workers' routes use `nodes/api/worker_auth.py`.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ CHALLENGE = "Bearer"
 
 
 def principal(request: Request) -> Principal:
-    """Who is calling."""
+    """Return the caller."""
     user: Any = request.user
     return user if isinstance(user, Principal) else ANONYMOUS
 
 
 def client_address(request: HttpRequest | Request) -> str:
-    """Where the request came from, as far as the socket tells; "" if it does not."""
+    """Return the address of the request's connection, "" if the socket has none."""
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
@@ -44,7 +44,7 @@ def _header_of(request: Request) -> Callable[[str], str]:
 
 
 def _of_headers(request: Request) -> Principal | None:
-    """Who the credential in the headers belongs to, in at most one query; None without a credential."""
+    """Return the owner of the credential in the headers, in at most one query; None without a credential."""
     credential = credentials.read(_header_of(request))
     return None if credential is None else credentials.principal_of(credential)
 
@@ -53,21 +53,21 @@ class BearerAuthentication(BaseAuthentication):
     """The static admin key or an API key in `Authorization: Bearer`, `x-api-key`, `xi-api-key`: one query."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal; None without such a header.
+        """Return the principal; None without such a header.
 
-        401 for an unknown credential, 429 after too many of them from one address.
+        Raise 401 for an unknown credential, 429 after too many of them from one address.
         """
-        found = _of_headers(request)
-        if found is None:
+        caller = _of_headers(request)
+        if caller is None:
             return None
-        if not found.is_authenticated:
+        if not caller.is_authenticated:
             if credentials.offered(_header_of(request)):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
-        return found, None
+        return caller, None
 
     def authenticate_header(self, request: Request) -> str:
-        """Makes DRF answer 401, not 403."""
+        """Return the challenge, with which DRF responds 401 instead of 403."""
         return CHALLENGE
 
 
@@ -75,52 +75,52 @@ class CookieAuthentication(SessionAuthentication):
     """The session of a signed-in browser; state-changing requests need the CSRF token."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal of the session's user, None without one.
+        """Return the principal of the session's user, None without one.
 
         Raises PasswordChangeRequired while the password is the generated one.
         """
-        found = super().authenticate(request)
-        if found is None:
+        user_and_auth = super().authenticate(request)
+        if user_and_auth is None:
             return None
-        who = principals.of_session(found[0])
-        if who.kind == "newcomer":
+        owner = principals.of_session(user_and_auth[0])
+        if owner.kind == "newcomer":
             raise passwords.PasswordChangeRequired
-        if not who.is_authenticated:
+        if not owner.is_authenticated:
             return None
-        recent_sessions.add(_session_key(request), who)
-        return who, None
+        recent_sessions.add(_session_key(request), owner)
+        return owner, None
 
     def authenticate_header(self, request: Request) -> str:
-        """Makes DRF answer 401, not 403."""
+        """Return the challenge, with which DRF responds 401 instead of 403."""
         return CHALLENGE
 
 
 class RecentSessions:
-    """Who the sessions of the last minutes belong to, for the one route that answers without the database."""
+    """Owners of the recently used sessions, for the one route that works without the database."""
 
     MAX_AGE, MOST = 900.0, 1000
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Principal, float]] = {}
+        self._owners: dict[str, tuple[Principal, float]] = {}
 
-    def add(self, session_key: str, who: Principal) -> None:
+    def add(self, session_key: str, owner: Principal) -> None:
         """Remember that the session was valid now."""
-        if len(self._known) >= self.MOST:
-            self._known.clear()
-        self._known[principals.hash_secret(session_key)] = (who, clock.monotonic())
+        if len(self._owners) >= self.MOST:
+            self._owners.clear()
+        self._owners[principals.hash_secret(session_key)] = (owner, clock.monotonic())
 
     def find(self, session_key: str) -> Principal | None:
-        """Return whose the session was a few minutes ago, None if it was nobody's."""
-        who, since = self._known.get(principals.hash_secret(session_key), (None, 0.0))
-        return who if clock.monotonic() - since < self.MAX_AGE else None
+        """Return the owner of the session if it was valid a few minutes ago, otherwise None."""
+        owner, since = self._owners.get(principals.hash_secret(session_key), (None, 0.0))
+        return owner if clock.monotonic() - since < self.MAX_AGE else None
 
     def clear(self) -> None:
-        """Forget all: somebody's access has ended."""
-        self._known.clear()
+        """Remove all sessions, because a user's access has ended."""
+        self._owners.clear()
 
 
 recent_sessions = RecentSessions()
-"""Those of this web process."""
+"""The recent sessions of this web process."""
 
 
 def _session_key(request: Request) -> str:
@@ -128,39 +128,39 @@ def _session_key(request: Request) -> str:
 
 
 class RememberingAuthentication(CookieAuthentication):
-    """A session that this process has seen valid in the last minutes counts while the database is away.
+    """Session authentication that works without the database for sessions used in the last minutes.
 
-    For reading what is wrong with the system, nothing else.
+    Only for reading the system's health.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal of the session, None without one; raises as `CookieAuthentication` does."""
+        """Return the principal of the session, None without one; raise as `CookieAuthentication` does."""
         try:
             return super().authenticate(request)
         except (OperationalError, InterfaceError):
-            who = recent_sessions.find(_session_key(request))
-            if who is None or request.method not in SAFE_METHODS:
+            owner = recent_sessions.find(_session_key(request))
+            if owner is None or request.method not in SAFE_METHODS:
                 raise
-            return who, None
+            return owner, None
 
 
 class SignInAuthentication(CookieAuthentication):
-    """For the routes of signing in themselves: a session as it is, and the CSRF token from everyone.
+    """Authentication for the sign-in routes: any session, and the CSRF token from every caller.
 
-    Without that another site could sign a browser in as somebody else, or out.
+    Without the token another site could sign a browser in as another user, or out.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The user of the session, None without one; 403 for a change without the CSRF token."""
+        """Return the user of the session, None without one; raise 403 for a change without the CSRF token."""
         self.enforce_csrf(request)
         user = request._request.user
         return (user, None) if user.is_authenticated and user.is_active else None
 
 
 def person(request: Request) -> Principal:
-    """The user behind a key or a browser's session, without the checks of the route."""
-    found = _of_headers(request)
-    return found if found and found.is_authenticated else principals.of_user(request._request.user)
+    """Return the user of a key or a browser's session, without the checks of the route."""
+    owner = _of_headers(request)
+    return owner if owner and owner.is_authenticated else principals.of_user(request._request.user)
 
 
 class IsAdmin(BasePermission):
@@ -169,7 +169,7 @@ class IsAdmin(BasePermission):
     message = "admin access required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        """Whether the caller is an admin."""
+        """Return True if the caller is an admin."""
         return principal(request).is_admin
 
 
@@ -179,5 +179,5 @@ class IsUser(BasePermission):
     message = "sign-in required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        """Whether the caller is a user."""
+        """Return True if the caller is a user."""
         return principal(request).is_user

@@ -1,9 +1,8 @@
-"""What a credential can be, for REST, websockets and inference alike: none, the static key, a stored key, or
-an unknown one.
+"""Credentials of REST, websockets and inference: none, the static key, a stored key, or an unknown one.
 
-`read` finds the credential in a request's headers and says what it is, without the database. A stored key is
-only a claim until its row confirms it: `principal_of` asks for the row with one query, and the hot path asks
-for it in the statement that picks a replica (`nodes/replicas/statements.py`), by the same condition.
+`read` extracts the credential from a request's headers and classifies it, without the database. A stored key
+is only a claim until its row confirms it: `principal_of` reads the row with one query, and the hot path reads
+it in the statement that picks a replica (`nodes/replicas/statements.py`), by the same condition.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from localai_cluster.accounts.principals import ANONYMOUS, STATIC_ADMIN, Princip
 
 _VALID = {"revoked_at__isnull": True, "user__is_active": True}
 VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
-"""The same condition for the hot path: `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+"""The condition `_VALID` as SQL for the hot path: `k` is a row of `api_keys`, `u` its row of `auth_user`."""
 
 
 class WrongKey(errors.NotAuthenticated):
@@ -28,14 +27,13 @@ class WrongKey(errors.NotAuthenticated):
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A credential in the form of a user's or an agent node's key; only the database knows whether it is
-    one."""
+    """A credential in the form of a user's or an agent node's key; only its row confirms it."""
 
     hash: str
 
 
 def offered(header: Callable[[str], str]) -> str | None:
-    """The credential that a request carries in one of the accepted headers (§0.2), None if it carries none.
+    """Return the credential in one of the accepted headers (§0.2), None if there is none.
 
     `header` returns a header's value, or "" if it is absent.
     """
@@ -45,7 +43,7 @@ def offered(header: Callable[[str], str]) -> str | None:
 
 
 def identify(credential: str) -> Principal | StoredKey:
-    """What this credential is; `ANONYMOUS` if it can be neither the static key nor a stored one."""
+    """Classify this credential; `ANONYMOUS` if it can be neither the static key nor a stored one."""
     if principals.same(credential, conf.cluster().api_key):
         return STATIC_ADMIN
     if credential.startswith((principals.KEY_PREFIX, principals.AGENT_PREFIX)):
@@ -54,13 +52,13 @@ def identify(credential: str) -> Principal | StoredKey:
 
 
 def read(header: Callable[[str], str]) -> Principal | StoredKey | None:
-    """What a request's headers offer; None if they offer nothing."""
+    """Return the classified credential of a request's headers; None if they have none."""
     credential = offered(header)
     return None if credential is None else identify(credential)
 
 
 def principal_of(credential: Principal | StoredKey) -> Principal:
-    """Who offers this credential, in at most one query; `ANONYMOUS` if it is unknown."""
+    """Return the owner of this credential, in at most one query; `ANONYMOUS` if it is unknown."""
     if isinstance(credential, Principal):
         return credential
     key = ApiKey.objects.select_related("user").filter(key_hash=credential.hash, **_VALID).first()

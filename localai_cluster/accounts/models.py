@@ -1,4 +1,4 @@
-"""Users' API keys, users who still have a generated password, and what people changed."""
+"""Models of users' API keys, of unchanged generated passwords, and of the audit."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from localai_cluster import clock
 class ApiKey(models.Model):
     """A user's key for REST and inference.
 
-    Only its SHA-256 is kept, the prefix tells keys apart on a page.
+    Only its SHA-256 is stored; the prefix identifies the key on a page.
     """
 
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="api_keys")
@@ -51,14 +51,14 @@ class AuditEntry(models.Model):
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField()
     kind = models.CharField(max_length=64)
-    """What was done, as `operation.cancelled`: the part before the dot names the sort of thing."""
+    """Kind of the change, such as `operation.cancelled`; before the dot is the kind of its subject."""
     actor_kind = models.CharField(max_length=16)
     actor = models.CharField(max_length=150)
     address = models.CharField(max_length=64, blank=True, default="")
-    """Where the request came from; empty at the command line of the server."""
+    """Address of the client; empty at the command line of the server."""
     request_id = models.CharField(max_length=64, blank=True, default="")
     subject = models.CharField(max_length=255)
-    """What was changed, in words."""
+    """Readable name of the changed object."""
     subject_id = models.CharField(max_length=64, blank=True, default="")
     detail = models.CharField(max_length=255, blank=True, default="")
 

@@ -1,4 +1,4 @@
-"""How people authenticate, for the API document."""
+"""Authentication schemes of people, for the API document."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
     name = "apiKey"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
+        """Return the scheme of `Authorization: Bearer …`."""
         return {"type": "http", "scheme": "bearer", "description": "LOCALAI_API_KEY or a user's key (lac-…)."}
 
 
@@ -25,19 +25,19 @@ class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
     name = "session"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """The session cookie."""
+        """Return the scheme of the session cookie."""
         return {"type": "apiKey", "in": "cookie", "name": "sessionid"}
 
 
 class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The same cookie, good for signing out and for a new password even while nothing else is open."""
+    """The session cookie, which suffices to sign out and to change the password before all other routes."""
 
     target_class = "localai_cluster.accounts.authentication.SignInAuthentication"
     name = "signedIn"
 
 
 class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
-    """The same cookie, good for a few minutes more while the database is away."""
+    """The session cookie, which stays valid for a few minutes while the database is away."""
 
     target_class = "localai_cluster.accounts.authentication.RememberingAuthentication"
     name = "recentSession"

@@ -1,7 +1,7 @@
-"""Passwords of people: the generated one that must be changed first, and how one is changed.
+"""Passwords of people: generated passwords, which must be changed first, and the change of a password.
 
-Whose password was generated has a row (`InitialPassword`). It is read with the user of every session, in the
-same query, and goes with the next password, wherever it is set (`ChosenPassword`).
+A user with a generated password has a row (`InitialPassword`). It is read with the user of every session, in
+the same query, and is deleted when any code sets another password (`ChosenPassword`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,15 @@ class PasswordRefused(errors.InvalidInput):
 
     def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
         self.problems = problems
-        sentences = [sentence for found in problems.values() for sentence in found]
+        sentences = [sentence for broken in problems.values() for sentence in broken]
         super().__init__(" ".join(sentences), field=next(iter(problems)))
 
 
 class SessionBackend(ModelBackend):
-    """Django's own, which reads with a session's user whether the password was generated."""
+    """Django's backend, which reads the `InitialPassword` with a session's user."""
 
     def get_user(self, user_id: Any) -> Any:
-        """The active user with this id, or None."""
+        """Return the active user with this id, or None."""
         user = get_user_model().objects.select_related("initial_password").filter(pk=user_id).first()
         return user if user is not None and self.user_can_authenticate(user) else None
 
@@ -47,14 +47,14 @@ class ChosenPassword:
     """Django's hook for new passwords: a password that a person has set no longer counts as generated."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Accepts every password; the other validators judge it."""
+        """Accept every password; the other validators judge it."""
 
     def get_help_text(self) -> str:
-        """For Django's own forms."""
+        """Return the help text of Django's forms."""
         return "A whole sentence is easier to remember and harder to guess."
 
     def password_changed(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Told by Django after a user with a new password was saved."""
+        """Delete the `InitialPassword`; Django calls this after a user with a new password was saved."""
         if user is not None:
             InitialPassword.objects.filter(user_id=user.pk).delete()
 
@@ -64,19 +64,19 @@ _SENTENCES = {
     "password_too_common": "This password is too common.",
     "password_entirely_numeric": "Use at least one character that is not a digit.",
 }
-"""Django's rules by their codes, each as one sentence; another rule keeps its own words."""
+"""Sentences for Django's password rules, by code; other rules keep their own message."""
 
 
 def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
-    """Whether this signed-in user still has the password that was generated."""
+    """Return True if this signed-in user still has the generated password."""
     return user.pk is not None and hasattr(user, "initial_password")
 
 
 def change(user_id: int, old: str, new: str) -> Any:
-    """Gives a user another password and returns the user.
+    """Change a user's password and return the user.
 
-    Raises PasswordRefused with all that is wrong: `old` is not the current password, `new` is the same or
-    the validators refuse it.
+    Raises PasswordRefused with all broken rules: `old` is not the current password, `new` equals it, or the
+    validators refuse `new`.
     """
     with transaction.atomic():
         user = get_user_model().objects.select_for_update(no_key=True).get(pk=user_id)
@@ -98,10 +98,10 @@ def _broken_rules(old: str, new: str, user: Any) -> list[str]:
     try:
         validate_password(new, user)
     except ValidationError as error:
-        return [_sentence(one) for one in error.error_list]
+        return [_sentence(problem) for problem in error.error_list]
     return []
 
 
 def _sentence(error: ValidationError) -> str:
-    known = _SENTENCES.get(error.code or "")
-    return known.format(**(error.params or {})) if known else " ".join(error.messages)
+    template = _SENTENCES.get(error.code or "")
+    return template.format(**(error.params or {})) if template else " ".join(error.messages)

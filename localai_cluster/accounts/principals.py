@@ -1,9 +1,8 @@
-"""Who is calling: people, keys and the static admin key.
+"""Principals, the callers of requests: people, keys and the static admin key.
 
-No credential is stored. The tables keep SHA-256 fingerprints only, and every comparison takes the same time
-whether it fails at the first byte or at the last. The shared registration token only lets a worker ask for
-admission. `credentials` reads what a request offers; how a node proves itself is in
-`nodes/registry/identity.py`.
+No credential is stored in plaintext. The tables have SHA-256 fingerprints only, and every comparison runs in
+constant time. The shared registration token only lets a worker request admission. `credentials` reads the
+credentials of a request; nodes authenticate in `nodes/registry/identity.py`.
 """
 
 import hashlib
@@ -21,11 +20,11 @@ from localai_cluster.accounts.models import ApiKey
 
 Kind = Literal["anonymous", "user", "admin", "node", "newcomer", "joining"]
 """A newcomer has signed in with a generated password and must change it before anything else. A joining
-machine holds a token to register with, and may fetch what it needs for that."""
+machine has a token to register with, and may fetch the files that joining needs."""
 
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
-"""Of the keys that agent nodes get; the reference's form, because its agents read it (§1.1)."""
+"""Prefix of agent nodes' keys; the reference's form, because its agents parse it (§1.1)."""
 _SHOWN = 12
 
 
@@ -40,17 +39,17 @@ class Principal:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether any credential was accepted."""
+        """True if a credential was accepted."""
         return self.kind != "anonymous"
 
     @property
     def is_admin(self) -> bool:
-        """Whether node and operation routes are open to it."""
+        """True if it may use node and operation routes."""
         return self.kind == "admin"
 
     @property
     def is_user(self) -> bool:
-        """Whether inference and documentation are open to it."""
+        """True if it may use inference and documentation."""
         return self.kind in ("user", "admin")
 
 
@@ -60,22 +59,22 @@ STATIC_ADMIN = Principal("admin", "static-key")
 
 
 def hash_secret(text: str) -> str:
-    """The fingerprint of a secret: SHA-256, hex."""
+    """Return the fingerprint of a secret: SHA-256, hex."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def same(offered: str, expected: str) -> bool:
-    """Constant-time equality of two texts of any length; an empty expectation matches nothing."""
+    """Compare two texts of any length in constant time; an empty `expected` matches nothing."""
     return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
 
 
 def is_registration_token(credential: str) -> bool:
-    """Whether this is the shared token that lets a worker register."""
+    """Return True if this is the shared token that lets a worker register."""
     return same(credential, conf.cluster().registration_token)
 
 
 def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
-    """The principal of a Django user; staff and superusers are admins, an inactive user is anonymous."""
+    """Return a Django user's principal; staff and superusers are admins, an inactive user is anonymous."""
     if user is None or not user.is_authenticated or not user.is_active:
         return ANONYMOUS
     admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)
@@ -83,20 +82,20 @@ def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
 
 
 def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
-    """The principal of a signed-in browser: a newcomer while the password is the generated one."""
-    who = of_user(user)
-    if user is None or not who.is_authenticated or not passwords.must_change(user):
-        return who
-    return replace(who, kind="newcomer")
+    """Return the principal of a signed-in browser: a newcomer while the password is the generated one."""
+    owner = of_user(user)
+    if user is None or not owner.is_authenticated or not passwords.must_change(user):
+        return owner
+    return replace(owner, kind="newcomer")
 
 
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
+    """Create a key for `user`; return the row and the plaintext, which exists nowhere else."""
     return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
 
 
 def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
-    """Makes the key of an agent node: `lai-` and 64 hex digits."""
+    """Create the key of an agent node: `lai-` and 64 hex digits."""
     return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
 
 
@@ -106,6 +105,6 @@ def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
 
 
 def bearer(authorization: str) -> str:
-    """The token of an `Authorization: Bearer …` header value, "" if it is none."""
+    """Return the token of an `Authorization: Bearer …` header value, "" for any other value."""
     scheme, _, token = authorization.strip().partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""

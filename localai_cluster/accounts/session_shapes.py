@@ -1,4 +1,4 @@
-"""JSON shapes of signing in and of what the page asks for first (`contract/http-api.md` §5.4)."""
+"""JSON shapes of the sign-in, and of the page's first requests (`contract/http-api.md` §5.4)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rest_framework import serializers
 from localai_cluster.web.fields import NullIsAbsent, Text
 
 _PASSWORD_LENGTH = 4096
-"""Longer ones are only work for the hasher."""
+"""Longest password in characters; hashing a longer one would only cost time."""
 
 
 def _password() -> Text:
@@ -53,7 +53,7 @@ class LoginSerializer(NullIsAbsent):
     password = _password()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValidationError unless one of the two names says something."""
+        """Raise ValidationError unless one of the two names says something."""
         name = attrs.get("username") or attrs.get("email")
         if not name:
             raise serializers.ValidationError({"username": "must not be empty"})

@@ -1,7 +1,7 @@
-"""Sessions in the database, found only by keys that could be theirs.
+"""Sessions in the database, looked up only by valid keys.
 
-A cookie can carry a NUL character as an escape. PostgreSQL takes no such text, and every route would answer
-500 to it.
+A cookie can contain an escaped NUL character. PostgreSQL refuses such a text, and every route would respond
+with 500.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from django.contrib.sessions.backends.base import VALID_KEY_CHARS
 
 
 class SessionStore(db.SessionStore):
-    """Django's; its name stays, because Django signs sessions with it."""
+    """Django's session store; the class keeps its name, because Django signs sessions with it."""
 
     def _validate_session_key(self, key: Any) -> bool:
-        """Whether Django could have made this key; any other one counts as none."""
+        """Return True if Django can have generated this key; any other key counts as no session."""
         return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Signing in, signing out, changing one's password (`contract/http-api.md` §5.4), with Django's sessions.
+"""Sign-in, sign-out and change of the password (`contract/http-api.md` §5.4), with Django's sessions.
 
-Only people sign in, rows of Django's users; keys and nodes have no session. Errors are flat. Every change
-needs the CSRF token, of an anonymous caller too. A person whose password was generated can do what is here
-and nothing else until it is changed.
+Only people sign in, as Django users; keys and nodes have no session. Errors are flat. Every change needs the
+CSRF token, also of an anonymous caller. A person with a generated password can use only these routes until
+it is changed.
 """
 
 from typing import Any
@@ -183,7 +183,7 @@ class PasswordView(SessionView):
 
 
 def person(user: Any) -> dict[str, Any]:
-    """A user for the wire."""
+    """Return a user for the wire."""
     return {
         "id": str(user.pk),
         "email": user.email,

@@ -1,11 +1,12 @@
-"""Who opens a websocket: the principal of a handshake, and of an open socket as of now.
+"""Authentication of websockets: the principal of a handshake, and the current one of an open socket.
 
-A caller proves itself by the same headers as over REST, or by the session cookie of a signed-in browser. The
-principal goes into the scope, and each consumer decides before it accepts. A session whose generated password
-was not changed is known and may open nothing.
+A caller authenticates by the same headers as over REST, or by the session cookie of a signed-in browser. The
+middleware sets the principal in the scope, and each consumer decides before it accepts. A session whose
+generated password was not changed is recognized and may open no socket.
 
-The database tells whose access may have ended (`ACCESS`, by triggers on users, keys and sessions). The web
-process passes that on to its open sockets, which then find out again; they also do so from time to time.
+The database notifies when a caller's access may have ended (`ACCESS`, by triggers on users, keys and
+sessions). The web process wakes its open sockets, which then read their principal again; they also do so
+periodically.
 """
 
 import hashlib
@@ -30,32 +31,32 @@ class PrincipalMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Finds out who is calling, in at most two queries; counts a wrong key like one over REST."""
-        who = watcher(await principal_of(scope))
-        if not who.is_authenticated and credentials.offered(_header_of(scope)):
+        """Read the principal, in at most two queries; count a wrong key like one over REST."""
+        principal = watcher(await principal_of(scope))
+        if not principal.is_authenticated and credentials.offered(_header_of(scope)):
             await throttle.api_keys().noted(credentials.WrongKey(), wire.client_of(scope))
-        known = {
-            "principal": who,
+        entries = {
+            "principal": principal,
             "principal_again": lambda: principal_again(scope),
-            "known_as": known_as(scope, who),
+            "known_as": known_as(scope, principal),
         }
-        return await self._app({**scope, **known}, receive, send)
+        return await self._app({**scope, **entries}, receive, send)
 
 
-def known_as(scope: Any, who: Principal) -> frozenset[str]:
-    """What the database calls the caller when it tells that an access may have ended."""
+def known_as(scope: Any, principal: Principal) -> frozenset[str]:
+    """Return the names of the caller in the database's notifications of `ACCESS`."""
     key = scope["session"].session_key or ""
     session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
-    return frozenset({f"user {who.user_id}", f"session {session}"})
+    return frozenset({f"user {principal.user_id}", f"session {session}"})
 
 
-def watcher(who: Principal) -> Principal:
-    """The caller as sockets know it: anonymous, until a generated password is changed on the sign-in page."""
-    return ANONYMOUS if who.kind == "newcomer" else who
+def watcher(principal: Principal) -> Principal:
+    """Return the caller for sockets: anonymous until a generated password is changed on the sign-in page."""
+    return ANONYMOUS if principal.kind == "newcomer" else principal
 
 
 async def principal_of(scope: Any) -> Principal:
-    """The caller; a wrong credential is anonymous, even beside a valid session."""
+    """Return the caller; a wrong credential is anonymous, even together with a valid session."""
     credential = credentials.read(_header_of(scope))
     if credential is not None:
         return await database_sync_to_async(credentials.principal_of)(credential)
@@ -68,6 +69,6 @@ def _header_of(scope: Any) -> Callable[[str], str]:
 
 
 async def principal_again(scope: Any) -> Principal:
-    """The caller as of now: the session is read again."""
+    """Return the current caller: the session is read again."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
     return watcher(await principal_of({**scope, "session": session}))

@@ -1,11 +1,11 @@
-"""Figures for Prometheus: what each kind of process counts of itself, in memory.
+"""Prometheus metrics that each process counts in its memory.
 
-Each process answers for itself and is a target of its own. No two of our processes share an address, so a
-scrape always reaches the same counters, and Prometheus adds them up; nothing is written to a disk for that.
-The task cluster forks, but all its results pass one process, which counts and answers for it. What is true of
-the whole cluster is not counted here: web processes read it from the rows (`localai_cluster/row_metrics.py`).
+Each process is a scrape target of its own. No two of our processes share an address, so a scrape always
+reaches the same counters, and Prometheus adds them up; no multiprocess files are needed. The task cluster
+forks, but all its results pass one process, which counts and serves them. Metrics of the whole cluster are
+not counted here: web processes read them from the rows (`localai_cluster/row_metrics.py`).
 
-A figure moves like this: code calls a function of `web`, `controller`, `passes` or `worker` -> a counter in
+The path of a metric: code calls a function of `web`, `controller`, `passes` or `worker` -> a counter in
 memory -> `exposed` has the registry of the process -> `localai_cluster/scraping.py`, or the worker's own HTTP
-server, renders it. Labels have few values: models that are defined, never ids, paths or texts of strangers.
+server, renders it. Labels have few values: names of defined models, never ids, paths or texts of clients.
 """

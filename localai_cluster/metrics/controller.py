@@ -1,4 +1,4 @@
-"""What a controller counts: attempts at work and commands to workers. Its passes are in `passes`."""
+"""Metrics of a controller: attempts at operations and commands to workers. Its passes are in `passes`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,23 +26,23 @@ UNRECORDED = "unrecorded"
 
 @dataclass
 class Told:
-    """What became of an attempt, once that is recorded."""
+    """Outcome of an attempt; `UNRECORDED` until the outcome is written to the database."""
 
     outcome: str = UNRECORDED
 
 
 @contextmanager
 def attempt(kind: str) -> Iterator[Told]:
-    """Counts its block as one attempt, which says its outcome."""
-    began, told = clock.monotonic(), Told()
+    """Count the block as one attempt; the block sets `outcome` of the yielded object."""
+    started_at, result = clock.monotonic(), Told()
     try:
-        yield told
+        yield result
     finally:
-        ATTEMPTS.labels(kind, told.outcome).inc()
-        ATTEMPT_SECONDS.labels(kind).observe(clock.monotonic() - began)
+        ATTEMPTS.labels(kind, result.outcome).inc()
+        ATTEMPT_SECONDS.labels(kind).observe(clock.monotonic() - started_at)
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """One question to a worker has been answered, or not."""
+    """Count one command to a worker, with or without a reply."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)

@@ -1,6 +1,6 @@
-"""Which process has which figures, and their text.
+"""The metrics of each kind of process, and their text format.
 
-Every process also says what it is, and what the system knows of it (`process_…`: processor, memory, files).
+Every process also exposes its build and its resource usage (`process_…`: processor, memory, files).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +23,11 @@ FIGURES: Mapping[str, tuple[MetricWrapperBase, ...]] = {
     "tasks": passes.FIGURES,
     "worker": worker.FIGURES,
 }
-"""By process."""
+"""Metrics by kind of process."""
 
 
 class Build(Collector):
-    """What this process is."""
+    """Collector of `build_info`: kind and version of this process."""
 
     NAME = PREFIX + "build_info"
     MEANING = "Always 1: which process this is, and of which version."
@@ -37,7 +37,7 @@ class Build(Collector):
         self._process = process
 
     def collect(self) -> Iterable[Metric]:
-        """One sample."""
+        """Return the one sample."""
         family = GaugeMetricFamily(self.NAME, self.MEANING, labels=self.LABELS)
         family.add_metric([self._process, __version__], 1)
         return [family]
@@ -45,13 +45,13 @@ class Build(Collector):
 
 @cache
 def registry(process: str) -> CollectorRegistry:
-    """The figures of a process of this kind."""
-    made = CollectorRegistry()
-    made.register(Build(process))
-    ProcessCollector(registry=made)
+    """Return the registry with the metrics of a process of this kind."""
+    metrics_registry = CollectorRegistry()
+    metrics_registry.register(Build(process))
+    ProcessCollector(registry=metrics_registry)
     for figure in FIGURES[process]:
-        made.register(figure)
-    return made
+        metrics_registry.register(figure)
+    return metrics_registry
 
 
 class _Families(Collector):
@@ -59,10 +59,10 @@ class _Families(Collector):
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """What there is."""
+        """Return the families."""
         return self._families
 
 
-def text(process: str, more: Sequence[Metric] = ()) -> bytes:
-    """All figures of a process, and `more`, as Prometheus reads them."""
-    return generate_latest(registry(process)) + generate_latest(_Families(more))
+def text(process: str, additional: Sequence[Metric] = ()) -> bytes:
+    """Return all metrics of a process, and `additional` ones, in Prometheus' text format."""
+    return generate_latest(registry(process)) + generate_latest(_Families(additional))

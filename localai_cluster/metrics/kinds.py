@@ -1,6 +1,6 @@
-"""How a figure is made: one prefix for all names, base units, and buckets from a millisecond to minutes.
+"""Factories of metrics: one prefix for all names, base units, and buckets from a millisecond to minutes.
 
-A figure belongs to no registry here: `exposed` says which processes have it.
+A metric is created without a registry: `exposed` registers it with the processes that have it.
 """
 
 # One function of the library carries no types.
@@ -12,22 +12,22 @@ PREFIX = "localai_cluster_"
 REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Seconds: from a warm answer to a cold load and the limit of a request."""
 WORK = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
-"""Seconds: from one look at the rows to an install of many gigabytes."""
+"""Seconds: from one query to an install of many gigabytes."""
 
-# Beside each counter the library would send the time at which it began; `process_start_time_seconds` says it.
+# Otherwise the library adds the creation time of each counter; `process_start_time_seconds` is sufficient.
 disable_created_metrics()
 
 
 def counter(name: str, meaning: str, *labels: str) -> Counter:
-    """What only grows."""
+    """Return a counter without a registry."""
     return Counter(PREFIX + name, meaning, labels, registry=None)
 
 
 def gauge(name: str, meaning: str, *labels: str) -> Gauge:
-    """What is so now."""
+    """Return a gauge without a registry."""
     return Gauge(PREFIX + name, meaning, labels, registry=None)
 
 
 def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
-    """How long something took."""
+    """Return a histogram of durations, without a registry."""
     return Histogram(PREFIX + name, meaning, labels, buckets=buckets, registry=None)

@@ -1,4 +1,4 @@
-"""Passes that run again and again: those of controllers, and the schedules that the task cluster runs."""
+"""Metrics of recurring passes: those of controllers, and the schedules that the task cluster runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ FIGURES = (PASSES, PASS_SECONDS)
 
 
 def ended(name: str, took: float, *, ok: bool) -> None:
-    """One pass has ended."""
+    """Count one pass that has ended."""
     PASSES.labels(name, "ok" if ok else "failed").inc()
     PASS_SECONDS.labels(name).observe(took)
 
 
 @contextmanager
 def counted(name: str) -> Iterator[None]:
-    """Counts its block as one pass; what raises has failed."""
-    began, ok = clock.monotonic(), False
+    """Count the block as one pass; it has failed if it raises."""
+    started_at, ok = clock.monotonic(), False
     try:
         yield
         ok = True
     finally:
-        ended(name, clock.monotonic() - began, ok=ok)
+        ended(name, clock.monotonic() - started_at, ok=ok)

@@ -1,7 +1,7 @@
-"""What a web process counts: requests, picks, heartbeats.
+"""Metrics of a web process: requests, picks, heartbeats.
 
-A warm request passes three of these functions, some five microseconds in all: the library would look the
-samples of a figure up by their labels under a lock, so they are kept.
+A warm request calls three of these functions, about five microseconds in all: the library would look up a
+metric's samples by their labels under a lock, so they are cached.
 """
 
 from functools import cache
@@ -123,14 +123,14 @@ _SURFACES = {
     "readyz": "probes",
     "metrics": "probes",
 }
-"""By the first part of a path; what has none of them is `other`."""
+"""Surface of the server by the first segment of a path; any other segment is `other`."""
 _OLLAMA = frozenset(
     f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")
 )
 
 
 def surface(path: str) -> str:
-    """The part of the server that a path belongs to."""
+    """Return the surface of the server that a path belongs to."""
     if path.startswith("/api/node/"):
         return "workers"
     if path in _OLLAMA:
@@ -156,14 +156,14 @@ _prefix_blocks = cache(PREFIX_BLOCKS.labels)
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
-    """One HTTP request has ended."""
+    """Count one HTTP request that has ended."""
     requests, durations = _of_surface(surface(path), status)
     requests.inc()
     durations.observe(took)
 
 
 def inference_ended(model: str, status: int | str, took: float) -> None:
-    """One request for inference has ended."""
+    """Count one request for inference that has ended."""
     requests, durations = _of_model(model, status)
     requests.inc()
     if status == 200:
@@ -171,24 +171,24 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
 
 
 def first_token(model: str, took: float) -> None:
-    """The first piece of an answer has come from an engine."""
+    """Observe the time to the first chunk of an engine's response."""
     _first_of_model(model).observe(took)
 
 
 def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
-    """One answer is whole."""
+    """Count the tokens of one complete response."""
     for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
         _tokens_of_model(model, kind).inc(count)
 
 
 def pick_ended(outcome: str, took: float) -> None:
-    """One pick has ended."""
+    """Count one pick that has ended."""
     _of_outcome(outcome).inc()
     PICK_SECONDS.observe(took)
 
 
 def prefix_picked(model: str, remembered: bool, kept_away: bool, blocks: int, share: float) -> None:
-    """One pick went by the prefix: of so many blocks the replica had this share."""
+    """Count one pick by prefix: `share` is the fraction of `blocks` that the replica had cached."""
     _prefix_outcome(model, "kept_away" if kept_away else "hit" if remembered else "miss").inc()
     _prefix_blocks(model, "asked").inc(blocks)
     _prefix_blocks(model, "hit").inc(round(blocks * share))

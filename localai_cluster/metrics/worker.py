@@ -1,4 +1,4 @@
-"""What a worker counts: heartbeats, commands, engines."""
+"""Metrics of a worker: heartbeats, commands, engines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,18 +38,18 @@ FIGURES = (
 
 
 def command_ended(command: str, outcome: str, took: float) -> None:
-    """One command has ended."""
+    """Count one command that has ended."""
     COMMANDS.labels(command, outcome).inc()
     COMMAND_SECONDS.labels(command).observe(took)
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Counts its block as the start of one engine."""
-    began, outcome = clock.monotonic(), "failed"
+    """Count the block as the start of one engine."""
+    started_at, outcome = clock.monotonic(), "failed"
     try:
         yield
         outcome = "ok"
-        START_SECONDS.observe(clock.monotonic() - began)
+        START_SECONDS.observe(clock.monotonic() - started_at)
     finally:
         STARTS.labels(outcome).inc()

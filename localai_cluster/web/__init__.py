@@ -1,1 +1,1 @@
-"""What HTTP, sockets and the API document have in common, without a table of their own."""
+"""Shared code of HTTP, websockets and the API document; it has no tables."""

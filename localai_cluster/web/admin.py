@@ -16,12 +16,12 @@ else:
 
 
 class ModelAdmin(_ModelAdmin):
-    """Django's, which fails on selected ids that cannot be."""
+    """Django's model admin, with a 400 for invalid ids in an action, on which Django's fails."""
 
     def response_action(
         self, request: HttpRequest, queryset: QuerySet[Any], *more: Any, **named: Any
     ) -> HttpResponse | None:
-        """Raises BadRequest for such an id."""
+        """Raise BadRequest if a selected id is invalid."""
         try:
             for id in request.POST.getlist(ACTION_CHECKBOX_NAME):
                 self.opts.pk.run_validators(self.opts.pk.to_python(id))
@@ -34,13 +34,13 @@ class Observed(ModelAdmin):
     """Rows that the cluster writes: read-only in the admin."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Never by hand."""
+        """Return False: only the cluster writes rows."""
         return False

@@ -1,8 +1,8 @@
 """Request bodies on raw routes: read in two steps, under one memory limit per process.
 
-A stranger's body is not read beyond `FIRST_PART` bytes: by then the route knows the caller. What the bodies
-of a process hold together while they arrive is limited by a `Budget`; the first part of a body is always
-admitted, so that callers without a key cannot use up what others need.
+An unauthenticated caller's body is read up to `FIRST_PART` bytes only. A `Budget` limits the memory of all
+bodies of a process while they arrive; the first part of a body is always admitted, so that callers without a
+key cannot exhaust the budget of others.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _MOST_DISCARDED = 16 * 1024 * 1024
 
 
 def too_many() -> Unavailable:
-    """Return the refusal of a body that arrives when others hold too much."""
+    """Return the error for a body that arrives while the budget is exceeded."""
     return Unavailable("too many request bodies are arriving at once; try again", retry_after=1)
 
 
@@ -33,7 +33,7 @@ class Budget:
 
     @property
     def is_half_used(self) -> bool:
-        """Return True if strangers should no longer have any part of their bodies read first."""
+        """Return True if unauthenticated bodies should no longer be read before the caller is confirmed."""
         return self.held * 2 >= self.limit
 
     def take(self, size: int) -> None:
@@ -100,7 +100,7 @@ class Body:
         return size
 
     async def read_first_part(self) -> None:
-        """Read until the end or until `FIRST_PART` bytes are there, nothing of a body declared as longer."""
+        """Read to the end or to `FIRST_PART` bytes; read nothing of a body that is declared as longer."""
         declared = self.declared_size()
         if declared is not None and declared > FIRST_PART:
             return
@@ -140,17 +140,18 @@ class Body:
         return declared is None or declared > FIRST_PART
 
     async def answer(self, send: wire.Send, answer: wire.Answer) -> None:
-        """Send an answer, and close the connection if much of the body is unread: a refusal then.
+        """Send a response; if much of the body is unread, which means an error, close the connection.
 
-        Many clients read no answer before they have sent all: so what still comes is dropped for a moment,
-        with the answer already sent. A client over its limit of failures (429) is not waited for.
+        Many clients read no response before they have sent the complete body: so the remaining body is
+        discarded for a few seconds after the response. For a client over its limit of failures (429) the
+        connection is closed at once.
         """
         if not self.is_long:
             await wire.send_answer(send, answer)
             return
         headers = (*answer.headers, (b"connection", b"close"))
-        whole = wire.Answer(answer.body, answer.status, headers, answer.kind)
-        await wire.send_answer(send, whole, more=answer.status != 429)
+        closing_answer = wire.Answer(answer.body, answer.status, headers, answer.kind)
+        await wire.send_answer(send, closing_answer, more=answer.status != 429)
         if answer.status != 429:
             with suppress(TimeoutError, wire.Disconnected):
                 async with asyncio.timeout(_DISCARD_SECONDS):

@@ -1,8 +1,8 @@
 """Errors on the wire: the reference's envelopes (`contract/http-api.md` §0.4), chosen by the view.
 
-A view says `envelope = "flat"` for `{"error": "…"}`; otherwise errors are nested, `{"error": {code, message,
-type}}`, with the view's `error_type` (`node_error` on node routes). A caller who is refused (401, 403) always
-gets the nested one, except a worker whose token or secret is wrong (`flat_auth`). Every refusal is JSON.
+A view with `envelope = "flat"` gets `{"error": "…"}`; otherwise errors are nested, `{"error": {code, message,
+type}}`, with the view's `error_type` (`node_error` on node routes). 401 and 403 are always nested, except for
+a worker whose token or secret is wrong (`flat_auth`). Every error response is JSON.
 """
 
 import logging
@@ -26,22 +26,22 @@ Body = dict[str, Any]
 
 
 def nested(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
-    """The nested envelope; it names the field that is wrong or has moved, if one has."""
+    """Return the nested envelope, with the field that is wrong or has moved, if any."""
     return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
 
 
 def flat(message: str, field: str | None = None) -> Body:
-    """The flat envelope; it names the field of the body that is wrong, if one is."""
+    """Return the flat envelope, with the wrong field of the body, if any."""
     return {"error": message} | ({"field": field} if field else {})
 
 
 def flat_refusal(error: errors.ClusterError) -> Body:
-    """The 401 of a worker, which says whether it is to replace its secret."""
+    """Return the 401 of a worker; `rotate` makes the worker replace its secret."""
     return flat(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
 
 
 def field_message(detail: Any, path: str = "") -> str:
-    """The first complaint of a DRF validation error, led by the field it is about."""
+    """Return the first message of a DRF validation error, prefixed with the path of its field."""
     if isinstance(detail, Mapping):
         key, value = next(iter(detail.items()))
         inner = path if key == "non_field_errors" else f"{path}.{key}" if path else str(key)
@@ -52,27 +52,27 @@ def field_message(detail: Any, path: str = "") -> str:
 
 
 def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
-    """DRF's hook: turns what a view raised into its envelope; None lets Django answer 500."""
+    """Convert a view's exception to its envelope (DRF's hook); None makes Django respond with 500."""
     error = translated(exc)
     if error is None:
         return None
     set_rollback()
     view = context.get("view")
-    answer = Response(body_of(error, view), status=error.status, headers=refusal_headers(error))
+    response = Response(body_of(error, view), status=error.status, headers=refusal_headers(error))
     if error.status == 429 or (error.status == 401 and getattr(view, "flat_auth", False)):
-        # Django's own line for every refusal would be one for every guess; `throttle` logs one a minute.
-        setattr(answer, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
-    return answer
+        # Django would log a line for every guess; `throttle` logs one a minute.
+        setattr(response, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
+    return response
 
 
 def translated(exc: Exception) -> errors.ClusterError | None:
-    """What went wrong as the wire tells it; None for an unexpected error."""
+    """Return the exception as a ClusterError; None for an unexpected error."""
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
         return _of_framework(exc)
     if isinstance(exc, IntegrityError):
-        # Two callers wrote what only one may; the verbs foresee what is known, this is what is not.
+        # Two callers wrote rows that exclude each other, in a case that the code does not handle.
         log.exception("a constraint refused a write")
         return errors.Conflict("changed by another request at the same time; try again")
     if outage.is_disk_full(exc):
@@ -82,7 +82,7 @@ def translated(exc: Exception) -> errors.ClusterError | None:
 
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
     if isinstance(exc, exceptions.ValidationError):
-        # A key of the body may be in it, and what no text can hold cannot be sent back.
+        # It may quote a key of the body, whose unprintable characters cannot be sent back.
         return errors.InvalidInput(names.plain(field_message(exc.detail)), field=_field(exc.detail))
     if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
         return errors.InvalidInput(MALFORMED)
@@ -100,7 +100,7 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
 
 
 def _field(detail: Any) -> str | None:
-    """The field of the body that `field_message` speaks of; None if it is about the whole."""
+    """Return the field of `field_message`; None if the error is about the whole body."""
     key = next(iter(detail), None) if isinstance(detail, Mapping) else None
     return None if key in (None, "non_field_errors") else names.plain(str(key))
 
@@ -112,7 +112,7 @@ def _with_status(status: int, message: str) -> errors.ClusterError:
 
 
 def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
-    """What a refusal says beside its body: how to authenticate, when to come back."""
+    """Return the headers of an error response: the authentication scheme, or the time of a retry."""
     if error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
     if (seconds := getattr(error, "retry_after", None)) is not None:
@@ -121,39 +121,41 @@ def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
 
 
 def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
-    """The nested envelope of an error."""
+    """Return the nested envelope of an error."""
     return nested(error.status, error.message, kind)
 
 
 def body_of(error: errors.ClusterError, view: Any) -> Body:
-    """The body of a refusal in the envelope that the view has chosen."""
-    refused = error.status in (401, 403)
+    """Return the body of an error in the envelope that the view has chosen."""
+    is_auth_error = error.status in (401, 403)
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)
-    if refused and not getattr(view, "flat_auth", False):
-        # A page has to tell this refusal from others of its status: its code is a word (§0.4).
+    if is_auth_error and not getattr(view, "flat_auth", False):
+        # A page must distinguish this error from others with the same status: its code is a word (§0.4).
         code = error.code if error.code_on_wire else error.status
         return nested(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
-        return flat(error.message, error.field) | {key: error.data[key] for key in _TOLD if key in error.data}
+        return flat(error.message, error.field) | {
+            key: error.data[key] for key in _FLAT_KEYS if key in error.data
+        }
     return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
 
 
-_TOLD = ("code", "meta_alternative", "last_replicas")
-"""What a refusal in the flat envelope says beside its message, if the error has it."""
+_FLAT_KEYS = ("code", "meta_alternative", "last_replicas")
+"""Keys of an error's data that the flat envelope includes."""
 _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
 
 
 def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:
-    """Django's handler404."""
+    """Return the 404 of Django's `handler404`."""
     return JsonResponse(nested(404, "resource not found"), status=404)
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> JsonResponse:
-    """Django's handler400."""
+    """Return the 400 of Django's `handler400`."""
     return JsonResponse(nested(400, "bad request"), status=400)
 
 
 def server_error(request: HttpRequest) -> JsonResponse:
-    """Django's handler500: says nothing about the cause; the log has it under the request id."""
+    """Return the 500 of Django's `handler500`; the log has the cause under the request id."""
     return JsonResponse(nested(500, "internal error"), status=500)

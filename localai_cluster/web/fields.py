@@ -12,7 +12,7 @@ class Strict:
     complaint: str
 
     def to_internal_value(self, data: Any) -> Any:
-        """The value itself, if it has the right JSON type."""
+        """Return the value if it has the right JSON type."""
         if not isinstance(data, self.accepts) or isinstance(data, bool):
             raise serializers.ValidationError(self.complaint)
         return super().to_internal_value(data)  # type: ignore[misc]
@@ -42,7 +42,7 @@ class Number(Strict, serializers.FloatField):
     complaint = "must be a number"
 
     def to_internal_value(self, data: Any) -> Any:
-        """The number, if a float can be that large."""
+        """Return the number if it fits in a float."""
         try:
             return super().to_internal_value(data)
         except OverflowError:
@@ -56,7 +56,7 @@ class Flag(Strict, serializers.BooleanField):
     complaint = "must be true or false"
 
     def to_internal_value(self, data: Any) -> bool:
-        """The value itself."""
+        """Return the value if it is a boolean."""
         if not isinstance(data, bool):
             raise serializers.ValidationError(self.complaint)
         return data
@@ -66,7 +66,7 @@ class NullIsAbsent(serializers.Serializer[Any]):
     """JSON null means the same as leaving the field out."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """The fields that were given."""
+        """Return the fields that are not null."""
         values: dict[str, Any] = super().to_internal_value(data)
         return {name: value for name, value in values.items() if value is not None}
 
@@ -76,7 +76,7 @@ class Described:
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema as it should read."""
+        """Return the corrected schema."""
         raise NotImplementedError
 
 

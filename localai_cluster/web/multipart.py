@@ -1,6 +1,6 @@
-"""Forms with files, as raw routes read them: the body goes to a file while it arrives, Django takes it apart.
+"""Forms with files on raw routes: the body is spooled to a file while it arrives; Django parses it.
 
-All files here have no name on disk, so nothing is left of them whatever ends the process.
+All files here are unlinked, so none remains on the disk when the process ends for any reason.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from localai_cluster.web.wire import Receive
 
 KIND = "multipart/form-data"
 PIECE = 1024 * 1024
-"""Bytes that are written to the file at a time."""
+"""Bytes of one write to the file."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file of a form. `name` is what the client calls it."""
+    """A file of a form. `name` is the client's file name."""
 
     name: str
     size: int
@@ -40,30 +40,30 @@ class Form:
     files: Mapping[str, Upload] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Forgets the files."""
+        """Close the files."""
         for upload in self.files.values():
             upload.file.close()
 
 
 async def read(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
-    """The form in a request's body; `kind` is its content type.
+    """Return the form in a request's body; `kind` is its content type.
 
-    Raises `too_large` above `limit` bytes, InvalidInput for anything that is no such form, Unavailable when
-    the disk is full, Disconnected when the client left before its end.
+    Raises `too_large` above `limit` bytes, InvalidInput if the body is not such a form, Unavailable when the
+    disk is full, Disconnected when the client disconnects before the end.
     """
     if kind.partition(";")[0].strip().lower() != KIND:
         raise InvalidInput(f"the body must be {KIND}")
     try:
         with tempfile.TemporaryFile() as body:
             size = await _spool(receive, body, limit, too_large)
-            return await asyncio.to_thread(_parsed, body, kind, size)
+            return await asyncio.to_thread(_parse, body, kind, size)
     except OSError as error:
         raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
 
 
 async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
-    waiting, size, more = bytearray(), 0, True
-    while more:
+    buffer, size, has_more = bytearray(), 0, True
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise wire.Disconnected
@@ -71,11 +71,11 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
         size += len(part)
         if size > limit:
             raise too_large
-        waiting += part
-        more = message.get("more_body", False)
-        if len(waiting) >= PIECE or not more:
-            await asyncio.to_thread(body.write, bytes(waiting))
-            waiting.clear()
+        buffer += part
+        has_more = message.get("more_body", False)
+        if len(buffer) >= PIECE or not has_more:
+            await asyncio.to_thread(body.write, bytes(buffer))
+            buffer.clear()
     return size
 
 
@@ -83,43 +83,43 @@ class _Unnamed(FileUploadHandler):
     """Keeps files without a name on disk."""
 
     def new_file(self, *arguments: Any, **named: Any) -> None:
-        """Begins one."""
+        """Open an unlinked file."""
         super().new_file(*arguments, **named)
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 the form closes it
 
     def receive_data_chunk(self, raw_data: bytes, start: int) -> None:
-        """A piece of it."""
+        """Write a chunk to the file."""
         self.file.write(raw_data)
 
     def file_complete(self, file_size: int) -> "UploadedFile[Any]":
-        """All of it."""
+        """Return the complete file."""
         self.file.seek(0)
         return UploadedFile(self.file, name=self.file_name, size=file_size)
 
 
-def _parsed(body: IO[bytes], kind: str, size: int) -> Form:
+def _parse(body: IO[bytes], kind: str, size: int) -> Form:
     body.seek(0)
-    # Latin-1 reads anything; `_text` says what is not UTF-8, which Django would replace.
-    about = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
+    # Latin-1 decodes any bytes; `_text` then refuses invalid UTF-8, which Django would replace.
+    meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
     try:
-        fields, files = MultiPartParser(about, cast(Any, body), [_Unnamed()], "latin-1").parse()
+        fields, files = MultiPartParser(meta, cast(Any, body), [_Unnamed()], "latin-1").parse()
     except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
         raise InvalidInput(f"the body is not a form that can be read: {error}") from error
-    made = Form(files={_text(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
+    form = Form(files={_text(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
     try:
         texts = {
             _text(name, "name of a field"): [_text(value, name) for value in fields.getlist(name)]
             for name in fields
         }
     except InvalidInput:
-        made.close()
+        form.close()
         raise
-    return Form(texts, made.files)
+    return Form(texts, form.files)
 
 
-def _upload(told: "UploadedFile[Any]") -> Upload:
-    assert told.file is not None
-    return Upload(told.name or "", told.size or 0, told.file)
+def _upload(uploaded: "UploadedFile[Any]") -> Upload:
+    assert uploaded.file is not None
+    return Upload(uploaded.name or "", uploaded.size or 0, uploaded.file)
 
 
 def _text(raw: str, field: str) -> str:

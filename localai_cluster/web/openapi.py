@@ -1,6 +1,6 @@
-"""The base of the OpenAPI document: refusals, media types, and what a serializer says beyond its fields.
+"""Building blocks of the OpenAPI document: error responses, media types, corrections by serializers.
 
-Every room describes its own routes with this; `localai_cluster/api_document.py` puts them together.
+Every package describes its own routes with them; `localai_cluster/api_document.py` merges the result.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _MEANINGS = {
     503: "Not possible right now; Retry-After says when to come back.",
     504: "The node's worker has not answered in time.",
 }
-_SAID = {
+_EXAMPLES = {
     400: ("invalid request body", "node_error"),
     401: ("invalid API key", "invalid_request_error"),
     403: ("admin access required", "authorization_error"),
@@ -72,7 +72,7 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """Responses in the nested envelope, and the 503 of a database that does not answer."""
+    """Return error responses in the nested envelope, and the 503 of a database that is away."""
     return {
         status: OpenApiResponse(RefusalSerializer, _MEANINGS[status], [_refusal(status)])
         for status in (*statuses, 503)
@@ -80,74 +80,76 @@ def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
 
 
 def flat_refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    """The same in the flat envelope; who may not ask at all gets the nested one on every route."""
+    """Return error responses in the flat envelope; 401 and 403 are nested on every route."""
     flat = {status: OpenApiResponse(FlatRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
     return {**refusals(401, 403), **flat}
 
 
 def _refusal(status: int) -> OpenApiExample:
-    message, kind = _SAID[status]
+    message, kind = _EXAMPLES[status]
     body = {"error": {"code": status, "message": message, "type": kind}}
     return OpenApiExample(f"refused {status}", body, response_only=True, status_codes=[str(status)])
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Lets a serializer say what its fields alone do not: presence, and limits that a view checks."""
+    """Lets a serializer correct its schema: presence of fields, and limits that a view checks."""
 
     target_class = "localai_cluster.web.fields.Described"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
-        """The schema made from the fields, corrected by the serializer itself."""
+        """Return the schema of the fields, corrected by the serializer."""
         schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         described: Operation = self.target.described(schema)
         return described
 
 
 def json_body(schema: Operation, example: Any = None) -> Operation:
-    """A JSON media type with an optional example."""
+    """Return a JSON media type with an optional example."""
     return {"application/json": {"schema": schema} | ({"example": example} if example is not None else {})}
 
 
 def schema_of(body: type[msgspec.Struct]) -> Operation:
-    """The schema of a raw route's body, in the dialect of OpenAPI 3.0; what it consists of stands inside."""
+    """Return the schema of a raw route's body, in the dialect of OpenAPI 3.0, with its components inlined."""
     _, components = msgspec.json.schema_components([body])
-    made: Operation = _in_3_0(components[body.__name__], components)
-    made.pop("title", None)
-    return made
+    schema: Operation = _in_3_0(components[body.__name__], components)
+    schema.pop("title", None)
+    return schema
 
 
-def _in_3_0(schema: Operation, known: Mapping[str, Operation]) -> Operation:
-    """A part of a schema, what it refers to written out; null is no type and says nothing as a default."""
+def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
+    """Return a part of a schema with its references inlined; null is neither a type nor a default."""
     if "$ref" in schema:
-        inner = known[schema["$ref"].rpartition("/")[2]]
-        return _in_3_0({name: value for name, value in inner.items() if name != "title"}, known)
-    kept = _written_out(schema, known)
+        inner = components[schema["$ref"].rpartition("/")[2]]
+        return _in_3_0({name: value for name, value in inner.items() if name != "title"}, components)
+    base = _without_alternatives(schema, components)
     if "anyOf" not in schema:
-        return kept
-    kinds = [_in_3_0(kind, known) for kind in schema["anyOf"] if kind != _NULL]
+        return base
+    kinds = [_in_3_0(kind, components) for kind in schema["anyOf"] if kind != _NULL]
     nullable = {"nullable": True} if _NULL in schema["anyOf"] else {}
     if len(kinds) > 1:
-        return {**nullable, **kept, "oneOf": kinds}
+        return {**nullable, **base, "oneOf": kinds}
     kind = {**kinds[0], **nullable}
     if nullable and "enum" in kind:
         kind["enum"] = [*kind["enum"], None]
-    return {**kind, **kept}
+    return {**kind, **base}
 
 
-def _written_out(schema: Operation, known: Mapping[str, Operation]) -> Operation:
-    """What a part says of itself, without its alternatives."""
-    kept = {name: value for name, value in schema.items() if name not in ("anyOf", "discriminator")}
-    if kept.get("default", ...) is None:
-        del kept["default"]
-    if kept.get("required") == []:
-        del kept["required"]
+def _without_alternatives(schema: Operation, components: Mapping[str, Operation]) -> Operation:
+    """Return a part of a schema without its alternatives."""
+    result = {name: value for name, value in schema.items() if name not in ("anyOf", "discriminator")}
+    if result.get("default", ...) is None:
+        del result["default"]
+    if result.get("required") == []:
+        del result["required"]
     for name in ("items", "additionalProperties"):
-        if isinstance(kept.get(name), dict):
-            kept[name] = _in_3_0(kept[name], known)
-    if "properties" in kept:
-        kept["properties"] = {name: _in_3_0(value, known) for name, value in kept["properties"].items()}
-    return {"type": "string", **kept} if "enum" in kept else kept
+        if isinstance(result.get(name), dict):
+            result[name] = _in_3_0(result[name], components)
+    if "properties" in result:
+        result["properties"] = {
+            name: _in_3_0(value, components) for name, value in result["properties"].items()
+        }
+    return {"type": "string", **result} if "enum" in result else result
 
 
 _NULL = {"type": "null"}

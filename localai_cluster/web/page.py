@@ -1,7 +1,7 @@
-"""The page: one document for every path that a person can open; what it shows it asks for itself.
+"""The page: one document for every path that a person can open; it loads its data through the API.
 
-It holds no data and is the same for everyone, so it needs no session. Its policy lets it load what this host
-serves and nothing else; styles that the page makes while it runs carry the nonce of its own response.
+It holds no data and is equal for all users, so it needs no session. Its policy allows only files of this
+host; styles that the page creates at run time carry the nonce of its response.
 """
 
 import secrets
@@ -24,10 +24,10 @@ _NOT_BUILT = """<!doctype html>
 """
 
 
-@csrf_exempt  # it changes nothing: a POST is refused by its method and not for want of a token
+@csrf_exempt  # it changes nothing: a POST is refused because of its method, not of a missing token
 @require_safe
 def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
-    """The page; 503 with the command to run as long as it is not built."""
+    """Return the page; 503 with the build command while it is not built."""
     return _page(request, 200)
 
 
@@ -35,19 +35,19 @@ def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
 def _page(request: HttpRequest, status: int) -> HttpResponseBase:
     build, nonce = ui.current(), secrets.token_urlsafe(16)
     if build is None:
-        answer = HttpResponse(_NOT_BUILT, status=503)
+        response = HttpResponse(_NOT_BUILT, status=503)
     else:
-        answer = render(request, "app.html", {"build": build, "nonce": nonce}, status=status)
-    answer["Cache-Control"] = "no-cache"
-    answer[CSP] = policy(styles=nonce)
-    return answer
+        response = render(request, "app.html", {"build": build, "nonce": nonce}, status=status)
+    response["Cache-Control"] = "no-cache"
+    response[CSP] = policy(styles=nonce)
+    return response
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
-    """Django's handler404: the page for a browser's own look at an unknown path, JSON for everything else."""
-    looks = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("accept", "")
+    """Return for Django's `handler404` the page if a browser opens an unknown path, otherwise JSON."""
+    is_navigation = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("accept", "")
     if (
-        looks
+        is_navigation
         and ui.current()
         and request.content_type != "application/json"
         and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)

@@ -1,4 +1,4 @@
-"""Request bodies as JSON, strictly: what a client sends ends in a value or in one 400, never in a 500."""
+"""Strict JSON request bodies: any body results in a value or in one 400, never in a 500."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ MALFORMED = "invalid request body"
 
 
 def parse_json(raw: bytes) -> Any:
-    """The JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
+    """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
     if not raw.strip():
         return {}
     if problem := nesting.problem(raw):
@@ -30,7 +30,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Like `parse_json`, for bodies that must be an object."""
+    """Return the JSON object of `raw`; raise InvalidInput for any other value."""
     value = parse_json(raw)
     if not isinstance(value, dict):
         raise errors.InvalidInput(MALFORMED)
@@ -38,7 +38,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a Content-Type header announces JSON; an absent one is given the benefit of the doubt."""
+    """Return True if a Content-Type header announces JSON, or if it is absent."""
     return content_type.split(";", 1)[0].strip().lower() in ("", "application/json")
 
 
@@ -47,14 +47,14 @@ def _refuse(constant: str) -> NoReturn:
 
 
 class StrictJSONParser(BaseParser):
-    """UTF-8 JSON; the character set that the client announces is ignored."""
+    """Parser of UTF-8 JSON; the character set that the client announces is ignored."""
 
     media_type = "application/json"
 
     def parse(
         self, stream: IO[Any], media_type: str | None = None, parser_context: Mapping[str, Any] | None = None
     ) -> Any:
-        """The body's value; RequestDataTooBig over DATA_UPLOAD_MAX_MEMORY_SIZE, which no stream heeds."""
+        """Return the body's value; raise RequestDataTooBig above the limit, which a stream does not check."""
         limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
         raw = stream.read(limit + 1)
         if len(raw) > limit:
@@ -63,22 +63,22 @@ class StrictJSONParser(BaseParser):
 
 
 class AlwaysJSON(BaseContentNegotiation):
-    """One representation: the Accept header never leads to a refusal."""
+    """Negotiation with one representation: the Accept header is ignored."""
 
     def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser | None:
-        """The JSON parser, unless the body is announced as something else."""
+        """Return the JSON parser; None if another content type is announced."""
         return next(iter(parsers)) if is_json(request.content_type or "") else None
 
     def select_renderer(
         self, request: Request, renderers: Iterable[BaseRenderer], format_suffix: str | None = None
     ) -> tuple[BaseRenderer, str]:
-        """The JSON renderer."""
+        """Return the JSON renderer."""
         renderer = next(iter(renderers))
         return renderer, renderer.media_type
 
 
 def validated(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
-    """The body's fields; raises InvalidInput for anything but an object, ValidationError naming a field."""
+    """Return the body's fields. InvalidInput unless it is an object, ValidationError for wrong fields."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
     serializer = shape(data=request.data)

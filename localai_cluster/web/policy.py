@@ -1,7 +1,7 @@
-"""What browsers may do with an answer: the content security policy of pages, and what is kept of anything.
+"""Security headers of responses: the content security policy of pages, and cache control.
 
-A page that needs more than files of this host says so itself, with a nonce of its own answer; every other
-answer gets the strict default here, also those that Django writes.
+A page that needs more than files of this host sets its own policy, with a nonce per response; every other
+response gets the strict default here, including those that Django writes.
 """
 
 from django.conf import settings
@@ -11,11 +11,11 @@ from django.middleware.security import SecurityMiddleware
 
 CSP = "Content-Security-Policy"
 _SECURE = "secure"
-"""In a session: it began on a page that came by https."""
+"""Session key: the session began on a page that was loaded by https."""
 
 
 def policy(*, scripts: str = "", styles: str = "") -> str:
-    """Only what this host serves, and inline what carries these nonces."""
+    """Return a policy that allows only files of this host, and inline code with these nonces."""
     return (
         f"default-src 'none'; script-src 'self'{_nonce(scripts)}; style-src 'self'{_nonce(styles)}; "
         "img-src 'self' data:; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -28,34 +28,34 @@ def _nonce(value: str) -> str:
 
 
 class SafeAnswers(SecurityMiddleware):
-    """Django's, and what an answer does not say itself: its policy, and that it is not kept."""
+    """Django's security middleware, with a default policy and `no-store` for responses that set neither."""
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Adds the headers that are missing."""
-        answer = super().process_response(request, response)
-        answer.headers.setdefault("Cache-Control", "private, no-store")
-        if answer.headers.get("Content-Type", "").startswith("text/html"):
-            answer.headers.setdefault(CSP, policy())
-        return answer
+        """Add the missing headers."""
+        result = super().process_response(request, response)
+        result.headers.setdefault("Cache-Control", "private, no-store")
+        if result.headers.get("Content-Type", "").startswith("text/html"):
+            result.headers.setdefault(CSP, policy())
+        return result
 
 
 class Sessions(SessionMiddleware):
-    """Django's, with a cookie that is Secure if the page that signed in came by https (§5.4).
+    """Django's session middleware; the cookie is Secure if the sign-in page was loaded by https (§5.4).
 
-    TLS ends in front of this process, and what a proxy says of it anybody could say. A browser tells the
-    origin of the page with every change; a client that lies about it harms only itself.
+    TLS may end at a proxy, whose headers any client could forge. A browser sends the page's origin with every
+    state-changing request; a client that forges it harms only itself.
     """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
-        """Sends the cookie if the session has changed."""
+        """Send the cookie if the session has changed."""
         session = request.session
         if session.modified and not session.is_empty() and _by_https(request):
             session[_SECURE] = True
-        answer = super().process_response(request, response)
-        cookie = answer.cookies.get(settings.SESSION_COOKIE_NAME)
+        result = super().process_response(request, response)
+        cookie = result.cookies.get(settings.SESSION_COOKIE_NAME)
         if cookie is not None and session.get(_SECURE):
             cookie["secure"] = True
-        return answer
+        return result
 
 
 def _by_https(request: HttpRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Answers as JSON, fast: long lists spend more time in the encoder than in the database."""
+"""Fast JSON responses: long lists spend more time in the encoder than in the database."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,5 +21,5 @@ class FastJSONRenderer(BaseRenderer):
         accepted_media_type: str | None = None,
         renderer_context: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """The bytes; none for an answer without a body."""
+        """Return the encoded response; empty for a response without a body."""
         return b"" if data is None else orjson.dumps(data, option=orjson.OPT_UTC_Z)

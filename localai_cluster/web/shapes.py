@@ -1,8 +1,8 @@
-"""The shape of JSON objects: one table of fields makes the values and describes them for the API document.
+"""Shapes of JSON objects: one table of fields that builds the values and describes them in the API document.
 
-A `Shape` is what a route answers or a socket sends. Its fields say which column each value comes from, so it
-reads rows by itself, without model instances. Values that come from elsewhere are given to `of`. An optional
-field is left out while it is empty (`contract/http-api.md` §0.5).
+A `Shape` is the body of a response or of a websocket message. Its fields name the column of each value, so it
+reads rows without model instances. The caller passes all other values to `of`. An optional field is omitted
+while it is empty (`contract/http-api.md` §0.5).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,23 +26,23 @@ BYTES: Schema = {"type": "integer", "maximum": 2**63 - 1, "minimum": 0, "format"
 TEXTS: Schema = {"type": "array", "items": TEXT}
 
 
-def count(least: int = 0, **more: Any) -> Schema:
-    """A whole number."""
-    return {"type": "integer", "minimum": least} | more
+def count(least: int = 0, **constraints: Any) -> Schema:
+    """Return the schema of a whole number."""
+    return {"type": "integer", "minimum": least} | constraints
 
 
 def reference(component: str) -> Schema:
-    """The schema of that name."""
+    """Return a reference to the schema of that name."""
     return {"$ref": f"#/components/schemas/{component}"}
 
 
 def mapping(values: Schema) -> Schema:
-    """An object with any keys."""
+    """Return the schema of an object with any keys."""
     return {"type": "object", "additionalProperties": values}
 
 
 class Time(Func):
-    """A time as the wire has it, made by the database: cheaper than thousands of `datetime`s."""
+    """A time formatted for the wire by the database: cheaper than thousands of `datetime`s."""
 
     function = "to_char"
     template = """%(function)s(%(expressions)s AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
@@ -50,7 +50,7 @@ class Time(Func):
 
 
 def text(column: str) -> Cast:
-    """A column as a text, for instance an id."""
+    """Return a column cast to text, for instance an id."""
     return Cast(column, TextField())
 
 
@@ -63,30 +63,30 @@ class Named:
 
     @property
     def ref(self) -> Schema:
-        """A reference to it."""
+        """A reference to this component."""
         return reference(self.name)
 
     @property
     def many(self) -> Schema:
-        """A list of them."""
+        """The schema of a list of this component."""
         return {"type": "array", "items": self.ref}
 
 
 def enum(name: str, choices: type[Choices]) -> Named:
-    """One of these values."""
-    told = "\n".join(f"* `{value}` - {label}" for value, label in choices.choices)
-    return Named(name, {"enum": list(choices.values), "type": "string", "description": told})
+    """Return a component whose value is one of `choices`."""
+    description = "\n".join(f"* `{value}` - {label}" for value, label in choices.choices)
+    return Named(name, {"enum": list(choices.values), "type": "string", "description": description})
 
 
 _SOURCES: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}
-"""How a column of this format is read; others are read as they are."""
+"""Expression that reads a column of this format; other columns are read unchanged."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One key: its schema, where its value comes from (None: from elsewhere) and when it is there.
+    """A key of an object: its schema, its column (None: the caller passes the value) and its presence.
 
-    `inner` is the shape of a value that the database makes as a JSON text.
+    `inner` is the shape of a value that the database builds as a JSON text.
     """
 
     name: str
@@ -99,69 +99,69 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """The schema, with what the field adds to it."""
-        more = ({"description": self.meaning} if self.meaning else {}) | (
+        """The schema, with the field's description and nullability."""
+        additions = ({"description": self.meaning} if self.meaning else {}) | (
             {"nullable": True} if self.nullable else {}
         )
-        if more and "$ref" in self.schema:
-            return {"allOf": [self.schema]} | more
-        return self.schema | more
+        if additions and "$ref" in self.schema:
+            return {"allOf": [self.schema]} | additions
+        return self.schema | additions
 
 
 def field(name: str, schema: Schema, meaning: str = "", **options: Any) -> Field:
-    """A key whose value the caller has."""
+    """Return a key whose value the caller passes."""
     return Field(name, schema, None, meaning, **options)
 
 
 def column(
     name: str, schema: Schema, meaning: str = "", *, source: Combinable | None = None, **options: Any
 ) -> Field:
-    """A key whose value is a column, by default that of the same name."""
+    """Return a key whose value is a column, by default the column with the key's name."""
     if source is None:
         source = _SOURCES.get(schema.get("format", ""), F)(name)
     return Field(name, schema, source, meaning, **options)
 
 
 class Shape(Named):
-    """A JSON object."""
+    """A JSON object with a fixed set of keys."""
 
     def __init__(
         self, name: str, meaning: str, fields: Iterable[Field], required: Iterable[str] | None = None
     ) -> None:
-        self.fields = {one.name: one for one in fields}
-        self.columns = {name: one.column for name, one in self.fields.items() if one.column is not None}
-        self._optional = [one.name for one in self.fields.values() if one.optional]
-        self._inner = [(one.name, one.inner) for one in self.fields.values() if one.inner is not None]
-        there = self.fields.keys() - set(self._optional) if required is None else required
-        super().__init__(name, self._schema(meaning, sorted(there)))
+        self.fields = {entry.name: entry for entry in fields}
+        self.columns = {name: entry.column for name, entry in self.fields.items() if entry.column is not None}
+        self._optional = [entry.name for entry in self.fields.values() if entry.optional]
+        self._inner = [(entry.name, entry.inner) for entry in self.fields.values() if entry.inner is not None]
+        required_names = self.fields.keys() - set(self._optional) if required is None else required
+        super().__init__(name, self._schema(meaning, sorted(required_names)))
 
     def _schema(self, meaning: str, required: Sequence[str]) -> Schema:
         schema = {
             "type": "object",
             "description": meaning,
-            "properties": {name: one.described for name, one in self.fields.items()},
+            "properties": {name: entry.described for name, entry in self.fields.items()},
         }
         return schema | ({"required": required} if required else {})
 
     def of(self, **values: Any) -> Row:
-        """The object with these values."""
+        """Return the object with these values."""
         if unknown := values.keys() - self.fields.keys():
             raise TypeError(f"{self.name} has no {', '.join(sorted(unknown))}")
         return self.trimmed(values)
 
     def trimmed(self, row: Row) -> Row:
-        """The same object without its optional keys that are empty."""
+        """Delete the empty optional keys of `row`, and return it."""
         for name in self._optional:
             if name in row and not row[name]:
                 del row[name]
         return row
 
-    def rows(self, found: QuerySet[Any]) -> list[Row]:
-        """The object of each row, in their order; one query."""
-        return [self.row(values) for values in found.values_list(*self.columns.values())]
+    def rows(self, queryset: QuerySet[Any]) -> list[Row]:
+        """Return the object of each row, in their order, in one query."""
+        return [self.row(values) for values in queryset.values_list(*self.columns.values())]
 
     def row(self, values: Sequence[Any]) -> Row:
-        """The object of the values of `columns`, in their order; more of them do no harm."""
+        """Return the object of the values of `columns`, in their order; further values are ignored."""
         row: Row = dict(zip(self.columns, values, strict=False))
         for name, inner in self._inner:
             if row[name] is not None:
@@ -169,12 +169,12 @@ class Shape(Named):
         return self.trimmed(row)
 
     def made(self, **sources: Combinable) -> JSONObject:
-        """The object as the database makes it; `sources` for fields that have no column of their own."""
+        """Return an expression that builds the object; `sources` supply the fields without a column."""
         return JSONObject(**(self.columns | sources))
 
     def read(self, *, unless_null: str = "", **sources: Combinable) -> Combinable:
-        """The object as a JSON text, null while the column `unless_null` is."""
-        made: Combinable = self.made(**sources)
+        """Return an expression of the object as a JSON text, null while the column `unless_null` is."""
+        expression: Combinable = self.made(**sources)
         if unless_null:
-            made = Case(When(**{f"{unless_null}__isnull": False}, then=made))
-        return Cast(made, TextField())
+            expression = Case(When(**{f"{unless_null}__isnull": False}, then=expression))
+        return Cast(expression, TextField())

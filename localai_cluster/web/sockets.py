@@ -1,9 +1,9 @@
-"""The base of every websocket of ours: who may open one, how long, and which topics it carries.
+"""Base of our websockets: authorization, at the handshake and afterwards, and the topics of a socket.
 
-The application around the socket says who calls in `scope["principal"]` and finds out again when
-`scope["principal_again"]` is called; only admins pass. An open socket finds out from time to time, and at
-once when `look_again` names one of `scope["known_as"]`. A topic is an endless stream of messages. A socket
-sends those of all its topics, in the order in which they come, and reads nothing from its client.
+The surrounding application sets the caller as `scope["principal"]`, and reads it again when
+`scope["principal_again"]` is called; only admins are admitted. An open socket checks this periodically, and
+at once when `look_again` is called with one of `scope["known_as"]`. A topic is an endless stream of messages.
+A socket sends the messages of all its topics in the order of their arrival, and ignores its client's.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 Topic = Callable[[Scope], AsyncGenerator[str, None]]
-"""Messages, encoded, for the client that the scope describes; closed when the socket closes."""
+"""Generator of encoded messages for the client of the scope; closed when the socket closes."""
 
 UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
 CHECK_EVERY = 15.0
-"""Seconds between two checks of who an open socket belongs to; a hint that is lost costs no more."""
+"""Seconds between two checks of an open socket's principal; the longest delay if a wake-up is lost."""
 
 LONGEST_REASON = 120
 """Bytes of a close frame's reason."""
@@ -39,7 +39,7 @@ _open: set["LiveSocket"] = set()
 
 
 class Ended(Exception):
-    """Raised by a topic that has no more to say: the socket is closed with this code and reason."""
+    """Raised by a topic that has ended: the socket is closed with this code and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -48,19 +48,19 @@ class Ended(Exception):
 
 
 def look_again(whose: str = "") -> None:
-    """Has the open sockets of this caller find out at once whether they may stay; "" means all."""
-    for one in tuple(_open):
-        scope: Scope = one.scope
+    """Make the open sockets of this caller check their principal at once; "" means all sockets."""
+    for socket in tuple(_open):
+        scope: Scope = socket.scope
         if not whose or whose in scope.get("known_as", ()):
-            one.looks.set()
+            socket.looks.set()
 
 
 class LiveSocket(AsyncWebsocketConsumer):
-    """One client that watches `topics`.
+    """The socket of one client that watches `topics`.
 
-    `admit` may raise a refusal that is known before the handshake is answered, such as NotFound. With
-    `greeting` its message comes first. With `explains` a refused page of ours may read the close code:
-    browsers show it only for a socket that was opened.
+    `admit` may raise an error before the handshake is accepted, such as NotFound. The message of `greeting`
+    is sent first. With `explains` a refused page of ours can read the close code: browsers expose it only
+    for a socket that was opened.
     """
 
     channel_layer_alias = "none"  # `operations.changes.fanout` subscribes once for the whole process
@@ -80,7 +80,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         self.looks = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """However the connection ends, its tasks end with it."""
+        """Serve the connection; its tasks end with it."""
         try:
             return await super().__call__(scope, receive, send)
         finally:
@@ -89,7 +89,7 @@ class LiveSocket(AsyncWebsocketConsumer):
                 await cancel.end(self._work)
 
     async def connect(self) -> None:
-        """Refuses or accepts; then the topics begin."""
+        """Refuse or accept the handshake, then start the topics."""
         scope: Scope = self.scope
         _open.add(self)
         refusal = refusal_of(scope)
@@ -100,7 +100,7 @@ class LiveSocket(AsyncWebsocketConsumer):
             return
         if self._admit is not None and not await self._admitted(self._admit, scope):
             return
-        # The access may have ended since it was read, and before this socket was among the open ones.
+        # The access may have ended after it was read and before this socket was registered as open.
         self.looks.set()
         await self.accept()
         if self._greeting is not None:
@@ -108,7 +108,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         self._work = asyncio.create_task(self._watch())
 
     async def _admitted(self, admit: Callable[[Scope], Awaitable[None]], scope: Scope) -> bool:
-        """Whether `admit` lets the client in; otherwise the handshake is answered with its refusal."""
+        """Return True if `admit` raises no error; otherwise refuse the handshake with that error."""
         try:
             await admit(scope)
             return True
@@ -121,16 +121,16 @@ class LiveSocket(AsyncWebsocketConsumer):
             return False
         body = encoded(envelopes.envelope_of(error)).encode()
         headers = [(b"content-type", b"application/json"), (b"x-content-type-options", b"nosniff")]
-        answer: tuple[Any, ...] = (
+        response: tuple[Any, ...] = (
             {"type": "websocket.http.response.start", "status": error.status, "headers": headers},
             {"type": "websocket.http.response.body", "body": body},
         )
-        for message in answer:
+        for message in response:
             await self.base_send(message)
         return False
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
-        """Ignores what the client sends."""
+        """Ignore what the client sends."""
 
     async def _watch(self) -> None:
         try:
@@ -152,10 +152,10 @@ class LiveSocket(AsyncWebsocketConsumer):
                 try:
                     await self.send(text_data=message)
                 except OSError:
-                    return  # the client is gone; the connection ends this socket in a moment
+                    return  # the client has disconnected; the connection then ends this socket
 
     async def _check_principal(self) -> None:
-        """Closes the socket of a client that may watch no more: signed out, deactivated, key revoked."""
+        """Close the socket when its client loses access: signed out, deactivated, key revoked."""
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
@@ -174,20 +174,20 @@ class LiveSocket(AsyncWebsocketConsumer):
 
 
 class NoSuchSocket(AsyncWebsocketConsumer):
-    """Every other websocket path."""
+    """Refuses every other websocket path."""
 
     async def connect(self) -> None:
-        """Refuses the handshake."""
+        """Refuse the handshake."""
         await self.close(code=NOT_FOUND)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """A message as it is sent."""
+    """Return a message as JSON text."""
     return orjson.dumps(message).decode()
 
 
 def refusal_of(scope: Scope) -> int:
-    """The close code for a caller who may not watch, 0 for an admin."""
+    """Return the close code for a caller without access, 0 for an admin."""
     principal = scope.get("principal")
     if principal is None or not principal.is_authenticated:
         return UNAUTHENTICATED
@@ -195,12 +195,12 @@ def refusal_of(scope: Scope) -> int:
 
 
 def origin_of(scope: Scope) -> str | None:
-    """The page that opens the socket, as its browser says; programs send none."""
+    """Return the Origin header of the page that opens the socket; None for programs, which send none."""
     return _header(scope, b"origin")
 
 
 def same_origin(scope: Scope) -> bool:
-    """Whether the page that opens the socket came from this host, or from one that the operator has named.
+    """Return True if the socket's page comes from this host or from a trusted origin of the settings.
 
     Programs send no Origin.
     """
@@ -215,25 +215,29 @@ def same_origin(scope: Scope) -> bool:
 
 
 def _trusted(origin: str) -> bool:
-    """Whether this page may change things too: a proxy may have put another Host in place of its own."""
+    """Return True for a trusted origin of Django's CSRF check: a proxy may have replaced the Host header."""
     scheme, _, host = origin.lower().partition("://")
-    named = (one.partition("://") for one in settings.CSRF_TRUSTED_ORIGINS)
-    return any(scheme == one and is_same_domain(host, hosts.lstrip("*")) for one, _, hosts in named)
+    trusted = (entry.partition("://") for entry in settings.CSRF_TRUSTED_ORIGINS)
+    return any(
+        scheme == trusted_scheme and is_same_domain(host, hosts.lstrip("*"))
+        for trusted_scheme, _, hosts in trusted
+    )
 
 
-def _header(scope: Scope, wanted: bytes) -> str | None:
+def _header(scope: Scope, header_name: bytes) -> str | None:
     return next(
-        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == wanted), None
+        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == header_name),
+        None,
     )
 
 
 def text_in(scope: Scope, name: str) -> str:
-    """A query parameter, "" for none."""
+    """Return a query parameter, "" if it is absent."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
 def number_in(scope: Scope, name: str) -> int | None:
-    """A sequence number in the query; None for none, or for what is no such number."""
-    given = text_in(scope, name)
-    return int(given) if given.isascii() and given.isdecimal() and len(given) <= 18 else None
+    """Return a sequence number of the query; None if it is absent or not such a number."""
+    text = text_in(scope, name)
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

@@ -1,7 +1,7 @@
 """Static files, served by the web process itself.
 
-What the build of the page gives a hashed name never changes, so a browser keeps it forever; and it is sent
-compressed if the build has left a `.gz` beside it.
+A file with a hashed name from the page's build never changes, so a browser caches it forever. It is sent
+compressed if the build has written a `.gz` file beside it.
 """
 
 import posixpath
@@ -16,44 +16,44 @@ from django.http.response import HttpResponseBase
 from django.utils.cache import patch_vary_headers
 
 HASHED = "ui/assets/"
-"""Where files with hashed names lie, under `/static/`."""
+"""Folder of the files with hashed names, under `/static/`."""
 _READING = ("GET", "HEAD")
 _FOR_EVER = "public, max-age=31536000, immutable"
 _GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE)
 
 
 class StaticFiles(ASGIStaticFilesHandler):
-    """Django's handler; a path that leads out of the files, or can be no path, is as unknown as any other."""
+    """Django's handler; a path outside of the folder, or an invalid one, gets 404 like an unknown one."""
 
     async def get_response_async(self, request: HttpRequest) -> HttpResponseBase:
-        """The answer, whose type no browser guesses: Django's middleware is not on this way."""
-        answer: HttpResponseBase = await super().get_response_async(request)
-        answer["X-Content-Type-Options"] = "nosniff"
-        return answer
+        """Return the response with `nosniff`, because Django's middleware does not run for static files."""
+        response: HttpResponseBase = await super().get_response_async(request)
+        response["X-Content-Type-Options"] = "nosniff"
+        return response
 
     def serve(self, request: HttpRequest) -> HttpResponse | FileResponse:
-        """The file, or Http404, which is all that the handler expects; 405 for any other method."""
+        """Return the file, or 405 for a method other than GET and HEAD; raise only Http404."""
         if request.method not in _READING:
             return HttpResponseNotAllowed(_READING)
         path = posixpath.normpath(self.file_path(request.path))
         try:
             if not path.startswith(HASHED):
                 return serve(request, path, insecure=True)
-            answer = serve(request, _best(request, path), insecure=True)
+            response = serve(request, _best(request, path), insecure=True)
         except (SuspiciousOperation, ValueError) as error:
             raise Http404 from error
-        answer["Cache-Control"] = _FOR_EVER
-        patch_vary_headers(answer, ["Accept-Encoding"])
-        return answer
+        response["Cache-Control"] = _FOR_EVER
+        patch_vary_headers(response, ["Accept-Encoding"])
+        return response
 
 
 def _best(request: HttpRequest, path: str) -> str:
-    """The compressed file if there is one and the client takes it; Django reads the encoding off its name."""
+    """Return the compressed file if there is one and the client accepts gzip; Django sets the encoding."""
     compressed = f"{path}.gz"
-    wanted = accepts_gzip(request.headers.get("accept-encoding", ""))
-    return compressed if wanted and finders.find(compressed) else path
+    accepts_compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
+    return compressed if accepts_compressed and finders.find(compressed) else path
 
 
 def accepts_gzip(header: str) -> bool:
-    """Whether this `Accept-Encoding` admits gzip."""
+    """Return True if this `Accept-Encoding` admits gzip."""
     return bool(_GZIP.search(header))

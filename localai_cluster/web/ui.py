@@ -1,7 +1,7 @@
-"""The built page: which files of `static/dist` it loads, and the name by which a build is known.
+"""The built page: the files of `static/dist` that it loads, and the id of the build.
 
-Vite's manifest says both. It is read once and again when the file changes, so that a build made while the
-product runs is served with the next page. Knows no request and no model, so that views and sockets share it.
+Vite's manifest has both. It is cached and read again when the file changes, so that a new build is served
+with the next page. The module uses no request and no model, so that views and sockets share it.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from django.conf import settings
 log = logging.getLogger(__name__)
 
 ENTRY = "src/main.tsx"
-"""What the page starts with, as the manifest calls it."""
+"""Entry point of the page, as the manifest names it."""
 _ID_DIGITS = 16
 
 
 @dataclass(frozen=True)
 class PageBuild:
-    """One build; paths as under `static/dist`, in the order in which the page names them."""
+    """A build of the page; paths are relative to `static/dist`, in the order in which the page loads them."""
 
     id: str
     script: str
@@ -33,11 +33,11 @@ class PageBuild:
 
 
 def current() -> PageBuild | None:
-    """The build that is there now; None without one, or with one that cannot be read."""
+    """Return the current build; None if there is none or it cannot be read."""
     manifest = settings.UI_DIST / "manifest.json"
     try:
-        found = manifest.stat()
-        return _read(manifest, found.st_mtime_ns, found.st_size)
+        status = manifest.stat()
+        return _read(manifest, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -46,7 +46,7 @@ def current() -> PageBuild | None:
 
 
 def build_id() -> str:
-    """The hash of the build that is there now, "" without one: a page with another one is out of date."""
+    """Return the hash of the current build, "" without one: a page with another hash is out of date."""
     build = current()
     return build.id if build is not None else ""
 
@@ -64,10 +64,10 @@ def _read(manifest: Path, changed_at: int, size: int) -> PageBuild:
     )
 
 
-def _imports(chunks: dict[str, Any], key: str, seen: set[str]) -> Iterator[str]:
-    """What `key` imports at once, each chunk once; `seen` grows."""
+def _imports(chunks: dict[str, Any], key: str, visited: set[str]) -> Iterator[str]:
+    """Yield the static imports of `key`, recursively, each chunk once; `visited` collects them."""
     for name in chunks[key].get("imports", ()):
-        if name not in seen:
-            seen.add(name)
+        if name not in visited:
+            visited.add(name)
             yield name
-            yield from _imports(chunks, name, seen)
+            yield from _imports(chunks, name, visited)

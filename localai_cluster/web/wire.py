@@ -1,4 +1,4 @@
-"""What raw routes read and send: bodies, headers, the error envelope of inference."""
+"""Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -26,12 +26,12 @@ _LONGEST_PROBLEM = 200
 
 
 class Disconnected(Exception):
-    """The client left."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, of `kind`."""
+    """A complete response, of content type `kind`."""
 
     body: bytes
     status: int = 200
@@ -40,12 +40,12 @@ class Answer:
 
 
 def client_of(scope: Scope) -> str:
-    """The address from which the request came, as far as the socket tells; "" if it does not."""
+    """Return the address of the client's connection; "" if the socket has none."""
     return str((scope.get("client") or [""])[0])
 
 
 async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
-    """The body; raises `too_large` above `limit` bytes, Disconnected when the client left before its end."""
+    """Return the body; raise `too_large` above `limit` bytes, Disconnected if the client leaves too early."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -62,13 +62,13 @@ async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterE
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None:
-    """Send a whole answer. With `more` the caller ends the response itself."""
+    """Send a complete response. With `more` the caller ends the response itself."""
     length = (b"content-length", str(len(answer.body)).encode())
     headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -76,7 +76,7 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:
-    """The body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
+    """Return the body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
     if problem := nesting.problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
@@ -89,33 +89,33 @@ def json_object(body: bytes) -> Mapping[str, Any]:
 
 
 def typed(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
-    """The fields of a body as `kind`; an absent field counts as null, an unknown one is ignored. With `texts`
-    numbers and switches may be written as texts, which is all that a form has.
+    """Return the fields of a body as `kind`; an absent field counts as null, an unknown one is ignored.
 
-    Raises InvalidInput, which names the first wrong field in the order of `kind`.
+    With `texts` numbers and switches may be texts, because a form has only texts. Raises InvalidInput with
+    the first wrong field in the order of `kind`.
     """
     try:
-        given = {name: fields.get(name) for name in kind.__struct_fields__}
-        return msgspec.convert(given, kind, strict=not texts)
+        values = {name: fields.get(name) for name in kind.__struct_fields__}
+        return msgspec.convert(values, kind, strict=not texts)
     except msgspec.ValidationError as error:
-        # The problem may quote what was sent.
+        # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
         raise wrong(path, problem[:_LONGEST_PROBLEM]) from error
 
 
 def wrong(path: str, problem: str) -> InvalidInput:
-    """The refusal of a part of a body, such as `messages[0].content`; its field is the first name."""
+    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name."""
     return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
 
 
 def naming_field(error: ClusterError) -> str:
-    """The message, for an envelope without a place for the field."""
+    """Return the message with the field, for an envelope that has no key for the field."""
     named = not error.field or error.field in error.message
     return error.message if named else f"{error.field}: {error.message}"
 
 
 def error_answer(error: ClusterError) -> Answer:
-    """The nested envelope in OpenAI's form: message, type, param, code (§0.4)."""
+    """Return the nested envelope in OpenAI's form: message, type, param, code (§0.4)."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     loading = error.data.get("loading")
     body: dict[str, Any] = {

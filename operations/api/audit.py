@@ -77,18 +77,18 @@ class AuditView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Every change that a person made, within the retention of events; the newest first."""
-        wanted = checked(_ChangesQuery, request.query_params)
-        rows, limit = _matching(wanted), wanted["limit"]
-        found = list(rows.order_by("-id")[: limit + 1])
-        answer: dict[str, Any] = {"entries": [audit.as_dict(entry) for entry in found[:limit]]}
-        if len(found) > limit:
-            answer["nextCursor"] = found[limit - 1].id
-        return Response(answer)
+        filters = checked(_ChangesQuery, request.query_params)
+        rows, limit = _matching(filters), filters["limit"]
+        entries = list(rows.order_by("-id")[: limit + 1])
+        page: dict[str, Any] = {"entries": [audit.as_dict(entry) for entry in entries[:limit]]}
+        if len(entries) > limit:
+            page["nextCursor"] = entries[limit - 1].id
+        return Response(page)
 
 
-def _matching(wanted: dict[str, Any]) -> Any:
+def _matching(filters: dict[str, Any]) -> Any:
     rows = AuditEntry.objects.all()
-    if kind := wanted.get("kind"):
+    if kind := filters.get("kind"):
         rows = rows.filter(kind=kind) if "." in kind else rows.filter(kind__startswith=f"{kind}.")
     columns = {
         "actor": "actor",
@@ -97,4 +97,4 @@ def _matching(wanted: dict[str, Any]) -> Any:
         "to": "at__lte",
         "cursor": "id__lt",
     }
-    return rows.filter(**{column: wanted[name] for name, column in columns.items() if wanted.get(name)})
+    return rows.filter(**{column: filters[name] for name, column in columns.items() if filters.get(name)})

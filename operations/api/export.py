@@ -1,7 +1,7 @@
-"""The record of operations as a file (O100): one JSON object or one CSV line an entry, what ended last first.
+"""Export of the history of operations (O100): one JSON object or one CSV line per entry, the newest first.
 
-It is read and sent in pieces, as fast as the client takes them, so a long record costs no more memory than a
-short one. Between two pieces no database connection is held.
+The history is read and sent in chunks, as fast as the client reads them, so a long one needs no more memory
+than a short one. Between two chunks no database connection is held.
 """
 
 import csv
@@ -22,7 +22,7 @@ from operations.api import history
 from operations.executor.work import in_thread
 
 AT_ONCE = 100
-"""Entries of one piece."""
+"""Entries of one chunk."""
 NDJSON, CSV = "ndjson", "csv"
 _TYPES = {NDJSON: "application/x-ndjson", CSV: "text/csv; charset=utf-8"}
 _COLUMNS = (
@@ -43,7 +43,7 @@ _COLUMNS = (
     "dismissedComment",
 )
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
-"""What makes a spreadsheet calculate; some texts come from workers."""
+"""Prefixes that a spreadsheet evaluates as a formula; some texts come from workers."""
 
 Entry = Mapping[str, Any]
 Written = Callable[[Sequence[Entry]], bytes]
@@ -73,41 +73,41 @@ class ExportView(APIView):
     )
     def get(self, request: Request) -> StreamingHttpResponse:
         """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
-        wanted = history.checked(_Asked, request.query_params)
-        kind = wanted["format"]
-        first = _piece(wanted, None)  # an outage is still a refusal here
-        answer = StreamingHttpResponse(_pieces(wanted, first), content_type=_TYPES[kind])
-        answer["Content-Disposition"] = f'attachment; filename="operations.{kind}"'
-        return answer
+        filters = history.checked(_Asked, request.query_params)
+        kind = filters["format"]
+        first = _chunk(filters, None)  # an outage can still become an error response here
+        response = StreamingHttpResponse(_chunks(filters, first), content_type=_TYPES[kind])
+        response["Content-Disposition"] = f'attachment; filename="operations.{kind}"'
+        return response
 
 
-_Piece = tuple[bytes, history.Position | None]
+_Chunk = tuple[bytes, history.Position | None]
 
 
-def _piece(wanted: dict[str, Any], position: history.Position | None) -> _Piece:
-    rows, last = history.after(history.matching(wanted), position, AT_ONCE)
+def _chunk(filters: dict[str, Any], position: history.Position | None) -> _Chunk:
+    rows, last = history.after(history.matching(filters), position, AT_ONCE)
     entries = [history.entry(row) for row in rows]
-    if wanted["format"] == NDJSON:
-        return b"".join(orjson.dumps(one) + b"\n" for one in entries), last
-    return _lines(entries, heads=position is None), last
+    if filters["format"] == NDJSON:
+        return b"".join(orjson.dumps(entry) + b"\n" for entry in entries), last
+    return _lines(entries, with_header=position is None), last
 
 
-async def _pieces(wanted: dict[str, Any], first: _Piece) -> AsyncIterator[bytes]:
-    written, last = first
-    yield written
+async def _chunks(filters: dict[str, Any], first: _Chunk) -> AsyncIterator[bytes]:
+    chunk, last = first
+    yield chunk
     while last is not None:
-        written, last = await in_thread(_piece, wanted, last)
-        yield written
+        chunk, last = await in_thread(_chunk, filters, last)
+        yield chunk
 
 
-def _lines(entries: Sequence[Entry], *, heads: bool) -> bytes:
+def _lines(entries: Sequence[Entry], *, with_header: bool) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    if heads:
+    if with_header:
         writer.writerow(_COLUMNS)
-    for one in entries:
-        names = [part["node_name"] for part in one.get("nodes", ())] or [one.get("nodeName", "")]
-        values = {**one, "nodes": "; ".join(names)}
+    for entry in entries:
+        names = [part["node_name"] for part in entry.get("nodes", ())] or [entry.get("nodeName", "")]
+        values = {**entry, "nodes": "; ".join(names)}
         writer.writerow([_cell(str(values.get(column, ""))) for column in _COLUMNS])
     return text.getvalue().encode()
 

@@ -1,7 +1,7 @@
-"""The record of operations that have ended (`contract/http-api.md` §3.6, O94 to O100), and the inbox.
+"""The history of operations that have ended (`contract/http-api.md` §3.6, O94 to O100), and the inbox.
 
-A failure that no one has dismissed is not in the record yet: it is in the inbox. Pages are found by position
-in the order (finish, id), so a page stays right while operations end.
+A failure that is not dismissed is in the inbox, not in the history. Pages use keyset pagination in the order
+(finish, id), so a page stays correct while operations end.
 """
 
 import base64
@@ -26,7 +26,7 @@ from operations.models import Operation, Status
 
 USUAL_PAGE, MOST_A_PAGE = 50, 500
 Position = tuple[datetime, UUID]
-"""A place in the order of the record."""
+"""A position in the order of the history."""
 _OUTCOMES = ("completed", "failed", "cancelled")
 _LONGEST = 255
 
@@ -108,69 +108,71 @@ class InboxView(APIView):
     )
     def get(self, request: Request) -> Response:
         """Failures that were not dismissed, the newest first; `nextCursor` leads to the older ones."""
-        wanted = checked(_Page, request.query_params)
+        values = checked(_Page, request.query_params)
         failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
-        return Response(_page(failed, wanted, lambda row: feed.as_dict(row, row.targets.all())))
+        return Response(_page(failed, values, lambda row: feed.as_dict(row, row.targets.all())))
 
 
-def record(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A page of the record; raises InvalidInput naming the parameter that cannot be."""
-    wanted = checked(_Query, given)
-    return _page(matching(wanted), wanted, entry)
+def record(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a page of the history; raise InvalidInput with the name of an invalid parameter."""
+    values = checked(_Query, parameters)
+    return _page(matching(values), values, entry)
 
 
 def undecided() -> list[dict[str, Any]]:
-    """The failures that no one has dismissed, the newest first."""
+    """Return the failures that are not dismissed, the newest first."""
     failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     rows = failed.order_by("-finished_at", "-id").prefetch_related("targets")
     return [feed.as_dict(row, row.targets.all()) for row in rows]
 
 
-def _page(rows: Any, wanted: dict[str, Any], shown: Callable[[Operation], dict[str, Any]]) -> dict[str, Any]:
-    found, last = after(rows, _position(wanted.get("cursor", "")), wanted["limit"])
-    answer: dict[str, Any] = {"operations": [shown(row) for row in found]}
-    return answer | ({"nextCursor": _cursor_after(last)} if last else {})
+def _page(
+    rows: Any, values: dict[str, Any], serialize: Callable[[Operation], dict[str, Any]]
+) -> dict[str, Any]:
+    operations, last = after(rows, _position(values.get("cursor", "")), values["limit"])
+    page: dict[str, Any] = {"operations": [serialize(row) for row in operations]}
+    return page | ({"nextCursor": _cursor_after(last)} if last else {})
 
 
 def after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
-    """The next ones that ended before this position, and the position of the last one if more follow."""
+    """Return the operations that ended before this position, and the position of the last if more follow."""
     if position is not None:
         at, id = position
         rows = rows.filter(Q(finished_at__lt=at) | Q(finished_at=at, id__lt=id))
-    found = list(rows.order_by("-finished_at", "-id").prefetch_related("targets")[: limit + 1])
-    last = found[limit - 1] if len(found) > limit else None
-    return found[:limit], (last.finished_at, last.id) if last and last.finished_at else None
+    operations = list(rows.order_by("-finished_at", "-id").prefetch_related("targets")[: limit + 1])
+    last = operations[limit - 1] if len(operations) > limit else None
+    return operations[:limit], (last.finished_at, last.id) if last and last.finished_at else None
 
 
-def checked(query: type[serializers.Serializer[Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters; raises InvalidInput naming the first that is unknown or cannot be."""
-    asked = query(data=given)
-    for name in given:
-        if name not in asked.fields:
+def checked(query: type[serializers.Serializer[Any]], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the valid parameters; raise InvalidInput with the name of the first unknown or invalid one."""
+    serializer = query(data=parameters)
+    for name in parameters:
+        if name not in serializer.fields:
             raise errors.InvalidInput(f"there is no parameter {name}", field=name)
-    if not asked.is_valid():
-        field, problems = next(iter(asked.errors.items()))
+    if not serializer.is_valid():
+        field, problems = next(iter(serializer.errors.items()))
         raise errors.InvalidInput(f"{field}: {problems[0]}", field=str(field))
-    values: dict[str, Any] = asked.validated_data
+    values: dict[str, Any] = serializer.validated_data
     return values
 
 
-def matching(wanted: dict[str, Any]) -> Any:
-    """The entries that the filters ask for."""
+def matching(filters: dict[str, Any]) -> Any:
+    """Return the entries that match the filters."""
     ended = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
         status=Status.FAILED, dismissed_at__isnull=False
     )
     rows = Operation.objects.filter(ended)
-    if node := wanted.get("node"):
+    if node := filters.get("node"):
         rows = rows.filter(Q(node_id=node) | Q(targets__node_id=node)).distinct()
-    if backend := wanted.get("backend"):
+    if backend := filters.get("backend"):
         rows = rows.filter(Q(element=backend) | Q(element__endswith=f"@{backend}"))
     for column, name in (("kind", "kind"), ("status", "outcome"), ("actor", "actor")):
-        if value := wanted.get(name):
+        if value := filters.get(name):
             rows = rows.filter(**{column: value})
-    if since := wanted.get("from"):
+    if since := filters.get("from"):
         rows = rows.filter(finished_at__gte=since)
-    if until := wanted.get("to"):
+    if until := filters.get("to"):
         rows = rows.filter(finished_at__lte=until)
     return rows
 
@@ -185,16 +187,16 @@ def _position(cursor: str) -> Position | None:
         return None
     try:
         at, _, id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
-        moment = datetime.fromisoformat(at)
-        if moment.tzinfo is None:
+        finished_at = datetime.fromisoformat(at)
+        if finished_at.tzinfo is None:
             raise ValueError("a time without a zone")
-        return moment, UUID(id)
+        return finished_at, UUID(id)
     except ValueError:
         raise errors.InvalidInput("cursor: not one that this list has given", field="cursor") from None
 
 
 def entry(operation: Operation) -> dict[str, Any]:
-    """§3.6, and beside it everything that the live list says of it."""
+    """Return the entry of §3.6 with all keys of the live list."""
     ended = feed.as_dict(operation, operation.targets.all())
     return ended | {
         "id": operation.key,

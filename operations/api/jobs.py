@@ -1,6 +1,6 @@
-"""How single operations go, by the reference's names: one job, its raw status, and all that are of late.
+"""State of single operations under the reference's URLs: one job, its raw status, and the recent jobs.
 
-`contract/http-api.md` §3.7 and §3.9, O62, O63. An id works under each of the names, whatever it is of.
+`contract/http-api.md` §3.7 and §3.9, O62, O63. An id works under each URL, for backends and models alike.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from operations.ledger import admission
 from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
 
 REMEMBERED = timedelta(hours=1)
-"""How long after its end an operation is in the lists of jobs (O29); its own status stays with its record."""
+"""Time for which an ended operation stays in the lists of jobs (O29); its status stays with its row."""
 MOST_JOBS = 500
 
 
 def found(text: str) -> Operation:
-    """The operation of this id; raises NotFound."""
+    """Return the operation with this id; raise NotFound."""
     try:
         operation = Operation.objects.filter(pk=UUID(text)).first()
     except ValueError:
@@ -62,7 +62,7 @@ class ModelJobView(JobView):
 
 
 def job_of(operation: Operation) -> dict[str, Any]:
-    """§3.7; `queued` follows O4, so what waits says so from the first moment on (O62)."""
+    """Return the job of §3.7; `queued` follows O4, so a waiting operation is queued from the start (O62)."""
     job: dict[str, Any] = {
         "progress": operation.progress,
         "message": operation.message,
@@ -82,10 +82,10 @@ def job_of(operation: Operation) -> dict[str, Any]:
 
 
 def _state(operation: Operation, parts: Sequence[OperationTarget]) -> str:
-    """O62: one word for where it stands."""
+    """Return the operation's state in one word (O62)."""
     if operation.status == Status.PROCESSING:
-        left = [part for part in parts if part.status not in targets.ENDED]
-        return "verifying" if left and all(part.overdue_since for part in left) else "running"
+        unfinished = [part for part in parts if part.status not in targets.ENDED]
+        return "verifying" if unfinished and all(part.overdue_since for part in unfinished) else "running"
     return "queued" if operation.status == Status.PENDING else operation.status
 
 
@@ -134,7 +134,7 @@ class ModelJobsView(BackendJobsView):
 
 
 def status_of(operation: Operation) -> dict[str, Any]:
-    """§3.9; empty texts, numbers and lists are left out where the reference leaves them out."""
+    """Return the status of §3.9; it omits empty texts, numbers and lists where the reference omits them."""
     parts = list(operation.targets.all())
     total, current = operation.total_bytes, operation.current_bytes
     optional = {

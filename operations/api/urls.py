@@ -10,7 +10,7 @@ from operations.api.views import DismissView
 
 urlpatterns = [
     path("audit", AuditView.as_view()),
-    # Words before ids: an id is never one of these.
+    # Fixed paths before the routes with ids: an id never equals one of them.
     path("operations/history", HistoryView.as_view()),
     path("operations/history/export", ExportView.as_view()),
     path("operations/inbox", InboxView.as_view()),

@@ -36,7 +36,7 @@ class DismissView(APIView):
     def post(self, request: Request, job_id: str) -> Response:
         """Removes a failure from the live list for all users; its record stays (O52)."""
         job = found(job_id).id
-        who: Any = request.user
+        user: Any = request.user
         comment = validated(shapes.DismissSerializer, request).get("comment", "")
-        admission.dismiss(job, actor=who.name, now=clock.now(), comment=comment)
+        admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment)
         return Response({"success": True, "message": "operation dismissed"})

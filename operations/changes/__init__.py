@@ -1,1 +1,1 @@
-"""The one stream of numbered changes: announced with each commit, fanned out, followed by cursors."""
+"""The stream of numbered changes: published with each commit, fanned out, followed by cursors."""

@@ -1,8 +1,8 @@
-"""How a change of operations becomes news: it takes the next number, and leaves when its transaction commits.
+"""Publishing of changes: a change of operations takes the next number, and is published at commit.
 
-The counter's row is locked from taking a number until that commit, so `announce` is the last thing that a
-transaction does to operations, and taking the number is its last statement: no transaction may wait for a
-row while it holds the counter.
+The counter's row is locked from taking a number until that commit. So `announce` is the last operation of a
+transaction, and taking the number is its last statement: no transaction may wait for a row while it holds
+the counter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,22 +20,22 @@ def announce(
     parts: Mapping[UUID, Sequence[OperationTarget]] | None = None,
     moved: Iterable[OperationTarget] | None = None,
 ) -> None:
-    """Numbers the changes of these rows, which are saved already, and lets the news leave at commit.
+    """Number the changes of these saved rows, and publish them at commit.
 
-    `parts` are those of the rows if the caller has read them, `moved` all that have changed among them. An
-    upgrade in waves is always told whole: a wave that opens moves more parts.
+    `parts` are the rows' targets if the caller has read them, `moved` the changed ones among them. An upgrade
+    in waves is always published complete, because a wave that opens changes further targets.
     """
     rows = list(operations)
     if not rows:
         return
-    found = targets.of(rows) if parts is None else parts
+    parts_by_id = targets.of(rows) if parts is None else parts
     events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
-    told = None if moved is None else _by_operation(moved)
+    moved_by_id = None if moved is None else _by_operation(moved)
     changes = [
         partial.change_of(
             operation,
-            found.get(operation.id, ()),
-            None if told is None or operation.waves else told.get(operation.id, ()),
+            parts_by_id.get(operation.id, ()),
+            None if moved_by_id is None or operation.waves else moved_by_id.get(operation.id, ()),
         )
         for operation in rows
     ]
@@ -46,14 +46,14 @@ def announce(
 
 
 def _by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[OperationTarget]]:
-    found: dict[UUID, list[OperationTarget]] = {}
+    grouped: dict[UUID, list[OperationTarget]] = {}
     for part in parts:
-        found.setdefault(part.operation_id, []).append(part)
-    return found
+        grouped.setdefault(part.operation_id, []).append(part)
+    return grouped
 
 
 def _number(rows: list[Operation]) -> None:
-    """Gives the rows the next numbers, in their order; the counter's row stays locked until the commit."""
+    """Assign the next numbers to the rows in their order; the counter's row stays locked until the commit."""
     with connection.cursor() as cursor:
         cursor.execute(
             "WITH taken AS (INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"

@@ -1,9 +1,9 @@
-"""A cursor: where one reader of the operations stands, and what it is told next.
+"""A cursor: the position of one reader in the stream of changes, and its next update.
 
-Changes arrive through the channel layer, which may lose, double or reorder them. A change after a quiet
-moment is yielded at once; what follows it closely is gathered and yielded together. A gap in the numbers, if
-it does not close while changes are gathered, leads back to the rows, and so does a read every few seconds.
-A slow reader keeps no more than `MOST_RECEIVED` changes and is then brought up to date from the rows.
+Changes arrive through the channel layer, which may lose, duplicate or reorder them. A change after a quiet
+period is yielded at once; the changes that closely follow it are batched. If a gap in the numbers does not
+close while a batch is gathered, the cursor reads the rows; it also reads them every few seconds. A slow
+reader buffers no more than `MOST_RECEIVED` changes and then catches up from the rows.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 READ_EVERY = 5.0
 """Seconds between two reads of the rows when nothing is received."""
 READ_AGAIN = 1.0
-"""The same while the database cannot be read."""
+"""Seconds between two reads of the rows while the database cannot be read."""
 GATHER = 0.05
-"""Seconds between two updates, at least: ten thousand changes a minute are twenty messages a second."""
+"""Least seconds between two updates: ten thousand changes a minute are twenty messages a second."""
 FARTHEST_BACK = 1000
-"""Changes that are worth sending one by one; a client that missed more starts from a snapshot."""
+"""Most changes that are sent one by one; a client that missed more gets a snapshot."""
 MOST_RECEIVED = 1000
 
 
 @dataclass(frozen=True)
 class Update:
-    """What the reader is told: everything (`whole`), or what changed, in order; `seq` = where it stands.
+    """An update for a reader: a snapshot (`whole`), or the changes in order; `seq` is its new position.
 
-    All who go from `after` to `seq` are told the same; None: the rows were read for this reader.
+    The update from `after` to `seq` is equal for all readers; None: the rows were read for this reader.
     """
 
     whole: bool
@@ -46,13 +46,13 @@ class Update:
 
 
 def read(since: int | None) -> Update:
-    """What changed after `since`; the whole list if that is too much, unknown, or not asked for.
+    """Return the changes after `since`; a snapshot if they are too many, or if `since` is None or invalid.
 
-    Usually nothing did, and that costs one query: every open page reads again and again.
+    Without changes, which is the usual case, it costs one query: every open page calls this periodically.
     """
     if since is None or not 0 <= (behind := feed.current_seq() - since) <= FARTHEST_BACK:
-        now = feed.snapshot()
-        return Update(True, now.seq, now.operations)
+        current = feed.snapshot()
+        return Update(True, current.seq, current.operations)
     if not behind:
         return Update(False, since, [])
     missed = feed.since(since)
@@ -62,13 +62,13 @@ def read(since: int | None) -> Update:
 _read_rows = database_sync_to_async(read)
 
 
-def gathers_for(told_ago: float, has_gap: bool) -> float:
-    """Seconds for which changes that have come are kept; a gap may be only that they came out of order."""
-    return GATHER if has_gap else max(GATHER - told_ago, 0.0)
+def gathers_for(update_age: float, has_gap: bool) -> float:
+    """Return the seconds for which received changes are gathered; a gap may be only a reordering."""
+    return GATHER if has_gap else max(GATHER - update_age, 0.0)
 
 
 class Cursor:
-    """Reads the operations for one client."""
+    """A client's position in the stream of changes."""
 
     def __init__(self) -> None:
         self._seq = 0
@@ -78,18 +78,18 @@ class Cursor:
         self._told_at = -GATHER
 
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
-        """A change from the channel layer."""
+        """Buffer a change from the channel layer."""
         if len(self._received) >= MOST_RECEIVED:
-            self._received.clear()  # the gap leads back to the rows
+            self._received.clear()  # the gap makes the cursor read the rows
         self._received[seq] = operation
         self._woken.set()
 
     def wake(self) -> None:
-        """Something may have been missed."""
+        """Make the cursor read the rows, because a change may have been lost."""
         self._woken.set()
 
     async def updates(self, since: int | None) -> AsyncGenerator[Update, None]:
-        """First where things stand, as seen from `since`, then every change, without end."""
+        """Yield the update from `since` to the current state, then every change, without end."""
         step: Callable[[], Awaitable[Update | None]] = functools.partial(self._read, since)
         while True:
             try:
@@ -126,7 +126,7 @@ class Cursor:
         return update
 
     async def _pause(self) -> None:
-        """Waits for a change, and for those that come with it; or for the time of the next look."""
+        """Wait for a change and the batch that follows it, or until the next read is due."""
         try:
             async with asyncio.timeout(READ_AGAIN if self._failing else READ_EVERY):
                 await self._woken.wait()

@@ -1,12 +1,11 @@
-"""How news of an operation leaves: never before commit, never as the only copy.
+"""Publishing of changed operations: never before the commit, and never as the only copy of a change.
 
-Two hints go out for a change. `notify` puts a PostgreSQL NOTIFY into the transaction itself; controllers and
-waiting requests LISTEN (`listen`). `publish` hands the change to the channel layer after commit, for
-browsers. Both may be lost: a listener looks at the rows, and looks again from time to time without
-being told.
+A change causes two wake-ups. `notify` adds a PostgreSQL NOTIFY to the transaction itself; controllers and
+waiting requests LISTEN (`listen`). `publish` sends the change to the channel layer after the commit, for
+browsers. Both may be lost: a listener reads the rows, and polls them from time to time without a wake-up.
 
-Code here runs in threads without an event loop, in forked task workers and in async processes alike, so the
-channel layer is reached through one bridge a process: a daemon thread with its own loop.
+This code runs in threads without an event loop, in forked task workers and in async processes, so each
+process accesses the channel layer through one bridge: a daemon thread with its own loop.
 """
 
 import asyncio
@@ -27,17 +26,17 @@ log = logging.getLogger(__name__)
 OPERATIONS = "cluster_operations"
 """NOTIFY channel: `<operation id> <status>`."""
 NODES = "cluster_nodes"
-"""NOTIFY channel: `<node id>`, when a node's facts changed."""
+"""NOTIFY channel: `<node id>`, when the node's row changed."""
 GROUP = "operations"
-"""Channel-layer group of everyone who watches operations."""
+"""Channel-layer group of all watchers of operations."""
 
 MOST_IN_MESSAGE = 100
-"""Changes in one message of the channel layer, which takes longer for many messages than for long ones."""
+"""Changes in one message of the channel layer, which is slower with many messages than with long ones."""
 _RECONNECT_PAUSE = 1.0
 
 
 def notify(channel: str, *payloads: str) -> None:
-    """Adds a NOTIFY for each payload to the running transaction; they leave exactly when that commits."""
+    """Add a NOTIFY for each payload to the running transaction; PostgreSQL sends them at its commit."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", [channel, list(payloads)]
@@ -45,23 +44,23 @@ def notify(channel: str, *payloads: str) -> None:
 
 
 def conninfo() -> str:
-    """The connection string of Django's database, for connections outside the ORM."""
+    """Return the connection string of Django's database, for connections outside the ORM."""
     settings = connection.settings_dict
     options = {k: v for k, v in settings["OPTIONS"].items() if k != "pool"}
-    given = {
+    parameters = {
         "dbname": settings["NAME"],
         "user": settings["USER"],
         "password": settings["PASSWORD"],
         "host": settings["HOST"],
         "port": settings["PORT"],
     }
-    return make_conninfo(**options, **{key: value for key, value in given.items() if value})
+    return make_conninfo(**options, **{key: value for key, value in parameters.items() if value})
 
 
 async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
-    """Yields (channel, payload) forever.
+    """Yield (channel, payload) forever.
 
-    ("", "") after each (re)connect, because news may have been missed.
+    Yield ("", "") after each (re)connect, because notifications may have been lost.
     """
     failing = False
     while True:
@@ -81,7 +80,7 @@ async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
 
 
 class _Bridge:
-    """A loop in a daemon thread; a fork gets a new one."""
+    """An event loop in a daemon thread; a forked process creates its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +106,7 @@ class _Bridge:
                 async with asyncio.timeout(5):
                     await layer.group_send(GROUP, dict(message))
         except Exception as error:
-            # A lost hint costs a browser a few seconds, never a change: it re-reads the rows.
+            # A lost message costs a browser a few seconds, never a change: it re-reads the rows.
             log.warning("an operation's change did not reach the channel layer: %r", error)
 
 
@@ -115,7 +114,7 @@ _bridge = _Bridge()
 
 
 def publish(operations: Sequence[Mapping[str, Any]]) -> None:
-    """Hands committed changes to every watching browser, each with its number `seq`; returns at once."""
+    """Send committed changes, each with its number `seq`, to every watching browser; return at once."""
     for first in range(0, len(operations), MOST_IN_MESSAGE):
-        some = [dict(operation) for operation in operations[first : first + MOST_IN_MESSAGE]]
-        _bridge.submit({"type": "operations.changed", "operations": some})
+        batch = [dict(operation) for operation in operations[first : first + MOST_IN_MESSAGE]]
+        _bridge.submit({"type": "operations.changed", "operations": batch})

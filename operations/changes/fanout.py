@@ -1,8 +1,8 @@
 """The fan-out of operations' changes in a web process: one subscription to the channel layer for all cursors.
 
-The layer keeps an endless queue for every subscriber and reads it at that one's pace. So one subscription
-serves the whole process and is emptied at once. The layer may be away or lose messages: then the cursors find
-the changes in the rows a little later.
+The layer keeps an unbounded queue for every subscriber, which a slow subscriber would fill. So one
+subscription serves the whole process and is drained at once. While the layer is away or loses messages, the
+cursors read the changes from the rows a little later.
 """
 
 import asyncio
@@ -20,31 +20,31 @@ from operations.changes.events import GROUP
 log = logging.getLogger(__name__)
 
 TEXTS = 8
-"""Texts kept: readers stand at the same place, or a moment behind."""
+"""Cached texts: most readers are at the same position, or slightly behind."""
 RETRY_AFTER = 1.0
 """Seconds before the next try to subscribe."""
 
 
 class FanOut:
-    """Is subscribed while there is a cursor."""
+    """The subscription of a process to the channel layer; it exists while there is a cursor."""
 
     def __init__(self) -> None:
         self._cursors: set[Cursor] = set()
         self._task: asyncio.Task[None] | None = None
         self._texts: dict[tuple[int, int], str] = {}
 
-    def text(self, span: tuple[int, int], made: Callable[[], str]) -> str:
-        """What is told of the changes from one number to another, made once for all who stand there."""
-        found = self._texts.get(span)
-        if found is None:
+    def text(self, span: tuple[int, int], render: Callable[[], str]) -> str:
+        """Return the text of the changes in `span`; `render` makes it once for all readers."""
+        message = self._texts.get(span)
+        if message is None:
             if len(self._texts) >= TEXTS:
                 del self._texts[next(iter(self._texts))]
-            found = self._texts[span] = made()
-        return found
+            message = self._texts[span] = render()
+        return message
 
     @contextlib.asynccontextmanager
     async def subscribe(self, cursor: Cursor) -> AsyncIterator[None]:
-        """The cursor receives every change that gets through."""
+        """Deliver to the cursor every change that the layer delivers."""
         self._cursors.add(cursor)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="operations fan-out")
@@ -65,14 +65,14 @@ class FanOut:
                 async with _subscription() as (layer, channel):
                     failing = False
                     for cursor in self._cursors:
-                        cursor.wake()  # earlier changes did not come through
+                        cursor.wake()  # earlier changes were not received
                     while True:
                         message = await layer.receive(channel)
                         for cursor in self._cursors:
                             for change in message["operations"]:
                                 cursor.receive(int(change["seq"]), change)
             except Exception as error:
-                # Any error of the layer's client: without it, rows are read from time to time.
+                # Any error of the layer's client: meanwhile the cursors poll the rows.
                 if not failing:
                     log.warning("changes of operations are not received: %r; retrying", error)
                 failing = True
@@ -95,5 +95,5 @@ _shared = FanOut()
 
 
 def shared() -> FanOut:
-    """The one fan-out of this process."""
+    """Return the fan-out of this process."""
     return _shared

@@ -1,7 +1,7 @@
-"""What browsers and clients see of operations: a snapshot, then changes by sequence number.
+"""The feed of operations for browsers and clients: a snapshot, then changes by sequence number.
 
-The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own fields. `since(n)` answers
-every operation that changed after n, in order; several changes of one operation between two looks are one
+The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own fields. `since(n)` returns
+every operation that changed after n, in order; several changes of one operation between two reads are one
 entry.
 """
 
@@ -32,14 +32,14 @@ class Feed:
 
 
 def part_as_dict(target: OperationTarget) -> dict[str, Any]:
-    """One node's part for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
+    """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
-    explained = target.waits_for_node or target.attempts or target.overdue_since
+    has_explanation = target.waits_for_node or target.attempts or target.overdue_since
     optional = {
         "file_name": target.file_name,
         "phase": target.phase,
-        "error": target.error or (target.reason if waits and explained else ""),
+        "error": target.error or (target.reason if waits and has_explanation else ""),
         "reason": target.reason,
         "attempts": target.attempts,
         "nextLookAt": _moment(target.next_look_at),
@@ -64,17 +64,17 @@ def part_as_dict(target: OperationTarget) -> dict[str, Any]:
 
 
 def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> dict[str, Any] | None:
-    """How an upgrade in waves stands; None for other operations."""
+    """Return the state of an upgrade in waves; None for other operations."""
     if not operation.waves:
         return None
-    asked = operation.payload["waves"]
+    plan = operation.payload["waves"]
     return {
         "state": operation.waves,
         "open": operation.open_wave,
         "count": len({target.wave for target in targets}),
-        "maxUnavailable": asked["max_unavailable"],
-        "canary": asked["canary"],
-        "lastReplicas": asked["last_replicas"],
+        "maxUnavailable": plan["max_unavailable"],
+        "canary": plan["canary"],
+        "lastReplicas": plan["last_replicas"],
     }
 
 
@@ -83,7 +83,7 @@ def _moment(at: datetime | None) -> str:
 
 
 def _task_type(operation: Operation) -> str:
-    """O44."""
+    """Return the task type (O44)."""
     if operation.kind.endswith((_DELETIONS, _UNLOADS)):
         return "deletion"
     if operation.kind.endswith(_UPGRADES):
@@ -92,13 +92,13 @@ def _task_type(operation: Operation) -> str:
 
 
 def _gives_up_at(operation: Operation) -> str:
-    """Until when it waits at the longest; "" while it runs, after its end, and without such a limit."""
+    """Return the time at which a waiting operation is abandoned; "" if it does not wait or has no limit."""
     resting = operation.status in _RESTING
     return operation.needed_until.isoformat() if resting and operation.needed_until is not None else ""
 
 
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
-    """One operation for the wire."""
+    """Return an operation for the wire."""
     name = operation.element.rpartition("@")[2]
     targets, runs = list(targets), operation.status == Status.PROCESSING
     optional: dict[str, Any] = {
@@ -150,13 +150,13 @@ def _rows(operations: Iterable[Operation]) -> list[dict[str, Any]]:
 
 
 def current_seq() -> int:
-    """The number of the last committed change."""
+    """Return the number of the last committed change."""
     return Sequence.objects.values_list("value", flat=True).first() or 0
 
 
 @contextmanager
 def one_view() -> Iterator[None]:
-    """A transaction whose reads all see the same moment, or a change between two of them would be skipped."""
+    """Open a transaction whose reads share one snapshot, so that no change between two reads is skipped."""
     with transaction.atomic():
         if not connection.savepoint_ids:
             with connection.cursor() as cursor:
@@ -165,14 +165,14 @@ def one_view() -> Iterator[None]:
 
 
 def snapshot() -> Feed:
-    """Everything on the live list (active, and failures not dismissed), oldest first."""
+    """Return the live list (active, and failures not dismissed), oldest first."""
     with one_view():
         seq = current_seq()
         return Feed(seq, _rows(Operation.objects.listed().order_by("created_at").prefetch_related("targets")))
 
 
 def since(seq: int) -> Feed:
-    """Operations that changed after `seq`, in the order of their last change."""
+    """Return the operations that changed after `seq`, in the order of their last change."""
     with one_view():
         latest = current_seq()
         changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")

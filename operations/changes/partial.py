@@ -1,7 +1,7 @@
-"""Changes that name only the parts of an operation that moved, and how several of them become one.
+"""Partial changes, which hold only the changed targets of an operation, and their merging.
 
-A change counts for those who know everything up to the number before it. So one part that moves costs the
-size of one part, however many nodes the operation has. Pure.
+A partial change applies to readers that have all changes up to the number before it. So a change of one
+target has the size of one target, regardless of the number of nodes. Pure.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ from operations.changes.feed import as_dict, part_as_dict
 from operations.models import Operation, OperationTarget
 
 PARTIAL = "partial"
-"""In a change: `nodes` has only the parts that changed, the others are as they were."""
+"""Key of a change whose `nodes` has only the changed targets; the others are unchanged."""
 
 
 def change_of(
@@ -19,9 +19,9 @@ def change_of(
     targets: Sequence[OperationTarget],
     moved: Collection[OperationTarget] | None = None,
 ) -> dict[str, Any]:
-    """A change for those who know the operation as it was before; `moved` are its parts that changed.
+    """Return the change for readers that have the previous state; `moved` has the changed targets.
 
-    Then the others are left out, and `partial` says so.
+    With `moved` the unchanged targets are omitted, and the change is marked `partial`.
     """
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
@@ -30,7 +30,7 @@ def change_of(
 
 
 def folded(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Changes in their order as one for each operation, in the order of their last ones."""
+    """Merge the changes to one per operation, in the order of each operation's last change."""
     last: dict[str, dict[str, Any]] = {}
     for change in changes:
         before = last.pop(change["jobID"], None)
@@ -39,7 +39,7 @@ def folded(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _over(before: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """A partial change on top of an earlier one, which may be whole."""
+    """Merge a partial change into an earlier change, which may be complete."""
     nodes = {part["node_id"]: part for part in (*before.get("nodes", ()), *change["nodes"])}
     merged = {**change, "nodes": list(nodes.values())}
     if PARTIAL not in before:

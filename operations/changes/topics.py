@@ -1,4 +1,4 @@
-"""What sockets carry of operations: one stream of numbered changes, as one message each or together."""
+"""Websocket topics of operations: a stream of numbered changes, one message per change or batch."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from operations.changes.partial import PARTIAL, folded
 
 
 async def _updates(since: int | None) -> AsyncGenerator[Update, None]:
-    """First where operations stand, as seen from `since`, then every change, without end."""
+    """Yield the update from `since` to the current state, then every change, without end."""
     cursor = Cursor()
     async with fanout.shared().subscribe(cursor):
         async for update in cursor.updates(since):
@@ -20,7 +20,7 @@ async def _updates(since: int | None) -> AsyncGenerator[Update, None]:
 
 
 async def single_changes(scope: Scope) -> AsyncGenerator[str, None]:
-    """`/ws/operations`: a snapshot, then one message for each change; `?since=` resumes."""
+    """Yield for `/ws/operations` a snapshot, then one message per change; `?since=` resumes."""
     async with contextlib.aclosing(_updates(number_in(scope, "since"))) as stream:
         async for update in stream:
             if update.whole:
@@ -28,17 +28,17 @@ async def single_changes(scope: Scope) -> AsyncGenerator[str, None]:
                 continue
             for change in update.operations:
                 operation, partial = _split(change)
-                told = {"type": "delta", "seq": operation["seq"], "operation": operation}
-                yield encoded(told | ({PARTIAL: True} if partial else {}))
+                message = {"type": "delta", "seq": operation["seq"], "operation": operation}
+                yield encoded(message | ({PARTIAL: True} if partial else {}))
 
 
 async def grouped_changes(scope: Scope) -> AsyncGenerator[str, None]:
-    """`/ws/feed`: changes that come together are one message; `?operations=` resumes."""
+    """Yield for `/ws/feed` one message per batch of changes; `?operations=` resumes."""
     async with contextlib.aclosing(_updates(number_in(scope, "operations"))) as stream:
         async for update in stream:
             if update.whole:
-                whole = {"type": "operations.snapshot", "seq": update.seq, "operations": update.operations}
-                yield encoded(whole)
+                message = {"type": "operations.snapshot", "seq": update.seq, "operations": update.operations}
+                yield encoded(message)
             elif update.after is None:
                 yield _group(update)
             else:
@@ -51,10 +51,10 @@ def _group(update: Update) -> str:
         operation, is_partial = _split(change)
         operations.append(operation)
         partial += [operation["jobID"]] if is_partial else []
-    told = {"type": "operations.delta", "seq": update.seq, "operations": operations}
-    return encoded(told | ({PARTIAL: partial} if partial else {}))
+    message = {"type": "operations.delta", "seq": update.seq, "operations": operations}
+    return encoded(message | ({PARTIAL: partial} if partial else {}))
 
 
 def _split(change: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The operation as the document describes it, and whether only the parts that changed are in it."""
+    """Return the operation as documented, and True if it has only the changed targets."""
     return {key: value for key, value in change.items() if key != PARTIAL}, PARTIAL in change

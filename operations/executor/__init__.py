@@ -1,1 +1,1 @@
-"""Carries operations out: claim, run the handler of the kind, keep the lease, record the outcome."""
+"""Executor of operations: claim, run the handler of the kind, renew the lease, record the outcome."""

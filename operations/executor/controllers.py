@@ -1,6 +1,6 @@
-"""Which controllers there are: each writes a row every few seconds, so that a page can say when none does.
+"""Heartbeats of controllers: each writes a row every few seconds, so that a page can show that none runs.
 
-The row is for people only. Who carries an operation out is decided by leases, never by this.
+The row is for display only. Leases decide which controller runs an operation, never this row.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from operations.models import ControllerBeat
 
 BEAT_EVERY = 3.0
 SILENT_AFTER = 15.0
-"""Seconds without a beat after which no controller is thought to run."""
+"""Seconds without a heartbeat after which a controller counts as dead."""
 _FORGOTTEN_AFTER = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The last sign of life of any controller, and of any that was connected to the bus."""
+    """The last heartbeat of any controller, and of any controller with a connection to the bus."""
 
     at: datetime | None = None
     connected_at: datetime | None = None
 
 
 def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
-    """Controller `owner` lives; rows of those that went without a word are cleared away."""
+    """Write the heartbeat of controller `owner`, and delete the rows of dead controllers."""
     with committed("controllers.beat"):
         ControllerBeat.objects.update_or_create(
             owner=owner,
@@ -35,13 +35,13 @@ def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
 
 
 def sign_off(owner: str) -> None:
-    """Controller `owner` is about to end."""
+    """Delete the row of controller `owner`, which is about to end."""
     with committed("controllers.sign_off"):
         ControllerBeat.objects.filter(owner=owner).delete()
 
 
 def seen() -> Seen:
-    """Who was heard last, in one query."""
+    """Return the last heartbeats, in one query."""
     rows = list(ControllerBeat.objects.values_list("seen_at", "bus_connected"))
     return Seen(
         at=max((at for at, _ in rows), default=None),

@@ -1,7 +1,8 @@
-"""The thread that keeps leases, with a database connection of its own.
+"""The thread that renews leases, with a database connection of its own.
 
-Nothing else runs here, so that a lease is renewed however busy or blocked the shared threads are. A call
-that hangs is cut: its socket is shut, the thread gets an error and connects again at the next call.
+Nothing else runs in this thread, so that leases are renewed while the shared threads are busy or blocked. A
+call that hangs is aborted: its socket is shut down, so the thread gets an error and reconnects at the next
+call.
 """
 
 import asyncio
@@ -20,19 +21,19 @@ from localai_cluster import clock
 
 
 class LeaseKeeper:
-    """Renews the leases of one owner, one call after the other."""
+    """Renews the leases of one owner, one call at a time."""
 
     def __init__(self, owner: str, lease: float, renew: Callable[..., dict[UUID, int]]) -> None:
         self._owner, self._lease, self._renew_rows = owner, lease, renew
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._link: Any = None
 
-    async def renew(self, asked: Mapping[UUID, int]) -> dict[UUID, int]:
-        """Extends the leases on these; answers id and fence of those that are still the owner's.
+    async def renew(self, fences: Mapping[UUID, int]) -> dict[UUID, int]:
+        """Extend the leases on these ids; return the ids that the owner still holds, with their fences.
 
         Raises TimeoutError after half a lease.
         """
-        call = asyncio.get_running_loop().run_in_executor(self._thread, self._renew, list(asked))
+        call = asyncio.get_running_loop().run_in_executor(self._thread, self._renew, list(fences))
         try:
             async with asyncio.timeout(self._lease / 2):
                 return await call
@@ -41,19 +42,19 @@ class LeaseKeeper:
             raise
 
     async def close(self) -> None:
-        """Closes the connection and ends the thread."""
+        """Close the connection and end the thread."""
         self._cut()
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease / 2):
                     await asyncio.get_running_loop().run_in_executor(self._thread, _disconnect)
         finally:
-            # Who waits may have given up before the thread was free, and that call with them.
+            # The wait above may have timed out before the thread was free, which cancels that call.
             self._thread.submit(_disconnect)
             self._thread.shutdown(wait=False)
 
     def _renew(self, ids: list[UUID]) -> dict[UUID, int]:
-        close_old_connections()  # one that an outage has broken, or an old one; Django opens the next
+        close_old_connections()  # a broken or an old one; Django then opens a new one
         connection.ensure_connection()
         self._link = connection.connection
         try:

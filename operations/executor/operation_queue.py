@@ -1,8 +1,8 @@
-"""The queue of operations that are leased as a whole: loads, unloads, deletions of models.
+"""The queue of operations with a single lease: loads, unloads, deletions of models.
 
 Progress is written in batches (`recorder.py`). A handler ends in one of four ways: it returns a result
-(completed), raises a ClusterError (failed), raises `Postpone` (tried or looked at again, with the reason), or
-raises `Abandoned` (cancelled).
+(completed), raises a ClusterError (failed), raises `Postpone` (requeued, with the reason), or raises
+`Abandoned` (cancelled).
 """
 
 import logging
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 async def write_batch(batch: Batch) -> set[Attempt]:
-    """Writes reports in one of the shared threads."""
+    """Write reports in one of the shared threads."""
     return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 class OperationQueue:
-    """Operations, each carried out by the handler of its kind."""
+    """Queue of operations, each run by the handler of its kind."""
 
     name = "operations"
 
@@ -73,17 +73,17 @@ class OperationQueue:
         self._recorder.close()
 
     async def carry_out(self, operation: Operation) -> None:
-        """Runs the handler and writes what became of the attempt."""
+        """Run the handler and record the outcome of the attempt."""
         request_id.set(operation.request_id or str(operation.id))
         work = Work(operation, self._recorder)
         log.info(
             "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
         )
-        with metrics.attempt(operation.kind) as told:
-            told.outcome = await self._attempt(work)
+        with metrics.attempt(operation.kind) as attempt:
+            attempt.outcome = await self._attempt(work)
 
     async def _attempt(self, work: Work) -> Event:
-        """What became of it, written."""
+        """Run the handler, record the outcome and return its event."""
         handler = self._handlers.get(work.operation.kind)
         try:
             if handler is None:
@@ -103,8 +103,8 @@ class OperationQueue:
                 work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
             )
         else:
-            said = str(result.get("message", "")) if result else ""
-            return await self._finish(work, Event.COMPLETE, result=result, message=said)
+            message = str(result.get("message", "")) if result else ""
+            return await self._finish(work, Event.COMPLETE, result=result, message=message)
 
     async def _finish(self, work: Work, event: Event, **said: Any) -> Event:
         log.info(

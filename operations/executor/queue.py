@@ -1,4 +1,4 @@
-"""What an executor works on: the one protocol of everything that is carried out under a lease."""
+"""Protocol of an executor's queue: a source of items that run under a lease."""
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -9,11 +9,11 @@ from operations.ledger.progress import Attempt
 
 
 class Claimed(Protocol):
-    """One piece of work under a lease; its text names it in the log."""
+    """A claimed item under a lease; `str` names it in the log."""
 
     @property
     def id(self) -> UUID:
-        """Whose lease it is."""
+        """Id of the leased row."""
 
     @property
     def fence(self) -> int:
@@ -24,32 +24,32 @@ C = TypeVar("C", bound=Claimed)
 
 
 class Queue(Protocol[C]):
-    """Due, claim, renew, hand back, carry out. The calls that touch rows run in threads."""
+    """A queue of leased items. The calls that access rows run in threads."""
 
     name: str
     slots: int
-    """How much one executor carries out at a time."""
+    """Number of items that one executor runs concurrently."""
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[C]:
-        """Takes up to `limit` pieces that are due under a lease of `lease` seconds."""
+        """Claim up to `limit` due items under a lease of `lease` seconds."""
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-        """Extends the leases of `owner` on `ids`; answers id and fence of those that are still its own."""
+        """Extend the leases of `owner` on `ids`; return the ids that it still holds, with their fences."""
 
     def release(self, owner: str, *, now: datetime) -> int:
-        """Hands back everything that `owner` holds; answers how much."""
+        """Release all items of `owner`; return their number."""
 
     def reap(self) -> None:
-        """Takes back what was claimed under a lease that ran out, in any process."""
+        """Requeue the items whose lease has expired, of any process."""
 
     async def carry_out(self, claimed: C, /) -> None:
-        """One attempt, with its outcome written; raises LeaseLost or a DatabaseError if it could not be."""
+        """Run one attempt and record its outcome; raise LeaseLost or a DatabaseError if that fails."""
 
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
-        """Who is told when a report is refused because the work is no longer that attempt's."""
+        """Set the callback for an attempt whose report is refused because it has lost its lease."""
 
     def forget(self, attempt: Attempt) -> None:
-        """The attempt has ended; what it reported last is of no use."""
+        """Drop the unwritten reports of an attempt that has ended."""
 
     def close(self) -> None:
-        """The executor stops: no more reports are written."""
+        """Write no more reports, because the executor stops."""

@@ -1,9 +1,9 @@
-"""Remembers what running attempts report and has it written in batches.
+"""Buffers the progress reports of running attempts and writes them in batches.
 
-One recorder lives in every executor. It keeps the latest report of each part in memory, writes at once if no
-write is under way, and begins at most ten batches a second, five where they take long: outcomes and leases
-need the same rows. What cannot be written now stays and is tried again; what came meanwhile is merged into
-it. A crash loses what was not written, never an outcome.
+Every executor has one recorder. It keeps the latest report of each target in memory, writes at once if no
+write is running, and starts at most ten batches a second, five if they are slow: outcomes and leases need the
+same rows. A batch that cannot be written is retried, merged with newer reports. A crash loses unwritten
+reports, never an outcome.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 BATCH_EVERY, BATCH_EVERY_AT_MOST = 0.1, 0.2
 """Seconds between the beginnings of two batches: twice as long as the last one took, within these bounds."""
 RETRY_AFTER = 1.0
-"""Seconds before what could not be written is tried again."""
+"""Seconds before a failed write is retried."""
 WRITE_TIMEOUT = 5.0
 
 Batch = Mapping[Attempt, Collection[Tick]]
 
 
 class Recorder:
-    """Takes reports without waiting; `write` answers the attempts whose operation is no longer theirs."""
+    """Buffers reports without waiting; `write` returns the attempts that have lost their operation."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class Recorder:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, attempt: Attempt, tick: Tick) -> None:
-        """Remembers a report for the next batch."""
+        """Buffer a report for the next batch."""
         ticks = self._waiting.setdefault(attempt, {})
-        former = ticks.get(tick.node_id)
-        ticks[tick.node_id] = tick.after(former) if former else tick
+        previous = ticks.get(tick.node_id)
+        ticks[tick.node_id] = tick.after(previous) if previous else tick
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="progress")
 
     async def take(self, attempt: Attempt) -> list[Tick]:
-        """Hands over what is not written yet, so that an outcome is written after it and with it.
+        """Remove and return the unwritten reports of an attempt, to be written with its outcome.
 
-        A batch under way with a report of this attempt ends first: it must not overtake the outcome.
+        A running batch with a report of this attempt ends first: it must not be written after the outcome.
         """
         if attempt in self._batch:
             async with self._writing:
@@ -62,11 +62,11 @@ class Recorder:
         return list(self._waiting.pop(attempt, {}).values())
 
     def forget(self, attempt: Attempt) -> None:
-        """The attempt has ended; what it reported last is of no use."""
+        """Drop the unwritten reports of an attempt that has ended."""
         self._waiting.pop(attempt, None)
 
     def close(self) -> None:
-        """Writes no more."""
+        """Stop writing."""
         if self._task is not None:
             self._task.cancel()
 
@@ -95,14 +95,14 @@ class Recorder:
         except DatabaseError as error:
             await self._write_one_by_one(error)
         else:
-            self._tell(lost)
+            self._report_lost(lost)
 
     async def _write_one_by_one(self, error: DatabaseError) -> None:
-        """One report that the database refuses must not keep the others of its batch from being written."""
+        """Write the reports separately, so that one that the database refuses does not block the others."""
         for attempt, ticks in self._batch.items():
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT):
-                    self._tell(await self._write({attempt: ticks}))
+                    self._report_lost(await self._write({attempt: ticks}))
             except (OperationalError, InterfaceError, TimeoutError):
                 self._put_back([(attempt, ticks)])
             except DatabaseError as refusal:
@@ -115,6 +115,6 @@ class Recorder:
                 newer = waiting.get(tick.node_id)
                 waiting[tick.node_id] = newer.after(tick) if newer else tick
 
-    def _tell(self, lost: Iterable[Attempt]) -> None:
+    def _report_lost(self, lost: Iterable[Attempt]) -> None:
         for attempt in lost:
             self._lost(attempt)

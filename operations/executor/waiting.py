@@ -1,7 +1,7 @@
-"""Waiting for an operation without polling for it: a hint wakes, the row decides.
+"""Waiting for an operation without polling: a wake-up triggers a read, and the row decides.
 
-One `Hints` lives in a process and is fed by its LISTEN loop. Who waits opens a `Watch`, reads the row, and
-then waits for `changed`; a hint that came between the two is kept, so no change is slept through.
+Each process has one `Hints`, which its LISTEN loop notifies. A waiter opens a `Watch`, reads the row, and
+then waits for `changed`; a wake-up that arrives between the two is kept, so no change is missed.
 """
 
 import asyncio
@@ -11,19 +11,19 @@ from uuid import UUID
 
 
 class Watch:
-    """One waiter's ear for one operation."""
+    """One waiter's wake-ups for one operation."""
 
     def __init__(self) -> None:
         self._notified = asyncio.Event()
 
     def notify(self) -> None:
-        """Something may have changed."""
+        """Wake the waiter, because the operation may have changed."""
         self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
-        """Waits for a hint since the last call, up to `timeout` seconds; returns whether one came."""
+        """Wait up to `timeout` seconds for a wake-up since the last call; return True if there was one."""
         try:
-            # Not `wait_for`: Python 3.11's swallows a cancellation that comes together with the hint.
+            # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
             async with asyncio.timeout(timeout):
                 await self._notified.wait()
         except TimeoutError:
@@ -33,13 +33,14 @@ class Watch:
 
 
 class Hints:
-    """Who waits for which operation in this process."""
+    """The watches of this process, by operation id."""
 
     def __init__(self) -> None:
         self._watches: dict[str, set[Watch]] = {}
 
     def notify(self, operation_id: str) -> None:
-        """Wakes everyone who waits for this operation; the empty id wakes all (news may have been missed)."""
+        """Wake all waiters of this operation; the empty id wakes all waiters, after lost wake-ups."""
+
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:
             for watch in group:
@@ -47,7 +48,7 @@ class Hints:
 
     @contextmanager
     def watch(self, operation_id: UUID) -> Iterator[Watch]:
-        """Listens from now on; read the row after opening it."""
+        """Open a watch for the operation; read the row after opening it."""
         watch, name = Watch(), str(operation_id)
         group = self._watches.setdefault(name, set())
         group.add(watch)

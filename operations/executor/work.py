@@ -1,4 +1,4 @@
-"""What a handler of operations gets and may raise."""
+"""The argument of an operation's handler, and the exceptions that the handler may raise."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ _RETRY_CAP = 30.0
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Runs synchronous database code in a worker thread, with fresh connections."""
+    """Run synchronous database code in a worker thread, with fresh connections."""
     call = database_sync_to_async(function, thread_sensitive=False)
     result: R = await call(*args, **kwargs)
     return result
 
 
 class Postpone(Exception):
-    """The attempt ends here, the operation does not: look again in `seconds`, because of `reason`.
+    """Ends the attempt and requeues the operation: retry in `seconds`, because of `reason`.
 
-    `waiting` means that it waits for a node: a change of one that could take it ends the wait early, and the
-    attempt does not count. Without it the pause is a back-off, which nothing cuts short.
+    `waiting` means that it waits for a node: a change of a node that could take it ends the wait early, and
+    the attempt does not count. Otherwise the pause is a back-off, which is never cut short.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Postpone(Exception):
 
 
 class Abandoned(Exception):
-    """No request waits for the outcome any more; the operation ends as cancelled with this reason."""
+    """Ends the operation as cancelled with this reason, because no request waits for the outcome any more."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a handler gets: the claimed operation and two ways to report. Every report is fenced."""
+    """Argument of a handler: the claimed operation and two ways to report. Every report is fenced."""
 
     operation: Operation
     recorder: Recorder
@@ -64,14 +64,14 @@ class Work:
         return self.id, self.operation.fence
 
     async def report(self, tick: Tick) -> None:
-        """Says what the attempt does next; raises LeaseLost when the operation is no longer its own."""
+        """Report the attempt's next step; raise LeaseLost if the attempt has lost the operation."""
         self.recorder.add(self.attempt, tick)
         await in_thread(lease.confirm, *self.attempt)
 
     def progress(self, tick: Tick) -> None:
-        """Says how far it is, as often as it likes: the next batch writes the latest figures.
+        """Report progress, at any rate: the next batch writes the latest figures.
 
-        The executor ends an attempt that has lost its operation.
+        The executor cancels an attempt that has lost its operation.
         """
         self.recorder.add(self.attempt, tick)
 
@@ -80,5 +80,5 @@ Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
 
 
 def retry_delay(attempts: int) -> float:
-    """Seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
+    """Return the seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
     return float(min(2.0 ** min(attempts, 10), _RETRY_CAP))

@@ -1,1 +1,1 @@
-"""Every write to an operation that means something, as short transactions."""
+"""All state changes of operations, as short transactions."""

@@ -1,4 +1,4 @@
-"""What people do with operations: ask, join, need for longer, cancel, dismiss after a failure."""
+"""Admission and user actions on operations: create, join, extend the need, cancel, dismiss a failure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ _ONE_ACTIVE = "operation_one_active_a_key"
 
 @dataclass(frozen=True)
 class Admission:
-    """The operation that now stands for the request, and whether this request made it."""
+    """The operation that serves the request; `created` is True if this request created it."""
 
     operation: Operation
     created: bool
@@ -50,7 +50,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class OperationRequest:
-    """What an operation is asked to do and for whom; the columns that never change afterwards."""
+    """A request for an operation: its immutable columns."""
 
     kind: str
     key: str
@@ -66,9 +66,9 @@ class OperationRequest:
 
 
 def admit(request: OperationRequest, *, now: datetime) -> Admission:
-    """Makes the operation, or joins the active one of the same key and kind (O34).
+    """Create the operation, or join the active one of the same key and kind (O34).
 
-    Raises Conflict when another kind of operation is active on the key, or has a share of the same owner.
+    Raises Conflict if an operation of another kind is active on the key, or on another suffix of its owner.
     """
     for _ in range(3):
         existing = Operation.objects.active().filter(key=request.key).first()
@@ -79,21 +79,21 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
         except IntegrityError as error:
             if _ONE_ACTIVE not in str(error):
                 raise
-            # Somebody was faster: join theirs, unless it has ended meanwhile.
+            # A concurrent request was faster: join its operation, unless that has ended meanwhile.
     raise errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
 
 
 def admit_one_more(request: OperationRequest, *, now: datetime) -> Operation:
-    """Makes the operation beside those of its kind that have a share of the same owner, and joins none.
+    """Create the operation in addition to the active ones of its kind on the same owner; never join one.
 
-    It gets the lowest free share from 1: the request's own is for those who join. Raises Conflict when
-    another kind of operation has a share.
+    It gets the lowest free key suffix from 1: the request's own suffix is for requests that join. Raises
+    Conflict if an operation of another kind is active on the owner.
     """
     return _create(request, now, one_more=True)
 
 
 def in_progress(existing: Operation) -> errors.Conflict:
-    """The refusal of what an active operation excludes."""
+    """Return the error for a request that an active operation excludes."""
     return errors.Conflict(
         f"{existing.kind} of {existing.element} is in progress (operation {existing.id}, {existing.status})",
         operation=existing.id,
@@ -112,10 +112,10 @@ def _join(existing: Operation, request: OperationRequest) -> Admission:
 
 def _create(request: OperationRequest, now: datetime, *, one_more: bool = False) -> Operation:
     with committed("ledger.admit"):
-        taken = _shares(request)
+        used_keys = _shares(request)
         if one_more:
             shares = (f"{owner_of(request.key)}{SHARE}{number}" for number in count(1))
-            request = replace(request, key=next(share for share in shares if share not in taken))
+            request = replace(request, key=next(share for share in shares if share not in used_keys))
         operation, superseded = made(request, now)
         OperationTarget.objects.bulk_create(
             OperationTarget(operation=operation, node_id=node_id, node_name=name)
@@ -126,29 +126,30 @@ def _create(request: OperationRequest, now: datetime, *, one_more: bool = False)
 
 
 def _shares(request: OperationRequest) -> set[str]:
-    """The shares of the key's owner that active operations have; no other gets one until the commit.
+    """Lock the key's owner until the commit; return the keys of its active operations.
 
-    Raises Conflict when one of them is of another kind.
+    Raises Conflict if one of them is of another kind.
     """
     owner = owner_of(request.key)
     if not owner:
         return set()
-    # "All of one kind" is no constraint of the database: who makes one stands in line and looks.
+    # The database has no constraint for "all of one kind": creating an operation locks the owner first.
     stand_in_line(owner)
     active = Operation.objects.active().sharing(request.key, request.element).order_by("created_at")
     active = active.only("id", "kind", "key", "element", "status")
-    for other in active:
-        if other.kind != request.kind:
-            raise in_progress(other)
-    return {other.key for other in active}
+    for operation in active:
+        if operation.kind != request.kind:
+            raise in_progress(operation)
+    return {operation.key for operation in active}
 
 
 def made(
     request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
 ) -> tuple[Operation, list[Operation]]:
-    """A step of the caller's transaction: the operation, and the failures of the same key that it supersedes.
+    """Create the operation, and dismiss the failures of the same key that it supersedes; return both.
 
-    They stay in the record, not on the list. The caller announces all of them. `by_parts`: see `Operation`.
+    A step of the caller's transaction: the caller announces all of them. The failures leave the live list and
+    stay in the history. `by_parts`: see `Operation`.
     """
     operation = Operation.objects.create(
         id=id or uuid4(),
@@ -181,18 +182,18 @@ def made(
 
 
 def changed(did: str, operation: Operation, detail: str = "") -> Change:
-    """What a person did about an operation, for the audit."""
+    """Return the audit entry of a user's action on an operation."""
     where = f" on {operation.node_name}" if operation.node_name else ""
-    # The query of an address may be a signature, and the audit outlives the record.
+    # The query of a URL may be a signature, and the audit outlives the history.
     element = public_url(operation.element) if "://" in operation.element else operation.element
     subject = f"{operation.kind.replace('_', ' ')} of {element}{where}"
     return Change(f"operation.{did}", subject, str(operation.id), detail)
 
 
 def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "") -> Operation:
-    """O52: acknowledges a failure, which leaves every live list; a failure dismissed before stays as it is.
+    """Acknowledge a failure, which leaves every live list (O52); a dismissed failure is not changed.
 
-    Raises NotFound, and Conflict naming the status of an operation that has not failed.
+    Raises NotFound, and Conflict with the status of an operation that has not failed.
     """
     with committed("ledger.dismiss"):
         operation = locked(operation_id)
@@ -210,7 +211,7 @@ def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "")
 
 
 def locked(operation_id: UUID) -> Operation:
-    """The operation, locked until commit; raises NotFound."""
+    """Return the operation, locked until commit; raise NotFound."""
     operation = Operation.objects.select_for_update(no_key=True).filter(pk=operation_id).first()
     if operation is None:
         raise errors.NotFound(NO_SUCH_OPERATION)
@@ -220,9 +221,10 @@ def locked(operation_id: UUID) -> Operation:
 def cancel(
     operation_id: UUID, *, actor: str, now: datetime, notes: Mapping[UUID, str] | None = None
 ) -> Operation:
-    """O54, A67: ends the operation and its parts for good; an attempt that runs finds its fence gone.
+    """Cancel the operation and its targets (O54, A67); a running attempt loses its fence.
 
-    `notes` say of intents what becomes of them. Raises NotFound, and Conflict for what cannot be cancelled.
+    `notes` maps an intent's id to the reason that its target shows. Raises NotFound, and Conflict if the
+    operation cannot be cancelled.
     """
     with committed("ledger.cancel"):
         operation = locked(operation_id)
@@ -233,9 +235,9 @@ def cancel(
         message = f"cancelled by {actor}"[:_LONGEST_ACTOR]
         parts = list(OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED))
         for part in parts:
-            said = (notes or {}).get(part.intent_id) if part.intent_id else None
+            note = (notes or {}).get(part.intent_id) if part.intent_id else None
             part.status, part.phase, part.finished_at = TargetStatus.CANCELLED, "", now
-            part.reason, part.next_look_at, part.waits_for_node = said or message, None, False
+            part.reason, part.next_look_at, part.waits_for_node = note or message, None, False
             part.overdue_since = None
         columns = [
             "status",
@@ -257,7 +259,7 @@ def cancel(
 
 
 def need_until(operation_id: UUID, until: datetime) -> None:
-    """Somebody waits for it until `until`; only ever moves forward."""
+    """Extend the time until which a request needs the operation; it is never shortened."""
     sooner = Q(needed_until__isnull=True) | Q(needed_until__lt=until)
     with committed("ledger.need"):
         Operation.objects.active().filter(sooner, pk=operation_id).update(needed_until=until)

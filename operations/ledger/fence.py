@@ -1,4 +1,4 @@
-"""The fence of an attempt: it may write only while the operation is still its own."""
+"""Fencing of attempts: an attempt may write only while it still owns the operation."""
 
 from uuid import UUID
 
@@ -6,7 +6,7 @@ from operations.models import Operation, Status
 
 
 class LeaseLost(Exception):
-    """Somebody else owns the operation now, or it has ended; what was about to be written is void."""
+    """Another attempt owns the operation, or it has ended; the caller's write is void."""
 
 
 def owned(operation_id: UUID, fence: int) -> Operation:

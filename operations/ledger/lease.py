@@ -1,4 +1,4 @@
-"""Which controller works on an operation: claimed under a lease, renewed, handed back, reaped."""
+"""Leases of operations: a controller claims, renews and releases them; expired ones are reaped."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
@@ -29,7 +29,7 @@ _HANDED_BACK = [
 
 
 def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operation]:
-    """Takes up to `limit` due operations under a lease of `lease` seconds, and waits for no row."""
+    """Claim up to `limit` due operations under a lease of `lease` seconds; skip locked rows."""
     with committed("ledger.claim"):
         due = list(
             Operation.objects.due(at=now)
@@ -53,11 +53,11 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
 
 
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-    """Extends the leases of `owner` on `ids`; answers id and fence of those that are still its own.
+    """Extend the leases of `owner` on `ids`; return the ids that it still owns, with their fences.
 
-    Only what is really being worked on may be named: the others must run out. A row that is locked, because
-    its progress or outcome is being written, is left out this time: one that hangs must not cost all others
-    their leases. It stays the owner's, since taking leases back leaves locked rows out too.
+    Pass only the ids of running attempts: the other leases must expire. A row that is locked, because its
+    progress or outcome is being written, is skipped: one blocked row must not cost all others their leases.
+    The owner keeps it, because `reap` skips locked rows too.
     """
     mine = Operation.objects.filter(pk__in=ids, status=Status.PROCESSING, lease_owner=owner)
     with committed("ledger.renew"):
@@ -67,13 +67,13 @@ def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> di
 
 
 def confirm(operation_id: UUID, fence: int) -> None:
-    """Raises LeaseLost when the operation is no longer this attempt's; locks and writes nothing."""
+    """Raise LeaseLost if the attempt no longer owns the operation; lock and write nothing."""
     if not Operation.objects.filter(pk=operation_id, fence=fence, status=Status.PROCESSING).exists():
         raise LeaseLost(str(operation_id))
 
 
 def release(owner: str, *, now: datetime) -> int:
-    """Hands back everything `owner` holds, at once: it is stopping. Answers how many."""
+    """Release all operations of `owner`, which is stopping; return their number."""
     with committed("ledger.release"):
         mine = list(
             Operation.objects.select_for_update(no_key=True)
@@ -85,17 +85,17 @@ def release(owner: str, *, now: datetime) -> int:
 
 
 def reap(*, now: datetime) -> tuple[int, int]:
-    """Operations whose lease ran out go back to the queue, or fail after too many.
+    """Requeue the operations whose lease has expired, or fail them after too many lost leases.
 
-    Answers (requeued, failed).
+    Return (requeued, failed).
     """
     with committed("ledger.reap"):
         lost = list(Operation.objects.orphaned(at=now).select_for_update(skip_locked=True, no_key=True))
         hopeless = [operation for operation in lost if operation.lost_leases >= MAX_LOST_LEASES]
-        again = [operation for operation in lost if operation.lost_leases < MAX_LOST_LEASES]
-        for operation in again:
+        requeued = [operation for operation in lost if operation.lost_leases < MAX_LOST_LEASES]
+        for operation in requeued:
             operation.lost_leases += 1
-        _hand_back(again, Event.LOSE, now, "its controller fell silent; another one takes over")
+        _hand_back(requeued, Event.LOSE, now, "its controller fell silent; another one takes over")
         for operation in hopeless:
             finish(
                 operation.id,
@@ -104,7 +104,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
                 now=now,
                 error=f"given up: {operation.lost_leases} controllers fell silent while working on it",
             )
-    return len(again), len(hopeless)
+    return len(requeued), len(hopeless)
 
 
 def _hand_back(operations: list[Operation], event: Event, now: datetime, reason: str) -> None:
@@ -118,7 +118,7 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
 
 
 def wake(ids: Collection[UUID], *, now: datetime) -> int:
-    """Has those of the operations that wait for nodes looked at now; answers how many.
+    """Make those of the operations that wait for nodes due now; return their number.
 
     A back-off after a failed attempt is not cut short. The rows are locked in the order of their ids, because
     several controllers may wake the same ones.
@@ -127,8 +127,8 @@ def wake(ids: Collection[UUID], *, now: datetime) -> int:
         return 0
     with committed("ledger.wake"):
         waiting = Operation.objects.filter(pk__in=ids, status=Status.WAITING, next_attempt_at__gt=now)
-        found = list(waiting.order_by("id").select_for_update(no_key=True).values_list("id", flat=True))
-        if found:
-            Operation.objects.filter(pk__in=found).update(next_attempt_at=now)
+        locked_ids = list(waiting.order_by("id").select_for_update(no_key=True).values_list("id", flat=True))
+        if locked_ids:
+            Operation.objects.filter(pk__in=locked_ids).update(next_attempt_at=now)
             events.notify(events.OPERATIONS, f"* {Status.PENDING}")
-    return len(found)
+    return len(locked_ids)

@@ -1,10 +1,10 @@
-"""What became of an attempt or of its part on one node.
+"""Outcomes of attempts, and of their targets on single nodes.
 
-Every verb of this room is one short transaction: lock the row, check fence and status against the table in
-`states.py`, write, take the next sequence number last (so that nothing waits for a row while holding the
-counter), and let the news leave at commit. A verb whose row belongs to another attempt raises `LeaseLost`; it
-never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make the foreign key of a child,
-checked at its commit, wait for its parent's transaction while it holds the counter.
+Every function of this package is one short transaction: lock the row, check fence and status against the
+table in `states.py`, write, take the next sequence number last (so that no transaction waits for a row while
+it holds the counter), and publish the change at commit. A function whose row belongs to another attempt
+raises `LeaseLost`; it never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make the
+foreign key of a child, checked at its commit, wait for its parent's transaction while it holds the counter.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ from operations.states import Event, after
 
 
 def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
-    """Records one report of the running attempt; raises LeaseLost when it is no longer the row's."""
+    """Record one report of the running attempt; raise LeaseLost if it no longer owns the operation."""
     if record({(operation_id, fence): [tick]}, now=now):
         raise LeaseLost(str(operation_id))
 
@@ -31,29 +31,29 @@ def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> No
 def target_done(
     operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
 ) -> None:
-    """Ends the part of one node: success, or error with the reason; what it had reached stays (O70).
+    """End the target on one node: success, or error with the reason; its progress stays (O70).
 
-    A part ends once: telling it again changes nothing. Raises LeaseLost when the attempt is no longer the
-    row's, NotFound when the operation has no part on that node, ValueError for a status that is no end.
+    Idempotent: a target that has ended does not change. Raises LeaseLost if the attempt no longer owns the
+    operation, NotFound if the operation has no target on that node, ValueError unless the status is final.
     """
     if status not in targets.ENDED:
         raise ValueError(f"{status} is no end")
     with committed("ledger.target_done"):
         operation = owned(operation_id, fence)
         parts = list(OperationTarget.objects.filter(operation_id=operation_id))
-        part = next((one for one in parts if one.node_id == node_id), None)
-        if part is None:
+        target = next((target for target in parts if target.node_id == node_id), None)
+        if target is None:
             raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
-        if part.status in targets.ENDED:
+        if target.status in targets.ENDED:
             return
-        part.status, part.error, part.phase = status, storable(error), ""
-        part.percentage = targets.share(part)
-        part.save()
+        target.status, target.error, target.phase = status, storable(error), ""
+        target.percentage = targets.share(target)
+        target.save()
         if len(parts) > 1:
             targets.add_up(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORTED)
-        announce([operation], {operation_id: parts}, [part])
+        announce([operation], {operation_id: parts}, [target])
 
 
 def finish(
@@ -67,10 +67,10 @@ def finish(
     result: Mapping[str, Any] | None = None,
     ticks: Collection[Tick] = (),
 ) -> None:
-    """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours.
+    """End the attempt's operation: complete, fail or cancel. Raises LeaseLost if the attempt lost it.
 
-    Parts that have ended by themselves stay as they ended. A completed operation dismisses the failures of
-    its children. `ticks` are reports that are not written yet.
+    Targets that have already ended keep their status. A completed operation dismisses the failures of its
+    children. `ticks` are reports that are not written yet.
     """
     with committed("ledger.finish"):
         operation, error = owned(operation_id, fence), storable(error)
@@ -81,22 +81,22 @@ def finish(
         operation.finished_at = operation.updated_at = now
         operation.time_limit_at = None
         operation.error = error
-        said = "completed" if ok else f"error: {error}" if error else event.value
-        operation.message = storable(message) or said
+        default_message = "completed" if ok else f"error: {error}" if error else event.value
+        operation.message = storable(message) or default_message
         operation.phase = ""
         operation.progress = 100 if ok else operation.progress
         operation.result = dict(result or {})
         operation.save()
-        left = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+        unfinished = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
         if ok:
-            left.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
+            unfinished.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
         else:
-            left.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
+            unfinished.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
         announce([*(_dismiss_failed_children(operation, now) if ok else ()), operation])
 
 
 def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operation]:
-    """Dismiss what the operation asked for, did not get and could do without; the caller announces it."""
+    """Dismiss the failed children of a completed operation; the caller announces them."""
     failed = operation.children.filter(status=Status.FAILED, dismissed_at__isnull=True)
     children = list(failed.order_by("pk").select_for_update(no_key=True))
     for child in children:
@@ -117,9 +117,9 @@ def put_back(
     payload: Mapping[str, Any] | None = None,
     ticks: Collection[Tick] = (),
 ) -> None:
-    """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4).
+    """End the attempt and requeue the operation, with the reason and the time of the retry (rule 4).
 
-    The next look comes at the latest when the operation is to be given up.
+    The retry comes no later than `needed_until`, when the operation is abandoned.
     """
     with committed("ledger.put_back"):
         operation = owned(operation_id, fence)
@@ -127,8 +127,8 @@ def put_back(
         operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.attempts += 1 if event is Event.POSTPONE else 0
-        wanted = operation.needed_until
-        operation.next_attempt_at = wanted if wanted is not None and now < wanted < until else until
+        deadline = operation.needed_until
+        operation.next_attempt_at = deadline if deadline is not None and now < deadline < until else until
         operation.message = storable(reason) or operation.message
         operation.phase, operation.time_limit_at = QUEUED, None
         operation.updated_at = now

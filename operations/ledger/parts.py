@@ -1,9 +1,9 @@
-"""Parts that are carried out on their own: what happens to an intent happens to every part that shares it.
+"""Targets that run independently: a change of an intent applies to every target that shares it.
 
 `happen` is one short transaction, or a step of the caller's, with a constant number of statements for any
-number of intents: it locks the operations in the order of their ids, changes their parts, brings each
-operation to the state of its parts, and lets the news leave at commit. A caller that also writes intents
-locks those first. An operation that has ended takes no part in it, so its end is final (A84).
+number of intents: it locks the operations in the order of their ids, changes their targets, derives each
+operation's state from its targets, and publishes the changes at commit. A caller that also writes intents
+locks those first. An operation that has ended does not change, so its end is final (A84).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ from operations.ledger.progress import Tick, move_part, update
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, storable
 
 Change = Callable[[OperationTarget, datetime], None]
-"""What happens to a part at a time."""
+"""A change of a target at a time."""
 PART = [
     "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
     "reason", "attempts", "next_look_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
@@ -36,18 +36,18 @@ STATE = [
 
 @dataclass(frozen=True)
 class Changed:
-    """Operations that were changed and locked, with all their parts; they are yet to be announced."""
+    """Locked and changed operations with all their targets; the caller announces them."""
 
     operations: Sequence[Operation]
     parts: Mapping[UUID, Sequence[OperationTarget]]
     moved: Sequence[OperationTarget] = ()
-    """Those of the parts that the changes happened to."""
+    """The targets that the changes were applied to."""
 
 
 def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
-    """Lets each change happen to the running parts of its intent, and announces the operations.
+    """Apply each change to the unfinished targets of its intent, and announce the operations.
 
-    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
+    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
     """
     with committed("ledger.happen"):
         with connection.cursor() as cursor:
@@ -59,13 +59,13 @@ def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str =
 def change(
     changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
 ) -> Changed:
-    """As `happen`, but the caller announces, as the last thing in its transaction.
+    """Apply the changes as `happen` does; the caller announces them as the last step of its transaction.
 
-    `held`: what happens to parts without an intent, by their ids.
+    `held`: changes of targets without an intent, by target id.
     """
     by_id = held or {}
-    wanted = Q(intent_id__in=changes) | Q(pk__in=by_id, intent_id__isnull=True)
-    named = OperationTarget.objects.filter(wanted).exclude(status__in=targets.ENDED)
+    condition = Q(intent_id__in=changes) | Q(pk__in=by_id, intent_id__isnull=True)
+    named = OperationTarget.objects.filter(condition).exclude(status__in=targets.ENDED)
     ids = set(named.values_list("operation_id", flat=True)) if changes or by_id else set()
     if not ids:
         return Changed((), {})
@@ -75,9 +75,9 @@ def change(
     moved = []
     for operation in operations:
         for part in parts[operation.id]:
-            happens = changes.get(part.intent_id) if part.intent_id else by_id.get(part.pk)
-            if happens is not None and part.status not in targets.ENDED:
-                happens(part, now)
+            apply = changes.get(part.intent_id) if part.intent_id else by_id.get(part.pk)
+            if apply is not None and part.status not in targets.ENDED:
+                apply(part, now)
                 moved.append(part)
         targets.adopt(operation, parts[operation.id], now)
     update(moved, PART)
@@ -86,7 +86,7 @@ def change(
 
 
 def begin(part: OperationTarget, now: datetime) -> None:
-    """A controller takes it up: a new attempt, unless a worker may still be busy with the former one."""
+    """Start a new attempt, unless a worker may still be running the previous one."""
     part.status = TargetStatus.RUNNING_ON_WORKER
     part.started_at = part.started_at or now
     part.next_look_at, part.waits_for_node = None, False
@@ -99,37 +99,37 @@ def begin(part: OperationTarget, now: datetime) -> None:
 
 
 def begin_within(seconds: float) -> Change:
-    """A controller takes it up and sends the command now; an answer is due within `seconds`."""
+    """Start a new attempt whose command is sent now, with a reply due within `seconds`."""
     return both(begin, time_limit(seconds))
 
 
 def time_limit(seconds: float) -> Change:
-    """The command is sent now; an answer is due within `seconds`."""
+    """Set the time limit: the command is sent now, and a reply is due within `seconds`."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         part.time_limit_at = now + timedelta(seconds=seconds)
 
-    return happens
+    return apply
 
 
 def report(ticks: Collection[Tick]) -> Change:
-    """The worker says how far it is."""
+    """Apply the worker's progress reports."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         for tick in ticks:
             move_part(part, tick, now)
             part.reason = storable(tick.message) or part.reason
 
-    return happens
+    return apply
 
 
 def overdue(reason: str, since: datetime) -> Change:
-    """Its time limit is over; the worker may still be busy with it (O19)."""
+    """Mark the target as past its time limit; the worker may still be running it (O19)."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.reason, part.overdue_since = TargetStatus.RUNNING_ON_WORKER, storable(reason), since
 
-    return happens
+    return apply
 
 
 def rest(
@@ -140,21 +140,21 @@ def rest(
     attempts: int | None = None,
     worker_gone: bool = False,
 ) -> Change:
-    """It waits: for its node, or until its next attempt. A worker that is gone is busy with it no more."""
+    """Queue the target for its node or its next attempt; `worker_gone`: no worker is running it any more."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = TargetStatus.QUEUED, "", None
         part.reason, part.next_look_at, part.waits_for_node = storable(reason), until, node
         part.attempts = part.attempts if attempts is None else attempts
         part.overdue_since = None if worker_gone else part.overdue_since
 
-    return happens
+    return apply
 
 
 def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: int | None = None) -> Change:
-    """It ends; what it had reached stays (O70)."""
+    """End the target; its progress stays (O70)."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         part.status, part.phase, part.time_limit_at = status, "", None
         part.percentage = targets.share(part)
         part.error, part.reason = storable(error), storable(reason)
@@ -162,30 +162,30 @@ def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: in
         part.next_look_at, part.waits_for_node, part.overdue_since = None, False, None
         part.finished_at = now
 
-    return happens
+    return apply
 
 
 def both(first: Change, then: Change) -> Change:
-    """One after the other."""
+    """Apply two changes in order."""
 
-    def happens(part: OperationTarget, now: datetime) -> None:
+    def apply(part: OperationTarget, now: datetime) -> None:
         first(part, now)
         then(part, now)
 
-    return happens
+    return apply
 
 
 def note(notes: Mapping[UUID, str], *, now: datetime) -> None:
-    """A step of the caller's transaction: says of cancelled parts what their workers did about it.
+    """Set the reason of cancelled targets to the reaction of their workers, in the caller's transaction.
 
-    Nothing else of an ended operation changes.
+    No other column of an ended operation changes.
     """
-    found = OperationTarget.objects.filter(intent_id__in=notes, status=TargetStatus.CANCELLED)
-    ids = set(found.values_list("operation_id", flat=True))
+    cancelled = OperationTarget.objects.filter(intent_id__in=notes, status=TargetStatus.CANCELLED)
+    ids = set(cancelled.values_list("operation_id", flat=True))
     operations = list(Operation.objects.filter(pk__in=ids).order_by("pk").select_for_update(no_key=True))
     if not operations:
         return
-    parts = list(found.select_for_update(no_key=True))
+    parts = list(cancelled.select_for_update(no_key=True))
     for part in parts:
         part.reason = storable(notes[part.intent_id]) if part.intent_id else part.reason
     update(parts, ["reason"])

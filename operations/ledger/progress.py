@@ -1,8 +1,8 @@
-"""Progress of running operations as rows: what a report changes, and how many reports are written at once.
+"""Progress of running operations: the columns that a report changes, and batched writes of reports.
 
 `record` writes the reports of any number of attempts in one transaction, with the same number of statements
-for one report or a thousand and one range of the change counter. A report whose attempt has lost its
-operation changes nothing and is named in the answer; the others are written.
+for one report or a thousand, and takes one range of the change counter. A report whose attempt has lost its
+operation changes nothing, and `record` returns that attempt; the others are written.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,9 +29,9 @@ _PART = [
     "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 BATCH_LOCK_TIMEOUT = "500ms"
-"""How long a batch waits for a row or for the change counter.
+"""Longest wait of a batch for a row or for the change counter.
 
-A batch that waits holds the rows of many operations, whose outcomes and leases must not wait for progress.
+A waiting batch locks the rows of many operations, whose outcomes and leases must not wait for progress.
 """
 
 
@@ -52,28 +52,28 @@ class Tick:
     """Files that are sent to a node; their bytes are counted from the first report of them."""
     bytes_per_second: int = 0
     progress_at: datetime | None = None
-    """When something was last heard of the work; None: this report is the news."""
+    """Time of the last progress; None: the time of this report."""
     time_limit_at: datetime | None = None
-    """When the step is given up as unanswered."""
+    """Time at which the step times out."""
 
-    def after(self, former: Self) -> Self:
-        """Both reports as one. A figure that came late does not undo a higher one (O69)."""
-        same_file = (self.file_name, self.total_files) == (former.file_name, former.total_files)
+    def after(self, earlier: Self) -> Self:
+        """Return both reports merged. A report that arrives late does not lower a figure (O69)."""
+        same_file = (self.file_name, self.total_files) == (earlier.file_name, earlier.total_files)
         return replace(
             self,
-            phase=self.phase or former.phase,
-            message=self.message or former.message,
-            current_bytes=max(self.current_bytes, former.current_bytes) if same_file else self.current_bytes,
-            total_bytes=self.total_bytes or (former.total_bytes if same_file else 0),
-            percentage=max(self.percentage, former.percentage),
-            node_name=self.node_name or former.node_name,
+            phase=self.phase or earlier.phase,
+            message=self.message or earlier.message,
+            current_bytes=max(self.current_bytes, earlier.current_bytes) if same_file else self.current_bytes,
+            total_bytes=self.total_bytes or (earlier.total_bytes if same_file else 0),
+            percentage=max(self.percentage, earlier.percentage),
+            node_name=self.node_name or earlier.node_name,
         )
 
 
 def record(
     reports: Mapping[Attempt, Collection[Tick]], *, now: datetime, lock_timeout: str = "0"
 ) -> set[Attempt]:
-    """Writes the reports of many attempts; answers the attempts whose operation is no longer theirs.
+    """Write the reports of many attempts; return the attempts that have lost their operation.
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
     """
@@ -96,7 +96,7 @@ def record(
 
 
 def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> None:
-    """Takes the last reports of an attempt into its operation, which is about to be saved."""
+    """Apply the last reports of an attempt to its operation, which the caller saves."""
     if not ticks:
         return
     update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _PART)
@@ -105,9 +105,9 @@ def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> No
 def _move(
     operation: Operation, parts: Sequence[OperationTarget], ticks: Collection[Tick], now: datetime
 ) -> list[OperationTarget]:
-    """Moves the parts that the reports are about, and the operation by what its parts add up to.
+    """Apply the reports to their targets, and the aggregated targets to the operation.
 
-    A part that has ended moves no more. Answers the parts that have moved.
+    A target that has ended does not change. Return the changed targets.
     """
     moved: dict[UUID, OperationTarget] = {}
     running = {part.node_id: part for part in parts if part.status not in targets.ENDED}
@@ -139,7 +139,7 @@ def _move_whole(operation: Operation, tick: Tick) -> None:
 
 
 def move_part(part: OperationTarget, tick: Tick, now: datetime) -> None:
-    """Moves one part forward by a report."""
+    """Apply a report to one target."""
     part.last_progress_at = tick.progress_at or now
     part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
     part.phase = storable(tick.phase, 32)
@@ -152,7 +152,7 @@ def move_part(part: OperationTarget, tick: Tick, now: datetime) -> None:
 
 
 def update(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
-    """Writes these columns of the rows: one UPDATE that joins arrays of values.
+    """Write these columns of the rows: one UPDATE that joins arrays of values.
 
     Django's `bulk_update` writes a CASE with a branch for each row into each column: its cost grows with the
     square of the rows.

@@ -1,4 +1,4 @@
-"""How long the record of operations lasts, and how large it and the inbox may grow."""
+"""Retention of the history of operations, and the size limits of history and inbox."""
 
 from datetime import datetime, timedelta
 
@@ -14,7 +14,7 @@ AT_ONCE = 1000
 """Operations deleted in one transaction."""
 DISMISSED_AT_ONCE = 100
 MOST_FAILURES = 1000
-"""Failures in the inbox; every page that is open is told all of them."""
+"""Failures in the inbox; every open page receives all of them."""
 MOST_ENDED = 100_000
 """Operations in the record."""
 ACTOR = "system"
@@ -27,18 +27,18 @@ _ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
 
 
 def dismiss_oldest_failures(*, now: datetime) -> int:
-    """Dismiss, with a comment, the oldest failures beyond `MOST_FAILURES`; return how many.
+    """Dismiss, with a comment, the oldest failures beyond `MOST_FAILURES`; return their number.
 
-    They are in the record from then on, for as long as everything else there.
+    They then belong to the history, with its retention.
     """
     waiting = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
     dismissed = 0
     while True:
         with committed("ledger.dismiss"):
             oldest = waiting.order_by("-finished_at", "-pk")[MOST_FAILURES:][:DISMISSED_AT_ONCE]
-            # Read again under the lock: somebody may have dismissed or retried them meanwhile.
-            some = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
-            failures = list(some.select_for_update(no_key=True))
+            # Read again under the lock: a user may have dismissed or retried them meanwhile.
+            still_waiting = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
+            failures = list(still_waiting.select_for_update(no_key=True))
             for failure in failures:
                 failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = now, ACTOR, TOO_MANY
             Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
@@ -49,14 +49,14 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
 
 
 def oldest_kept(*, before: datetime) -> datetime:
-    """Return `before`, or the later end of the first operation that is beyond the newest `MOST_ENDED`."""
+    """Return `before`, or the end of the newest operation beyond `MOST_ENDED` if that is later."""
     beyond = Operation.objects.filter(_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
     last = beyond.values_list("finished_at", flat=True).first()
     return before if last is None else max(before, last + timedelta(microseconds=1))
 
 
 def clear(*, before: datetime | None = None) -> int:
-    """Deletes what has ended, before a time or at all; answers how many. Undismissed failures stay (O98)."""
+    """Delete ended operations, or those before a time; return the number. Undismissed failures stay (O98)."""
     rows = Operation.objects.filter(_ENDED)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
@@ -67,11 +67,12 @@ def clear(*, before: datetime | None = None) -> int:
                 audit.record(
                     Change("operation.history_cleared", "the record of operations that have ended", "")
                 )
-            some = list(rows.order_by("pk").values_list("pk", flat=True)[:AT_ONCE])
-            # Deleted rows and their children, which lose their parent, in the one order of all locks.
-            concerned = Operation.objects.filter(Q(pk__in=some) | Q(parent__in=some)).order_by("pk")
-            list(concerned.select_for_update().values_list("pk", flat=True))
-            Operation.objects.filter(pk__in=some).delete()
-        deleted += len(some)
-        if len(some) < AT_ONCE:
+            ids = list(rows.order_by("pk").values_list("pk", flat=True)[:AT_ONCE])
+            # Deleted rows and their children, whose parent becomes null, in the common lock order.
+
+            affected = Operation.objects.filter(Q(pk__in=ids) | Q(parent__in=ids)).order_by("pk")
+            list(affected.select_for_update().values_list("pk", flat=True))
+            Operation.objects.filter(pk__in=ids).delete()
+        deleted += len(ids)
+        if len(ids) < AT_ONCE:
             return deleted

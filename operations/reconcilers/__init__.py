@@ -1,1 +1,1 @@
-"""What runs again and again for the ledger."""
+"""Recurring tasks of the ledger."""

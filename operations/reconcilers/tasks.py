@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 @left_out_in_an_outage
 def reap_expired_leases() -> None:
-    """What the schedule names."""
+    """Requeue operations with expired leases; the schedule runs this function."""
     reap()
 
 
 def reap() -> None:
-    """Operations whose controller let go of them go on elsewhere; at once if another reaper is at it."""
+    """Requeue operations with expired leases; return at once if another process is reaping."""
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
             return
@@ -29,7 +29,7 @@ def reap() -> None:
 
 @left_out_in_an_outage
 def prune_record() -> None:
-    """Deletes operations that ended before the retention (O100); bounds record and inbox by number."""
+    """Delete operations that ended before the retention (O100), and cap the size of history and inbox."""
     now = clock.now()
     if dismissed := retention.dismiss_oldest_failures(now=now):
         log.warning("inbox: the %d oldest failures dismissed; they are in the record", dismissed)

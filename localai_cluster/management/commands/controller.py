@@ -3,11 +3,11 @@
 Fifteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
 backends, the checks of the nodes' file ports, the wakes of what waits for nodes, the scaler that carries out
 scheduling rules, the stopper of engines that nothing accounts for, the state pass over engines that may have
-ended, the revocations of credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger
-those ten, the ticker of django-q2's schedules, the heartbeat that tells pages that a controller is running,
-the news of replicas that have gone, for routing by prefix, and the server of its figures, if it has an
-address. Any number may run: they claim operations, intents, inventory questions, port checks, stops, replicas
-in question and checks, and lock schedules and the scaler's looks.
+ended, the revocations of credentials for the bus, the check for upgrades, the LISTEN task whose wake-ups
+trigger those ten, the ticker of django-q2's schedules, the heartbeat that shows on pages that a controller is
+running, the updates about removed replicas for routing by prefix, and the server of its metrics, if it has an
+address. Any number of controllers may run: they claim operations, intents, inventory requests, port checks,
+stops, replicas in question and checks, and lock schedules and the scaler's passes.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 TICK_EVERY = 1.0
 THREADS = 6
-"""Each has a connection of its own. Without a number Python takes one a processor and four more."""
+"""Threads for database calls, each with its own connection. Python's default is the processors plus four."""
 
 
 class Command(BaseCommand):
@@ -80,7 +80,7 @@ class Command(BaseCommand):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a controller runs, each in a loop of its own, and the hints that some of them wait for."""
+    """The components of a controller, each with its own loop, and the wake-ups that some of them wait for."""
 
     executors: Mapping[str, Executor[Any]]
     inventory: Inventory
@@ -126,7 +126,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
 
 
 def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
-    """Everything that runs until the controller stops, by the name that a failure is logged with."""
+    """Start the loops that run until the controller stops, as tasks with the names for the log."""
     loops: dict[str, Coroutine[Any, Any, None]] = {
         **{name: executor.run() for name, executor in parts.executors.items()},
         "inventory": parts.inventory.run(),
@@ -147,7 +147,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
 
 
 async def run() -> None:
-    """Runs until a signal; releases all leases before it returns."""
+    """Run until a signal; release all leases before returning."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus = NatsBus(bus_access.service("controller"), name="controller")
@@ -183,7 +183,7 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
 
 
 async def listen_for_changes(parts: Parts) -> None:
-    """Turns notifications into checks; after each (re)connect everything is checked."""
+    """Convert notifications to wake-ups; after each (re)connect wake all components."""
     async for channel, payload in listen(
         OPERATIONS,
         NODES,
@@ -216,7 +216,7 @@ async def listen_for_changes(parts: Parts) -> None:
 
 
 async def tick() -> None:
-    """Queues due schedules every second."""
+    """Enqueue due schedules every second."""
     declared = False
     while True:
         try:
@@ -230,7 +230,8 @@ async def tick() -> None:
 
 
 async def beat(owner: str, bus: Bus) -> None:
-    """Records every few seconds that this controller is alive and whether it is connected to the bus."""
+    """Write this controller's heartbeat every few seconds, with the state of its bus connection."""
+
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(controllers.BEAT_EVERY):
             await bus.wait_connected()

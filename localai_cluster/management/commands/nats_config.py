@@ -1,7 +1,7 @@
 """`manage.py nats_config FOLDER`: keys and configuration for a NATS server of your own.
 
-Everything in the folder is secret (mode 0600). Keys and accounts are made once and kept: running it again
-changes only `nats.conf`. The accounts hold the revocations that a controller has pushed.
+Everything in the folder is secret (mode 0600). Keys and accounts are created once: a second run changes only
+`nats.conf`. The accounts contain the revocations that a controller has pushed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Command(BaseCommand):
     """Writes the files and prints the settings that go with them."""
 
     help = "Makes the keys of a NATS server and writes its configuration."
-    # It makes what the settings need, so it must run before they are complete.
+    # It creates files that the settings need, so it must run before they are complete.
     requires_system_checks = ()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -50,17 +50,17 @@ class Command(BaseCommand):
             seeds = {name: ensure(folder / f"{name}.seed", role) for name, (role, _) in _SEEDS.items()}
             keys = BusKeys.of(seeds["operator"], seeds["system"], seeds["account"])
             keys.write_accounts(folder / "accounts")
-            seen = options["seen_as"] or folder
+            server_folder = options["seen_as"] or folder
             configuration = {
                 "host": options["host"],
                 "port": options["port"],
-                **keys.configuration(seen / "accounts"),
+                **keys.configuration(server_folder / "accounts"),
                 **_tls(options),
             }
             write_private(folder / "nats.conf", json.dumps(configuration, indent=1) + "\n")
         except (OSError, ValueError, SetupError) as error:
             raise CommandError(f"cannot use {folder}: {error}") from error
-        self.stdout.write(f"nats-server --config {seen / 'nats.conf'}")
+        self.stdout.write(f"nats-server --config {server_folder / 'nats.conf'}")
         for name, (_, variable) in _SEEDS.items():
             self.stdout.write(f"{variable}={folder / f'{name}.seed'}")
 

@@ -1,11 +1,11 @@
 """`manage.py qcluster`: django-q2's task cluster, six processes that share most of their memory.
 
-They are forks of one process. What it has imported before the first fork they share; what one of them imports
-or writes to later is its own. So it imports the tasks first and URLs, pages and the admin never.
+They are forks of one process and share the modules that it imported before the first fork; a module that a
+fork imports later is its own. So the parent imports the tasks first, and never URLs, pages and the admin.
 
-Every result passes one of the six, the monitor. So that one counts the passes and serves the figures, from
-its first result on, if there is an address for them. A monitor that dies is replaced, and the new one counts
-from zero.
+Every result passes one of the six, the monitor. So the monitor counts the passes and serves the metrics, from
+its first result on, if an address is configured. A monitor that dies is replaced, and the new one counts from
+zero.
 """
 
 # django-q2 carries no types.
@@ -52,7 +52,7 @@ class Command(QCluster):
         if conf.cluster().tasks_metrics:
             post_execute.connect(count)
         gc.collect()
-        # A collection writes to every object that it looks at, and so would copy all of it in every fork.
+        # A collection writes to every object that it visits, and so would copy their pages in every fork.
         gc.freeze()
         setattr(django_q.cluster, "Sentinel", CrashOnlySentinel)  # noqa: B010 - a class, to mypy
         super().handle(*args, **options)
@@ -63,7 +63,7 @@ class Command(QCluster):
 
 
 def count(sender: Any, task: dict[str, Any], **more: Any) -> None:
-    """Counts one result; called in the monitor."""
+    """Count one result; receiver of django-q2's `post_execute`, in the monitor."""
     listen()
     name = str(get_func_repr(task["func"])).rpartition(".")[2]
     passes.ended(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))
@@ -71,6 +71,6 @@ def count(sender: Any, task: dict[str, Any], **more: Any) -> None:
 
 @cache
 def listen() -> None:
-    """Serves the figures of this process, in a thread that ends with it."""
+    """Serve the metrics of this process, in a thread that ends with it."""
     serving = scraping.serve("tasks", conf.cluster().tasks_metrics)
     threading.Thread(target=asyncio.run, args=(serving,), name="metrics", daemon=True).start()

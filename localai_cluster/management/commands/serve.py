@@ -1,9 +1,9 @@
 """`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`.
 
 On SIGTERM or SIGINT it stops accepting, closes websockets so that their clients connect to another process,
-lets running requests end, sends away those who still wait for an answer, ends streams by an error, gives
-every count back and leaves with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has neither that
-stop nor back-pressure.
+lets running requests end, refuses the requests that still wait for a load, ends streams with an error,
+releases all in-flight counts and exits with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has
+neither that shutdown nor back-pressure.
 """
 
 # daphne carries no types.
@@ -22,7 +22,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from localai_cluster import conf
 
-# Before NumPy is imported: its library would start a thread for each processor, for matrices we do not have.
+# Before NumPy is imported: OpenBLAS would start a thread per processor, and we compute no matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import uvicorn
@@ -37,20 +37,20 @@ from nodes.inference import endpoint, gateway, streams
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 10.0
-"""How long running requests may take to end after the signal."""
+"""Seconds that running requests get to end after the signal."""
 LAST_ANSWER_SECONDS = 1.0
-"""How long those who wait for a load may then take to say that they cannot wait here any more."""
+"""Seconds that requests waiting for a load then get to send their refusal."""
 FAREWELL_SECONDS = 1.0
-"""How long a websocket's client may take to read that it must connect elsewhere (1012)."""
+"""Seconds that a websocket's client gets to read the close code 1012, with which it reconnects elsewhere."""
 LARGEST_MESSAGE = 64 * 1024
-"""Bytes of a message from a websocket's client, which has nothing to say."""
+"""Largest message of a websocket's client in bytes; its content is ignored."""
 _PING_EVERY, _PONG_WITHIN = 20.0, 30.0
 _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 1024
 
 
 class OrderedServer(uvicorn.Server):
-    """uvicorn with a stop in our order."""
+    """uvicorn's server with our order of shutdown."""
 
     def __init__(self, edge: Edge, tls: TlsFiles) -> None:
         self._edge = edge
@@ -77,16 +77,16 @@ class OrderedServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens what the process needs, then answers."""
+        """Start the application, then freeze the garbage collector's objects and log the addresses."""
         await super().startup(sockets)
-        # What is there now stays: without this each full collection walks all of Django, 50 ms at a time.
+        # The present objects are permanent: otherwise each full collection traverses Django, for 50 ms.
         gc.collect()
         gc.freeze()
         for listening in sockets or ():
             logger.info("Listening on %s://%s:%s", self._scheme, *listening.getsockname()[:2])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets requests end, within limits; uvicorn waits for them and ends the lifespan last."""
+        """Let requests end, within limits; uvicorn waits for them and ends the lifespan last."""
         self._edge.stopping = True
         limits = asyncio.create_task(self._hold_to_limits())
         await super().shutdown(sockets)
@@ -106,7 +106,7 @@ class OrderedServer(uvicorn.Server):
         self._cut(BoundedHead)
 
     def _cut(self, kind: type) -> None:
-        """Ends connections of this kind, also those whose clients do not read."""
+        """Abort connections of this kind, including those whose clients do not read."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, kind):
                 connection.transport.abort()
@@ -130,7 +130,7 @@ class Command(BaseCommand):
             listening.close()
             serve_with_daphne(cluster.host, cluster.port)
             return
-        # uvicorn raises the signal once more after its stop; by then it has been obeyed.
+        # uvicorn raises the signal again after its shutdown; ignore it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
@@ -140,7 +140,7 @@ class Command(BaseCommand):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises CommandError that says why there is none."""
+    """Return a listening socket; raise CommandError with the reason if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -151,10 +151,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve_with_daphne(host: str, port: int) -> None:
-    """Serves until a signal, which ends everything at once: daphne knows no lifespan."""
+    """Serve until a signal, which ends all requests at once: daphne does not support lifespan."""
     import uvloop
 
-    # daphne makes its event loop while it is imported.
+    # daphne creates its event loop at import.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     from daphne.endpoints import build_endpoint_description_strings
     from daphne.server import Server as DaphneServer
