@@ -280,9 +280,6 @@ class LoadModel:
             op_id=str(attempt.work.id),
             gpus=pinning.gpus_of(attempt.slot),
         )
-        now = clock.now()
-        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=now):
-            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         reply = await _started(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine is gone.
         await in_thread(slots.record_answer, attempt.slot)
@@ -350,6 +347,9 @@ async def _started(
     """The worker's answer to the start, waited for as long as the worker is there and the load is wanted."""
     backend = attempt.definition.backend
     while True:
+        # Before each send: until the last one is answered, it may still reach the worker.
+        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=clock.now()):
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
         match outcome:
             case Done(reply):

@@ -160,8 +160,8 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ),
     ReplicaEvent.STAGED: ReplicaTransition("The files are there.", _to(Phase.RESERVED, Phase.STAGING)),
     ReplicaEvent.START_SENT: ReplicaTransition(
-        "The load is about to have the engine started. Only its own attempt may do so.",
-        _to(Phase.STARTING, Phase.RESERVED),
+        "The load is about to send the start, or to send it again. Only its own attempt may do so.",
+        _to(Phase.STARTING, Phase.RESERVED, Phase.STARTING),
     ),
     ReplicaEvent.PUBLISHED: ReplicaTransition(
         "The engine has loaded the model, and its attempt still owns the row.",

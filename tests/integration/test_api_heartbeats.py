@@ -203,7 +203,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
     """Both see it silent; the one that waits for the row is overtaken, its beat goes with the next batch."""
     node = await silent()
     one = heartbeats.Beat(node.id, node.fingerprint, clock.now())
-    batch = {"beats": json.dumps([heartbeats._plain(one, "")])}
+    batch = {"beats": json.dumps([heartbeats._encode(one, "")])}
 
     async def blocked() -> bool:
         return bool(await database.pool.rows(_BLOCKED, {}))

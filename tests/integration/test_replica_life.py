@@ -305,3 +305,15 @@ def test_a_replica_that_returned_is_not_ended_by_a_late_confirmation() -> None:
     assert terminations.restore_lost(engine_of(row))
     assert not retire.confirm(row.pk, stop_sent=clock.now())
     assert phases() == ["serving"]
+
+
+def test_a_start_that_is_sent_again_may_arrive_after_its_last_send() -> None:
+    """A start whose worker did not answer in time is sent again, minutes after the first one."""
+    owner, begun_at = running_load(), clock.now()
+    slot = reserved(hot.node("a"), owner)
+    sent_again_at = begun_at + timedelta(minutes=2)
+    assert slots.start(slot, attempt=owner, now=begun_at)
+    assert slots.start(slot, attempt=owner, now=sent_again_at)
+    engine = engine_of(NodeModel.engines.get(pk=slot.id))
+    assert engine.may_still_start(sent_again_at + timedelta(seconds=5))
+    assert not slots.start(slot, attempt=AttemptId(owner.operation_id, owner.fence + 1), now=sent_again_at)
