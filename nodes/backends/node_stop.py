@@ -91,13 +91,12 @@ class StopNode:
             first = sent_at < 0
             if first or (instance and elapsed - sent_at >= REPEAT_EVERY):
                 present = await _instance_of(worker, absence_fails=first)
-                if not first and present != instance:
-                    if present:
-                        return  # another process: this one has ended, and was started again
-                    continue
-                await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
-                await worker.stop_node()
-                instance, sent_at = present or "", elapsed
+                if not first and present and present != instance:
+                    return  # another process: this one has ended, and was started again
+                if first or present == instance:
+                    await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
+                    await worker.stop_node()
+                    instance, sent_at = present or "", elapsed
             await asyncio.sleep(LOOK_EVERY)
 
 
