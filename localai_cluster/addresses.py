@@ -79,7 +79,13 @@ _METADATA_NAMES = frozenset(
     {"metadata", "metadata.goog", "metadata.google.internal", "instance-data", "instance-data.ec2.internal"}
 )
 _METADATA_NUMBERS = frozenset(
-    map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
+    map(
+        ipaddress.ip_address,
+        (
+            *("100.100.100.200", "168.63.129.16", "192.0.0.192"),
+            *("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fd00:c1::a9fe:a9fe"),
+        ),
+    )
 )
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 

@@ -25,6 +25,7 @@ from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
 from nodes.backends.wishes import Asked
 from nodes.loading import load
+from nodes.registry import bulk
 from operations.api.jobs import found
 from operations.api.serializers import DoneSerializer
 from operations.ledger import admission
@@ -179,11 +180,17 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Asked) -> admiss
     chosen = [part for part in chosen if not only or part.node_id in only]
     if parts and not chosen:
         raise errors.Conflict("no part of this operation can be tried again", field="nodes")
+    key, element = operation.key, operation.element
+    if operation.kind in bulk.VERBS:
+        # Of fewer nodes than before: a request for all of them must not join it.
+        key, element = bulk.identity(
+            operation.kind, operation.payload["options"], [p.node_id for p in chosen]
+        )
     limit = timedelta(seconds=conf.cluster().install_timeout)
     asked = admission.OperationRequest(
         operation.kind,
-        key=operation.key,
-        element=operation.element,
+        key=key,
+        element=element,
         actor=by.actor,
         payload={k: v for k, v in operation.payload.items() if k not in ("setbacks", "engine_deaths")},
         node=(operation.node_id, operation.node_name) if operation.node_id and parts else None,

@@ -91,13 +91,12 @@ class StopNode:
             is_first = sent_at < 0
             if is_first or (instance and elapsed - sent_at >= REPEAT_EVERY):
                 present = await _instance_of(worker, absence_fails=is_first)
-                if not is_first and present != instance:
-                    if present:
-                        return  # another process: this one has ended, and was started again
-                    continue
-                await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
-                await worker.stop_node()
-                instance, sent_at = present or "", elapsed
+                if not is_first and present and present != instance:
+                    return  # another process: this one has ended, and was started again
+                if is_first or present == instance:
+                    await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
+                    await worker.stop_node()
+                    instance, sent_at = present or "", elapsed
             await asyncio.sleep(LOOK_EVERY)
 
 

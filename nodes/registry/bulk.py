@@ -61,13 +61,12 @@ def request(bulk: BulkRequest, *, now: datetime) -> Admission:
     """
     ids = sorted(set(bulk.node_ids))
     names = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "name"))
-    described = repr((sorted(bulk.options.items()), [id.bytes for id in ids]))
-    digest = hashlib.sha256(described.encode()).hexdigest()[:32]
+    key, element = identity(bulk.kind, bulk.options, ids)
     return admit(
         OperationRequest(
             bulk.kind,
-            key=f"{bulk.kind}:{digest}",
-            element=f"{len(ids)} node{'' if len(ids) == 1 else 's'}",
+            key=key,
+            element=element,
             payload={"options": dict(bulk.options), "actor_kind": bulk.actor.kind.value},
             actor=str(bulk.actor),
             targets=[(id, names.get(id, str(id))) for id in ids],
@@ -76,6 +75,14 @@ def request(bulk: BulkRequest, *, now: datetime) -> Admission:
         ),
         now=now,
     )
+
+
+def identity(kind: str, options: Options, node_ids: Sequence[UUID]) -> tuple[str, str]:
+    """Return the key and the element of an operation with this verb, these options and these nodes."""
+    ids = sorted(set(node_ids))
+    described = repr((sorted(options.items()), [id.bytes for id in ids]))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:32]
+    return f"{kind}:{digest}", f"{len(ids)} node{'' if len(ids) == 1 else 's'}"
 
 
 class RunOnNodes:

@@ -114,6 +114,9 @@ def test_a_node_that_refuses_stops_no_other_and_is_retried_alone() -> None:
     answer = api.admin().post(f"/api/operations/{operation.id}/retry", {})
     again = Operation.objects.get(pk=answer.json()["jobID"])
     assert set(parts(again)) == {"node-0", str(gone)}
+    assert again.element == "2 nodes"
+    repeated = api.admin().post("/api/nodes/bulk", body).json()
+    assert repeated["jobID"] != str(again.id), "the retry leaves out a node that this request is for"
 
 
 def test_the_same_verb_on_the_same_nodes_is_joined() -> None:
@@ -229,6 +232,18 @@ def test_nodes_that_cannot_take_an_install_stop_no_other() -> None:
     intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
     operation.refresh_from_db()
     assert (operation.status, parts(operation)["ready"][0]) == ("failed", "success")
+
+
+def test_an_install_on_many_nodes_waits_for_an_upgrade_on_one_of_them() -> None:
+    """Rows of one node and backend run one at a time, in the order of their requests."""
+    ready, busy = hot.node("ready"), hot.node("busy")
+    ask(UPGRADE, busy)
+    (upgrade,) = claim()
+    operation = install([str(node.id) for node in (ready, busy)])
+    assert parts(operation) == {"ready": ("queued", ""), "busy": ("queued", "")}
+    assert [intent.node.name for intent in claim(9)] == ["ready"]
+    intents.settle({(upgrade.id, upgrade.fence): (Ended(), ())}, now=clock.now())
+    assert [intent.node.name for intent in claim(9)] == ["busy"]
 
 
 def test_an_install_on_nodes_that_all_refuse_says_so() -> None:

@@ -5,6 +5,7 @@ The bus is played by the test, the database is real.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,33 @@ async def test_the_same_process_is_told_again_and_another_one_is_not(
     stage.bus.replies[stage.list] = m.ListReply((), instance="second")
     await attempt
     assert await hot.in_thread(part) == ("success", "")
+
+
+async def test_a_worker_that_has_gone_is_looked_for_at_intervals(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left the bus, but not the registry yet: each question is followed by a pause."""
+    work = await hot.in_thread(stage.begins)
+    questions, pauses = 0, 0
+
+    async def instance_of(*_: Any, **more: Any) -> str | None:
+        nonlocal questions
+        questions += 1
+        if questions > 9:
+            raise CommandFailed("enough")
+        return "first" if questions == 1 else None
+
+    async def sleep(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+
+    monkeypatch.setattr(node_stop, "REPEAT_EVERY", 1e-9)
+    monkeypatch.setattr(node_stop, "_instance_of", instance_of)
+    monkeypatch.setattr(node_stop, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(CommandFailed):
+        await stage.stops(work)
+    assert (questions, pauses) == (10, 9)
+    assert stage.told == 1
 
 
 async def test_a_stock_worker_is_told_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
