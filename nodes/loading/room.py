@@ -31,7 +31,7 @@ class Room:
 
 
 def what_makes_room(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
-    """Return the eviction for a load; None if no node lacks only memory, or no replica may be evicted."""
+    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory."""
     nodes, need = question.lacking(decision), question.view.need
     if not nodes:
         return None
