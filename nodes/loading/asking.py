@@ -1,7 +1,7 @@
-"""Asking workers whether they are there, before a load is placed on one of them.
+"""Contact of workers before a load is placed on one of them.
 
-A node stays `healthy` for up to a minute after its worker has died. A short question tells the living from
-the dead, and several nodes are asked at once, so that a row of dead ones costs one short wait.
+A node stays `healthy` for up to a minute after its worker has died. A short request finds the
+connected workers, and several nodes are contacted at once, so that many dead workers cost one short wait.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from nodes.placement.choose import Candidate
 ANSWER_WITHIN = 3.0
 """Seconds that a worker has to answer."""
 AT_ONCE = 16
-"""Nodes asked at the same time."""
+"""Number of nodes that are contacted at the same time."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Answer:
 
 
 async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
-    """Asks the first `AT_ONCE` of the nodes, best first, and waits no longer than the best answer takes.
+    """Contact the first `AT_ONCE` nodes, best first, and return with the best answer.
 
-    Raises NotConnected when this process has lost the bus: then silence says nothing about the nodes.
+    Raises NotConnected when this process has lost the bus: then silence is no evidence about the nodes.
     """
-    asked = {node.id: asyncio.create_task(_answers(bus, node)) for node in ranked[:AT_ONCE]}
+    tasks = {node.id: asyncio.create_task(_answers(bus, node)) for node in ranked[:AT_ONCE]}
     silent: set[UUID] = set()
     try:
         for node in ranked[:AT_ONCE]:
-            there, listed = await asked[node.id]
-            if there:
+            is_connected, listed = await tasks[node.id]
+            if is_connected:
                 return Answer(node, frozenset(silent), listed)
             silent.add(node.id)
         return Answer(None, frozenset(silent))
     finally:
-        for task in asked.values():
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*asked.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
@@ -62,7 +62,7 @@ async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
         case Done(listed):
             return True, listed
         case Refused() | Unreadable():
-            return True, None  # its worker is there; what it said is for the attempt to judge
+            return True, None  # the worker is connected; the attempt judges its reply
         case NoResponders() | StillRunning():
             return False, None
         case BusDown(reason):

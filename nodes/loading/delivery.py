@@ -1,8 +1,8 @@
-"""A load's step between backend and engine: the model's files go to the node, unless nodes share the folder.
+"""The step of a load between backend and engine: send the model's files, unless nodes share the folder.
 
-One load of a model at a time brings files to a node, so no file is written twice at once; the others wait and
-then find them there. What an attempt says meanwhile is kept in its operation: bytes, files, rate. An attempt
-that ends leaves what has arrived, and the next one goes on there (`nodes/staging`).
+One load of a model at a time sends files to a node, so no file is written twice at once; other loads wait and
+then find the files on the node. The operation stores the progress: bytes, files, rate. An attempt that ends
+leaves the files that have arrived, and the next attempt continues from them (`nodes/staging`).
 """
 
 import asyncio
@@ -44,38 +44,38 @@ _LOOK_AT_OTHER = 2.0
 _LOOK_LIMIT = 10.0
 _AFTER_CHANGE = 2.0
 _REGISTERS = 10.0
-"""Seconds in which a worker that has started again registers."""
+"""Seconds in which a restarted worker registers."""
 _SHARE = 90.0
-"""How far a load is when its files are there, in percent."""
+"""Progress of a load whose files have arrived, in percent."""
 
 
 class Delivering(Protocol):
-    """An attempt of a load with its place."""
+    """An attempt of a load with its reserved slot."""
 
     @property
     def work(self) -> Work:
-        """Its operation."""
+        """The attempt's claimed operation."""
 
     @property
     def definition(self) -> Definition:
-        """The model."""
+        """The definition of the model."""
 
     @property
     def slot(self) -> Slot:
-        """Where it goes."""
+        """The slot that the replica will use."""
 
     @property
     def id(self) -> AttemptId:
-        """The owner of its row."""
+        """The owner of the replica's row."""
 
     def tick(self, phase: str, message: str, **figures: Any) -> Tick:
-        """A report of it."""
+        """Return a progress report of the attempt."""
 
 
 async def delivered(
     attempt: Delivering, options: Mapping[str, Any], lanes: Lanes
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The options as an engine on the node must be told them, and what the load's result says of them.
+    """Return the options for an engine on the node, and the part of the load's result about missing files.
 
     Raises NodeRefused, WorkerGone, LoadFailed and Postpone.
     """
@@ -85,18 +85,18 @@ async def delivered(
     planned = await _planned(definition, options)
     sent = Sent("", {})
     if planned.files:
-        await _turn(attempt)
-        sent = await _bounded(attempt, planned, lanes)
+        await _wait_for_turn(attempt)
+        sent = await _send_in_time(attempt, planned, lanes)
         if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.id):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
-    told, warnings = planned.told(sent.root, sent.failed)
-    # Many engines bring their models themselves: no news for people who read the operation or the log.
-    lost = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
+    engine_options, warnings = planned.told(sent.root, sent.failed)
+    # Many engines download their models themselves, so a missing model file is no warning for operators.
+    missing = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
     for warning in warnings:
-        level = logging.WARNING if warning in lost else logging.INFO
+        level = logging.WARNING if warning in missing else logging.INFO
         log.log(level, "%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
-    said = {"message": f"completed without {'; '.join(lost)}"} if lost else {}
-    return told, {"warnings": warnings, **said}
+    message = {"message": f"completed without {'; '.join(missing)}"} if missing else {}
+    return engine_options, {"warnings": warnings, **message}
 
 
 async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
@@ -111,15 +111,15 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
         raise LoadFailed(f"staging: {error}") from error
 
 
-async def _turn(attempt: Delivering) -> None:
-    """Returns when no other load brings files of the model to the node."""
-    name, wish = attempt.definition.name, MovingWish(attempt.work)
-    while not (begun := await in_thread(_begin, attempt)):
-        if begun is None:
+async def _wait_for_turn(attempt: Delivering) -> None:
+    """Return when no other load sends files of the model to the node."""
+    name, hold = attempt.definition.name, MovingWish(attempt.work)
+    while not (has_begun := await in_thread(_begin, attempt)):
+        if has_begun is None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
-        said = f"another load brings the files of {name} to {attempt.slot.node_name}"
-        await attempt.work.report(attempt.tick(PHASE, said))
-        await wish.lasts(deadlines.STALL)
+        message = f"another load brings the files of {name} to {attempt.slot.node_name}"
+        await attempt.work.report(attempt.tick(PHASE, message))
+        await hold.lasts(deadlines.STALL)
         await asyncio.sleep(_LOOK_AT_OTHER)
 
 
@@ -127,13 +127,13 @@ def _begin(attempt: Delivering) -> bool | None:
     return slots.begin_staging(attempt.slot, attempt=attempt.id)
 
 
-async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
-    """All files, within the time that a load may take at all (C31)."""
+async def _send_in_time(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+    """Send all files within the longest time that a load may take (C31)."""
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
     try:
         async with limit:
-            return await _sent(attempt, planned, lanes)
+            return await _send(attempt, planned, lanes)
     except OSError as error:
         if not limit.expired():
             raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
@@ -143,14 +143,14 @@ async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent
         ) from None
     except (FileRefused, Stalled) as refusal:
         if isinstance(refusal, FileRefused) and refusal.of_token:
-            # A worker that has started again has another token. As soon as it registers, the place is lost.
+            # A restarted worker has another token. As soon as it registers, the slot is lost.
             await asyncio.sleep(_REGISTERS)
         raise NodeRefused(f"staging: {refusal}") from refusal
     except Changed as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
 
 
-async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+async def _send(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     slot = attempt.slot
     try:
         server = await in_thread(dialling.http_server, slot.node_id)
@@ -164,16 +164,16 @@ async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     try:
         async with client_of(server) as client:
             sending = Sending(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
-            return await unless(_told(attempt, meter), _looked_and_sent(attempt, sending))
+            return await unless(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
-        # Not a refusal of the model: the node is left out of loads until its port answers.
+        # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.sentence(server.contact.address, str(unreachable))
         await in_thread(lambda: file_port.record_failure(slot.node_id, problem, now=clock.now()))
         raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
 
 
-async def _looked_and_sent(attempt: Delivering, sending: Sending) -> Sent:
-    """What is there is noted, also of an attempt that fails: so much less space does the next one need."""
+async def _send_missing(attempt: Delivering, sending: Sending) -> Sent:
+    """Send the missing files. Record the bytes on the node also after a failure, for the next attempt."""
     missing, name = await sending.look(), attempt.definition.name
     try:
         await in_thread(_check_room, attempt.slot, missing)
@@ -181,30 +181,30 @@ async def _looked_and_sent(attempt: Delivering, sending: Sending) -> Sent:
         attempt.work.progress(_tick(attempt, sending.meter))
         return sent
     finally:
-        there = sending.meter.current
-        await in_thread(lambda: brought.remember(attempt.slot.node_id, name, there, now=clock.now()))
+        present_bytes = sending.meter.current
+        await in_thread(lambda: brought.remember(attempt.slot.node_id, name, present_bytes, now=clock.now()))
 
 
 def _check_room(slot: Slot, missing: int) -> None:
-    """R2.38: whether the node has room for what is not there; others may have brought files since."""
+    """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
     node = BackendNode.objects.filter(pk=slot.node_id).first()
     needed = estimate.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
-        said = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
+        problem = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:
-            raise NodeRefused(f"staging: {said}")
-        log.warning("%s: %s", slot.node_name, said)
+            raise NodeRefused(f"staging: {problem}")
+        log.warning("%s: %s", slot.node_name, problem)
 
 
-async def _told(attempt: Delivering, meter: Meter) -> NoReturn:
-    """Says how far the files are, each second, and that the load is wanted while something moves."""
-    wish, moved, moved_at = MovingWish(attempt.work), meter.moved, clock.now()
+async def _report_progress(attempt: Delivering, meter: Meter) -> NoReturn:
+    """Report the progress each second, and keep the load needed while bytes move."""
+    hold, moved, moved_at = MovingWish(attempt.work), meter.moved, clock.now()
     while True:
         await asyncio.sleep(TELL_EVERY)
         if meter.moved != moved:
             moved, moved_at = meter.moved, clock.now()
         attempt.work.progress(_tick(attempt, meter, progress_at=moved_at))
-        await wish.moved(meter.moved)
+        await hold.moved(meter.moved)
 
 
 def _tick(attempt: Delivering, meter: Meter, *, progress_at: datetime | None = None) -> Tick:

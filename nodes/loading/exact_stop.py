@@ -1,8 +1,8 @@
-"""Stopping exactly one engine process, and knowing whether it is gone.
+"""Stop of exactly one engine process, with confirmation of its end.
 
-`model.stop` names key and address, so an engine that was started since under the same key is left alone. A
-worker that has no such command is asked to stop the key, and `models.running` says what came of it. Every
-question may be asked again: a reply that was lost or late costs one more, which finds the engine gone.
+`model.stop` names key and address, so it does not affect an engine that was started since under the same key.
+A worker without this command gets a stop of the key, and `models.running` reports the result. Every request
+is idempotent: a lost or late reply costs one more request, which finds that the engine has ended.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,15 +16,15 @@ from nodes.backends.commands import PING_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 
 Still = Callable[[], Awaitable[bool]]
-"""Whether the engine is still to be stopped; asked before each command after the first."""
+"""Callable that returns True while the stop is still due; called before each command after the first."""
 NO_CONFIRMATION = "termination not confirmed"
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Whether the engine certainly does not run any more; if not, why that is not known.
+    """The result of a stop. `gone`: the engine certainly does not run any more; otherwise see `reason`.
 
-    `silent`: its worker does not answer at all. `sent_at`: of the stop that ended it; None if it may
+    `silent`: its worker does not answer at all. `sent_at`: time of the stop that ended it; None if it may
     have ended before.
     """
 
@@ -38,16 +38,16 @@ GONE = Stopped(True)
 
 
 async def stop_exactly(worker: Worker, process_key: str, address: str, still: Still) -> Stopped:
-    """Has the engine at this address stopped; "" is an address that is not known."""
+    """Stop the engine at this address; "" is an unknown address."""
     sent_at = clock.now()
     outcome = await worker.stop_model(process_key, address)
     if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
-        recorded = outcome.reply.address
-        if address and _port(recorded) != _port(address):
-            return GONE  # another process has the key now, so this one has gone
-        if recorded != address and await still():
+        recorded_address = outcome.reply.address
+        if address and _port(recorded_address) != _port(address):
+            return GONE  # another process has the key now, so this one has ended
+        if recorded_address != address and await still():
             # A stock worker compares with its own form of the address (nats.md §4.5).
-            outcome = await worker.stop_model(process_key, recorded)
+            outcome = await worker.stop_model(process_key, recorded_address)
     match outcome:
         case Done(reply):
             return Stopped(True, sent_at=sent_at if reply.matched else None)
@@ -62,7 +62,7 @@ async def stop_exactly(worker: Worker, process_key: str, address: str, still: St
 
 
 async def _stop_by_key(worker: Worker, process_key: str, address: str) -> Stopped:
-    """The same with a worker that has no `model.stop`, or is not there (nats.md §6.3)."""
+    """Stop the engine of a worker without `model.stop`, or of an absent worker (nats.md §6.3)."""
     if address:
         await worker.unload_model(process_key.rpartition("#")[0], address)
     await worker.stop(process_key)
@@ -72,9 +72,9 @@ async def _stop_by_key(worker: Worker, process_key: str, address: str) -> Stoppe
             keys = {messages.process_key(model.model_id, model.replica_index) for model in reply.models}
             return Stopped(False, NO_CONFIRMATION) if process_key in keys else GONE
         case NoResponders(reason):
-            # One that answers elsewhere cannot tell: it was asked to stop, no more can be done.
-            there = isinstance(await worker.backends(PING_TIMEOUT), Done)
-            return GONE if there else Stopped(False, reason, silent=True)
+            # A worker that answers other requests has received the stop but cannot confirm it: that must do.
+            is_connected = isinstance(await worker.backends(PING_TIMEOUT), Done)
+            return GONE if is_connected else Stopped(False, reason, silent=True)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
             return Stopped(False, reason)
         case _:

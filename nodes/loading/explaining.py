@@ -1,4 +1,6 @@
-"""Where a model runs and why, and what its next request would find. Reads rows and the definition only.
+"""Explanation of a model: its replicas, the reasons for them, and the outcome of its next request.
+
+Reads rows and the definition only.
 
 The number of queries is the same for any number of nodes, replicas and records.
 """
@@ -27,11 +29,11 @@ from nodes.placement.settle import settle
 from operations.models import Operation, Status
 
 RECORDS = 20
-"""How many of the latest decisions are shown."""
+"""Number of the latest decisions that are shown."""
 
 
 def explained(model_name: str, now: datetime) -> Row:
-    """All of it; NotFound for a model that is not defined and left nothing here."""
+    """Return the explanation; raise NotFound for a model without a definition, replicas or records."""
     if names.unprintable(model_name):
         raise errors.NotFound("there is no such model")
     wanted = wanted_of(model_name)
@@ -50,7 +52,7 @@ def explained(model_name: str, now: datetime) -> Row:
 
 @async_to_sync
 async def wanted_of(model_name: str) -> Wanted | None:
-    """What a replica of the model needs by its definition, and avoids; None if it has none."""
+    """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
     models = folder()
     definition = await models.find(model_name)
     if definition is None:
@@ -61,68 +63,69 @@ async def wanted_of(model_name: str) -> Wanted | None:
 
 def _next(model_name: str, wanted: Wanted | None, replicas: Sequence[Row], now: datetime) -> Row:
     if wanted is None:
-        says = f"model {model_name} is not defined"
-        return NEXT.of(action="refuse", says=says, replica_id=None, operation_id=None, placement=None)
+        sentence = f"model {model_name} is not defined"
+        return NEXT.of(action="refuse", says=sentence, replica_id=None, operation_id=None, placement=None)
     active, failed = _operations(model_name, now)
     load = active if active is not None and active.kind == KIND else None
-    told = _placement(wanted, load, now)
-    chosen = _picked(model_name)
-    found = next((one for one in replicas if one["id"] == chosen), None)
-    action, says = _action(found, active, failed, told)
-    concerned = {"join": active, "wait": active, "refuse": failed}.get(action)
+    explanation = _placement(wanted, load, now)
+    chosen_id = _picked(model_name)
+    chosen = next((replica for replica in replicas if replica["id"] == chosen_id), None)
+    action, sentence = _action(chosen, active, failed, explanation)
+    operation = {"join": active, "wait": active, "refuse": failed}.get(action)
     return NEXT.of(
         action=action,
-        says=says,
-        replica_id=found and found["id"],
-        operation_id=concerned and str(concerned.id),
-        placement=decision(told),
+        says=sentence,
+        replica_id=chosen and chosen["id"],
+        operation_id=operation and str(operation.id),
+        placement=decision(explanation),
     )
 
 
 def _action(
-    replica: Row | None, active: Operation | None, failed: Operation | None, told: Explanation
+    replica: Row | None, active: Operation | None, failed: Operation | None, explanation: Explanation
 ) -> tuple[str, str]:
     if replica is not None:
-        where = f"replica {replica['replica_index']} on {replica['node']}"
-        return "route", f"it is sent to {where}; requests there: {replica['in_flight']}"
+        target = f"replica {replica['replica_index']} on {replica['node']}"
+        return "route", f"it is sent to {target}; requests there: {replica['in_flight']}"
     if active is not None and active.kind == KIND:
         return "join", f"it waits for the load under way: {active.message or active.status}"
     if failed is not None:
         return "refuse", f"the last load failed a moment ago: {failed.error}"
     if active is not None:
         return "wait", f"it waits for the end of {active.kind}: {active.message or active.status}"
-    if told.outcome == Ending.PLACED and told.node is not None:
-        return "load", f"a load begins on {told.node.name}: {told.sentence}"
-    return "load", f"a load begins and waits: {told.sentence}"
+    if explanation.outcome == Ending.PLACED and explanation.node is not None:
+        return "load", f"a load begins on {explanation.node.name}: {explanation.sentence}"
+    return "load", f"a load begins and waits: {explanation.sentence}"
 
 
 def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Operation | None]:
-    """What a request would join or wait for, and the failure that it would be told (`wait.py`)."""
+    """Return the operation that a request would join or await, and the failure it would get (`wait.py`)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     active = Q(status__in=(Status.PENDING, Status.PROCESSING, Status.WAITING))
     failed = Q(kind=KIND, status=Status.FAILED, dismissed_at=None, finished_at__gt=since)
-    own, all_of_it = key(model_name), key(model_name, ALL)
-    rows = list(Operation.objects.filter(active | failed, key__in=(own, all_of_it)))
-    goes_on = [one for one in rows if one.status != Status.FAILED]
-    goes_on.sort(key=lambda one: one.key != own)
-    ended = [one for one in rows if one.status == Status.FAILED and one.key == own]
-    ended = [one for one in ended if not has_other_node_since(one)]
-    return next(iter(goes_on), None), next(iter(ended), None)
+    load_key, model_key = key(model_name), key(model_name, ALL)
+    operations = list(Operation.objects.filter(active | failed, key__in=(load_key, model_key)))
+    running = [operation for operation in operations if operation.status != Status.FAILED]
+    running.sort(key=lambda operation: operation.key != load_key)
+    failures = [row for row in operations if row.status == Status.FAILED and row.key == load_key]
+    failures = [failure for failure in failures if not has_other_node_since(failure)]
+    return next(iter(running), None), next(iter(failures), None)
 
 
 def _picked(model_name: str) -> str | None:
-    """The replica that the next pick takes, as `statements.EXCHANGE` orders them (R1.78)."""
+    """Return the id of the next pick's replica, by the order in `statements.EXCHANGE` (R1.78)."""
     serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
-    best = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
-    found = best.values_list("id", flat=True).first()
-    return None if found is None else str(found)
+    ranked = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
+    replica_id = ranked.values_list("id", flat=True).first()
+    return None if replica_id is None else str(replica_id)
 
 
 def _placement(wanted: Wanted, load: Operation | None, now: datetime) -> Explanation:
-    """What a load would decide now; one under way knows what was asked for and which nodes failed it."""
-    wish = wish_of(load) if load is not None else ANYWHERE
+    """Return the decision of a load now, with the request and the back-offs of the active load if any."""
+    request = wish_of(load) if load is not None else ANYWHERE
     payload = load.payload if load is not None else {}
     setbacks = from_payload(payload)
-    refusing = frozenset(one.node_id for one in refusals(payload))
-    question, decision = asked(wanted, wish, setbacks, resting(setbacks, now) | refusing, refusing)
+    refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
+    excluded_nodes = resting(setbacks, now) | refusing_nodes
+    question, decision = asked(wanted, request, setbacks, excluded_nodes, refusing_nodes)
     return settle(question, decision, what_makes_room(wanted.definition.name, question, decision))

@@ -1,7 +1,7 @@
-"""How an attempt of a load fails, and what nodes have refused it so far.
+"""Failures of the attempts of a load, and the nodes that have refused it so far.
 
-A refusal by one node says nothing about the next: the load tries up to `MOST_NODES`, each once. What they
-said is kept in the operation's payload and is the error in the end, so a definition that no engine can load
+A refusal by one node does not apply to the next: the load tries up to `MOST_NODES`, each once. The payload of
+the operation stores the reasons, which are the error in the end, so a definition that no engine can load
 costs a few attempts.
 """
 
@@ -20,7 +20,7 @@ _KEPT = "refusals"
 
 
 class Cause(StrEnum):
-    """Why an attempt of a load ended without a replica, or was not made."""
+    """The cause of an attempt without a replica, or of no attempt."""
 
     WORKER_GONE = "worker_gone"
     ENGINE_DIED = "engine_died"
@@ -38,11 +38,11 @@ _MOST = {
     Cause.FAILED: 1,
     Cause.UNDEFINED: 1,
 }
-"""After how many of a kind a load ends; the others end it only when no request needs it any more."""
+"""Number of failures of each cause that end a load; other causes end only a load that is not needed."""
 
 
 def is_last(cause: Cause, times: int) -> bool:
-    """Whether the load ends when this has happened so many times."""
+    """Return True if the load ends after this cause has occurred `times` times."""
     return cause in _MOST and times >= _MOST[cause]
 
 
@@ -72,19 +72,19 @@ class NodeReason:
 
 
 def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
-    """What an operation's payload says, in the order in which it was tried."""
+    """Return the refusals in an operation's payload, in the order of the attempts."""
     return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_KEPT, ())]
 
 
 def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
-    """The payload with one more."""
-    kept = [[str(one.node_id), one.node_name, one.reason] for one in [*refusals(payload), refusal]]
-    return {**payload, _KEPT: kept}
+    """Return the payload with one more refusal."""
+    rows = [[str(row.node_id), row.node_name, row.reason] for row in [*refusals(payload), refusal]]
+    return {**payload, _KEPT: rows}
 
 
 def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
-    """The end of a load that nodes have refused: each node with its reason, equal reasons once."""
+    """Return the end of a load that nodes have refused: each node with its reason, equal reasons once."""
     by_reason: dict[str, list[str]] = {}
-    for one in refusals(payload):
-        by_reason.setdefault(one.reason, []).append(one.node_name)
+    for refusal in refusals(payload):
+        by_reason.setdefault(refusal.reason, []).append(refusal.node_name)
     return LoadFailed("; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()))

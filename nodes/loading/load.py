@@ -1,12 +1,12 @@
-"""The operation `model_load`: from "no node serves this model" to one replica that does.
+"""The operation `model_load`: from "no node serves this model" to one serving replica.
 
-Steps: end the rows that ended attempts have left, place on a node whose worker answers, bring the backend if
-the worker lacks it (an operation of its own, which others may join) and the model's files (`delivery.py`),
-have the process started, `LoadModel`, publish the row. Each step may be the last one of this process: the row
-names the attempt that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as
-it owns its row, which departs with the node. One that publishes no replica has its engine stopped, and the
-row stays until a controller has seen that it is gone. What is loaded depends on the stored definition only,
-where on the slot.
+Steps: end the rows of ended attempts, place on a node whose worker answers, install the backend if the worker
+lacks it (an operation of its own, which other loads may join), send the model's files (`delivery.py`), start
+the process, call `LoadModel`, publish the row. The process may die after any step: the row names the attempt
+that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as it owns its row,
+which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
+until a controller has confirmed the end of the engine. The stored definition alone determines the model and
+its options, the slot determines the node.
 """
 
 import asyncio
@@ -57,22 +57,22 @@ log = logging.getLogger(__name__)
 
 KIND = "model_load"
 ALL = "all"
-"""The share of what is about every replica of a model."""
+"""Key suffix of operations on all replicas of a model."""
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
 _SHARE_OF_INSTALL, _AND_FILES = 0.9, 0.45
-"""How far a load is when its backend has been brought; the second if the model's files may follow."""
+"""Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
 
 
 def key(model_name: str, share: str = "0") -> str:
-    """What a load owns. The share 0 is that of the load which requests join; `another.py` takes others."""
+    """Return the key that a load owns. Requests join the load with suffix 0; `another.py` uses others."""
     return f"model:{model_name}{SHARE}{share}"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One claimed attempt at one place."""
+    """One claimed attempt of a load with its reserved slot."""
 
     work: Work
     definition: Definition
@@ -81,14 +81,14 @@ class Attempt:
     setbacks: Setbacks
     """The nodes that failed this load before, or did not answer."""
     why: str
-    """What decided for this place."""
+    """The reason for the choice of this slot."""
     hold: MovingWish
     payload: int = 0
-    """Bytes of the model's files; 0 = not known."""
+    """Bytes of the model's files; 0 = unknown."""
     room: Room | None = None
-    """What has to leave before the place can be used."""
+    """The replicas that must stop before the slot can be used; None if there are none."""
     listed: messages.ListReply | None = None
-    """The worker's backends, if it has listed them since the place was free."""
+    """The worker's backends, if it has listed them since the slot was free."""
 
     @property
     def id(self) -> AttemptId:
@@ -101,11 +101,11 @@ class Attempt:
         return messages.process_key(self.definition.name, self.slot.replica_index)
 
     def tick(self, phase: str, message: str, **figures: Any) -> Tick:
-        """Where the load stands."""
+        """Return a progress report of the load."""
         return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
 
     async def report(self, phase: str, message: str, *, time_limit: float | None = None) -> None:
-        """Says what comes next, and in how many seconds it is over; raises LeaseLost when it must not."""
+        """Report the next step and its limit in seconds; raise LeaseLost if the lease is lost."""
         limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
         await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
 
@@ -123,7 +123,7 @@ class LoadModel:
         self._lanes = Lanes()
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Carries the load out, or says what it waits for."""
+        """Run the load; raise Postpone with the reason while it must wait."""
         await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
@@ -132,29 +132,30 @@ class LoadModel:
         if definition is None:
             missing = errors.NotFound(f"model {work.operation.element} is not defined")
             raise await attempts.kept(work, Cause.UNDEFINED, missing)
-        wish = wish_of(work.operation)
-        if not wish.another and await in_thread(snapshot.serving, definition.name, besides=wish.besides):
+        request = wish_of(work.operation)
+        name, besides = definition.name, request.besides
+        if not request.another and await in_thread(snapshot.serving, name, besides=besides):
             return {"already_loaded": True}
-        if not wish.another and await in_thread(snapshot.on_its_way, definition.name, besides=wish.besides):
-            # R2.64: not one replica too many.
+        if not request.another and await in_thread(snapshot.on_its_way, name, besides=besides):
+            # R2.64: no replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
-            follows = placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
-            raise await attempts.kept(work, Cause.ON_ITS_WAY, follows)
-        if wish.replaces and await in_thread(snapshot.loaded_by, wish.replaces) == revision(definition):
-            return {"already_loaded": True}  # edited back, or somebody else's files
+            outcome = placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            raise await attempts.kept(work, Cause.ON_ITS_WAY, outcome)
+        if request.replaces and await in_thread(snapshot.loaded_by, request.replaces) == revision(definition):
+            return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt = await self._place(work, definition)
         try:
-            return await unless(_slot_lost(attempt), self._carry_out(attempt))
+            return await unless(_slot_lost(attempt), self._run(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
-            # Read again: requests that came while the attempt ran have moved the wish.
-            follows = again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
+            # Refresh: requests that came while the attempt ran have moved the load's deadline.
+            outcome = again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
             cause = Cause.WORKER_GONE if isinstance(gone, WorkerGone) else Cause.ENGINE_DIED
-            raise await attempts.kept(work, cause, follows, attempt.slot) from gone
+            raise await attempts.kept(work, cause, outcome, attempt.slot) from gone
         except NodeRefused as refusal:
             await _give_up(attempt)
-            follows = elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal)
-            raise await attempts.kept(work, Cause.NODE_REFUSED, follows, attempt.slot) from refusal
+            outcome = elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal)
+            raise await attempts.kept(work, Cause.NODE_REFUSED, outcome, attempt.slot) from refusal
         except (LoadFailed, Abandoned, Postpone) as end:
             await _give_up(attempt)
             cause = Cause.FAILED if isinstance(end, LoadFailed) else Cause.INTERRUPTED
@@ -167,8 +168,8 @@ class LoadModel:
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         files = await self._definitions.sizes.of(definition)
         need = needs.of(definition, files)
-        what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
-        place = await placing.place(self._bus, work, what, attempt=attempt_id(work))
+        wanted = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
+        place = await placing.place(self._bus, work, wanted, attempt=attempt_id(work))
         listed = place.listed
         worker = Worker(
             self._bus,
@@ -190,7 +191,7 @@ class LoadModel:
             listed,
         )
 
-    async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
+    async def _run(self, attempt: Attempt) -> Mapping[str, Any]:
         if attempt.room is not None:
             await made(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
@@ -221,11 +222,11 @@ class LoadModel:
         }
 
     async def _bring_backend(self, attempt: Attempt) -> None:
-        """Has the backend installed when the worker does not list it, and waits for that operation."""
+        """Install the backend if the worker does not list it, and wait for that operation."""
         backend = attempt.definition.backend
         await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
-        listed = attempt.listed or await _listed(attempt)
-        if any(entry.name.lower() == backend.lower() for entry in listed.backends):
+        listing = attempt.listed or await _list_backends(attempt)
+        if any(entry.name.lower() == backend.lower() for entry in listing.backends):
             return
         try:
             child = await in_thread(_admit_install, attempt)
@@ -239,12 +240,13 @@ class LoadModel:
             raise Postpone(f"the installation of {backend} was cancelled", seconds=1.0)
 
     async def _follow_install(self, attempt: Attempt, child: UUID) -> Operation:
-        """Mirrors the installation's bytes until it has ended; answers its row.
+        """Copy the installation's progress to the load until it has ended; return its row.
 
-        Raises WorkerGone when it has to wait for its worker: it goes on by itself, the load tries elsewhere.
+        Raises WorkerGone if the installation must wait for its worker: it goes on by itself, and the load
+        tries another node.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
-        share = _AND_FILES if attempt.payload else _SHARE_OF_INSTALL
+        fraction = _AND_FILES if attempt.payload else _SHARE_OF_INSTALL
         before = (await in_thread(Operation.objects.get, pk=child)).attempts
         with self._hints.watch(child) as watch:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
@@ -256,7 +258,7 @@ class LoadModel:
                         message,
                         current_bytes=state.current_bytes,
                         total_bytes=state.total_bytes,
-                        percentage=state.progress * share,
+                        percentage=state.progress * fraction,
                         progress_at=state.last_progress_at,
                         time_limit_at=state.time_limit_at,
                     )
@@ -280,8 +282,8 @@ class LoadModel:
             op_id=str(attempt.work.id),
             gpus=pinning.gpus_of(attempt.slot),
         )
-        reply = await _started(attempt, request, offered)
-        # Also if it is refused below: its slot is free as soon as the engine is gone.
+        reply = await _start_process(attempt, request, offered)
+        # Also if it is refused below: its slot is free as soon as the engine has ended.
         await in_thread(slots.record_answer, attempt.slot)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
@@ -292,10 +294,10 @@ class LoadModel:
         await in_thread(slots.record_answer, attempt.slot, engine.address)
         pinning.check(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
-        if gone := await in_thread(
+        if retired := await in_thread(
             retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
         ):
-            log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
+            log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine
 
     async def _load(self, attempt: Attempt, engine: dialling.Contact, options: Mapping[str, Any]) -> None:
@@ -305,8 +307,8 @@ class LoadModel:
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            told = options_from_mapping(pinning.split(options, attempt.slot))
-            result = await client.load_model(told, timeout=limit)
+            engine_options = options_from_mapping(pinning.split(options, attempt.slot))
+            result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
                 f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"
@@ -326,8 +328,8 @@ class LoadModel:
             )
 
 
-async def _listed(attempt: Attempt) -> messages.ListReply:
-    """What the worker has installed; WorkerGone when another node is the better choice."""
+async def _list_backends(attempt: Attempt) -> messages.ListReply:
+    """Return the worker's backends; raise WorkerGone if another node is the better choice."""
     while True:
         answer = await attempt.worker.contact()
         match answer:
@@ -341,10 +343,10 @@ async def _listed(attempt: Attempt) -> messages.ListReply:
                 assert_never(answer)
 
 
-async def _started(
+async def _start_process(
     attempt: Attempt, request: messages.InstallRequest, offered: install.GalleryOffer
 ) -> messages.InstallReply:
-    """The worker's answer to the start, waited for as long as the worker is there and the load is wanted."""
+    """Start the engine; wait for the reply while the worker is connected and the load is needed."""
     backend = attempt.definition.backend
     while True:
         # Before each send: until the last one is answered, it may still reach the worker.
@@ -370,16 +372,16 @@ async def _started(
 
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
-    """Says what the load waits for. Raises Abandoned when its time is over."""
-    if over := placing.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
-        raise over
+    """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
+    if end := placing.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
+        raise end
     await attempt.report("loading", f"{reason}; asking again")
 
 
 async def _give_up(attempt: Attempt) -> None:
     """Free the slot, or have the attempt's engine stopped if it may have one and still owns the slot.
 
-    No other load uses the process key before the end of this engine is confirmed, which controllers see to.
+    No other load uses the process key before controllers have confirmed the end of this engine.
     """
     engine = await in_thread(load_ends.give_up, attempt.slot, attempt=attempt.id, now=clock.now())
     if engine is not None:
@@ -391,13 +393,13 @@ def _admit_install(attempt: Attempt) -> UUID:
     if node is None:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
     operation = attempt.work.operation
-    asked = wishes.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
-    wish = wishes.Wish(wishes.INSTALL, attempt.definition.backend)
-    return admission.ask(wish, asked, now=clock.now()).operation.id
+    context = wishes.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
+    request = wishes.Wish(wishes.INSTALL, attempt.definition.backend)
+    return admission.ask(request, context, now=clock.now()).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:
-    """Wait; raise WorkerGone when the attempt does not own its slot any more."""
+    """Wait until the attempt has lost its slot, then raise WorkerGone."""
     while True:
         await asyncio.sleep(_LOOK_AT_SLOT)
         with contextlib.suppress(DatabaseError):

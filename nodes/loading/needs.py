@@ -1,4 +1,4 @@
-"""What a load needs of its node, by the files of its model and the settings of now."""
+"""The need of a load for memory and disk, from the files of its model and the current settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from nodes.placement import estimate
 from nodes.placement.choose import Need
 
 VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
-"""Where the payload of a load that waits says what it needs, in bytes."""
+"""Payload keys of a waiting load's need: the first three in bytes, the last a boolean."""
 
 
 def of(definition: Definition, files: ModelFiles) -> Need:
-    """R2.40, R2.37."""
+    """Return the need of a load (R2.40, R2.37)."""
     options = load_options(definition)
     vram = estimate.vram(files.weights, files.header, options)
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
@@ -22,12 +22,12 @@ def of(definition: Definition, files: ModelFiles) -> Need:
 
 
 def into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
-    """The payload with what the load needs."""
+    """Return the payload with the need of the load."""
     return {**payload, VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
 
 
 def from_payload(payload: Mapping[str, Any]) -> Need:
-    """What an operation's payload says; nothing before its first look."""
+    """Parse the need in an operation's payload; no need before the first placement."""
     return _need(
         payload.get(VRAM, 0),
         payload.get(DISK, 0),
@@ -37,7 +37,7 @@ def from_payload(payload: Mapping[str, Any]) -> Need:
 
 
 def _need(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
-    """Whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
+    """Return the need; the operator's settings decide if a lack excludes a node (R2.32, R2.39)."""
     settings = conf.cluster()
     disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
     return Need(

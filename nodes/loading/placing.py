@@ -1,7 +1,7 @@
 """Placing a load: the best node whose worker answers, or what the load waits for.
 
-The choice itself is pure (`nodes/placement`). Here the rows are read, workers are asked, the slot is taken,
-and the choice is made again whenever one of these says no: the next node is tried at once.
+The choice itself is pure (`nodes/placement`). This module reads the rows, contacts workers and reserves the
+slot. After each failure it chooses again, so the next node is tried at once.
 """
 
 import logging
@@ -59,154 +59,168 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Place:
-    """The slot taken, why there, and the nodes that failed this load so far or did not answer."""
+    """A reserved slot, the reason for it, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
     setbacks: Setbacks
     why: str
     room: Room | None = None
-    """What has to leave the node first."""
+    """The replicas that must stop on the node first; None if there are none."""
     listed: ListReply | None = None
-    """The node's backends, as its worker has just listed them; None if they have to be listed again."""
+    """The node's backends, as its worker has just listed them; None if they must be listed again."""
 
 
-async def place(bus: Bus, work: Work, what: Wanted, *, attempt: AttemptId) -> Place:
-    """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
-    wish = wish_of(work.operation)
+async def place(bus: Bus, work: Work, wanted: Wanted, *, attempt: AttemptId) -> Place:
+    """Reserve a slot on the best node whose worker answers.
+
+    Raises Postpone, LoadFailed or Abandoned if there is none.
+    """
+    request = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
-    refusing = frozenset(one.node_id for one in refusals(work.operation.payload))
-    rest, answered = resting(setbacks, clock.now()) | refusing, dict[UUID, ListReply | None]()
+    refusing_nodes = frozenset(refusal.node_id for refusal in refusals(work.operation.payload))
+    excluded_nodes = resting(setbacks, clock.now()) | refusing_nodes
+    listings = dict[UUID, ListReply | None]()
     while True:
-        question, decision = await in_thread(asked, what, wish, setbacks, rest, refusing)
-        room = await _room(question, decision, what)
-        told = settle(question, decision, room)
-        if told.node is None:
-            lacks = await in_thread(_lacks_room, wish, question, decision)
-            raise await _no_node(work, question, room, told, lacks)
-        ranked = decision.ranked or [told.node]
-        if told.node.id not in answered:
-            answer = await _ask(bus, work, [node for node in ranked if node.id not in answered])
-            for silent in answer.silent:
-                setbacks = after_failure(setbacks, silent, clock.now())
-            rest |= answer.silent
+        question, decision = await in_thread(asked, wanted, request, setbacks, excluded_nodes, refusing_nodes)
+        victims = await _choose_victims(question, decision, wanted)
+        explanation = settle(question, decision, victims)
+        if explanation.node is None:
+            lacks_room = await in_thread(_lacks_room, request, question, decision)
+            raise await _no_node(work, question, victims, explanation, lacks_room)
+        ranked_nodes = decision.ranked or [explanation.node]
+        if explanation.node.id not in listings:
+            answer = await _contact(bus, work, [node for node in ranked_nodes if node.id not in listings])
+            for node_id in answer.silent:
+                setbacks = after_failure(setbacks, node_id, clock.now())
+            excluded_nodes |= answer.silent
             if answer.node is not None:
-                answered[answer.node.id] = answer.listed
+                listings[answer.node.id] = answer.listed
             continue
-        slot = await in_thread(_take, work.id, what, question, room, told, attempt)
+        slot = await in_thread(_reserve, work.id, wanted, question, victims, explanation, attempt)
         if isinstance(slot, Slot):
-            _warn(told.node, what)
-            leaves = room_of(room)
-            # What has to leave first takes its time.
-            listed = answered[told.node.id] if leaves is None else None
-            return Place(slot, setbacks, told.sentence, leaves, listed)
-        # The next look at the rows sees the same: this node is refused then.
-        log.info("no place for %s on %s: %s", what.definition.name, told.node.name, slot.reason)
+            _warn(explanation.node, wanted)
+            room = room_of(victims)
+            # An eviction takes time, after which the listing is out of date.
+            listed = listings[explanation.node.id] if room is None else None
+            return Place(slot, setbacks, explanation.sentence, room, listed)
+        # The next snapshot shows the reason too, so this node is refused then.
+        log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
 
 
 def asked(
-    what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID], refusing: Set[UUID]
+    wanted: Wanted,
+    request: LoadWish,
+    setbacks: Setbacks,
+    excluded_nodes: Set[UUID],
+    refusing_nodes: Set[UUID],
 ) -> tuple[LoadQuestion, Decision]:
-    """Return the question for a replica, as the rows are now, and the decision which node is the best.
+    """Return the question for a replica, from the current rows, and the decision on the best node.
 
-    A node that has refused the backend of late counts as one that has failed the load: it comes last.
+    A node that has refused the backend recently ranks last, like a node that has failed the load.
     """
-    name = what.definition.name
-    setbacks = {**recent_refusals(what.definition.backend, now=clock.now()), **setbacks}
+    name = wanted.definition.name
+    setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
     selector = snapshot.selectors_of([name])[name]
     view, decision = mirror.shared().decided(
         name,
-        FleetView((), what.need, selector, setbacks, frozenset(rest), wish.restricted),
-        only=wish.only,
-        besides=wish.besides,
-        conflicts=what.conflicts,
+        FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.restricted),
+        only=request.only,
+        besides=request.besides,
+        conflicts=wanted.conflicts,
     )
-    view, decision = installed.prefer(view, decision, what.definition.backend)
-    return LoadQuestion(view, frozenset(refusing), evicts=not wish.another), decision
+    view, decision = installed.prefer(view, decision, wanted.definition.backend)
+    return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.another), decision
 
 
-async def _room(question: LoadQuestion, decision: Decision, what: Wanted) -> Eviction | None:
-    """What can make room; asks the rows only if nothing else is lacking."""
+async def _choose_victims(question: LoadQuestion, decision: Decision, wanted: Wanted) -> Eviction | None:
+    """Return an eviction that frees enough memory; reads rows only if memory is all that is lacking."""
     if not question.lacking(decision):
         return None
-    return await in_thread(what_makes_room, what.definition.name, question, decision)
+    return await in_thread(what_makes_room, wanted.definition.name, question, decision)
 
 
-def _take(
+def _reserve(
     load: UUID,
-    what: Wanted,
+    wanted: Wanted,
     question: LoadQuestion,
-    room: Eviction | None,
-    told: Explanation,
+    victims: Eviction | None,
+    explanation: Explanation,
     attempt: AttemptId,
 ) -> Slot | NoSlot:
-    """The slot that was decided for. What was seen is kept first: it is no part of the slot's transaction."""
-    assert told.node is not None
-    now, definition = clock.now(), what.definition
-    seen = fleet_log.remember(sections(str(load), definition.name, question, room), now=now)
+    """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
+    assert explanation.node is not None
+    now, definition = clock.now(), wanted.definition
+    snapshot_ref = fleet_log.remember(sections(str(load), definition.name, question, victims), now=now)
     return slots.reserve(
-        told.node,
+        explanation.node,
         definition.name,
         attempt=attempt,
         backend=definition.backend,
         now=now,
-        need=what.need,
-        room=room,
-        why=Decided(definition.name, load, told, seen),
+        need=wanted.need,
+        room=victims,
+        why=Decided(definition.name, load, explanation, snapshot_ref),
     )
 
 
-def _warn(node: Candidate, what: Wanted) -> None:
-    if lacks_disk(node, what.need):
-        log.warning("%s may have too little disk space for %s", node.name, what.definition.name)
+def _warn(node: Candidate, wanted: Wanted) -> None:
+    if lacks_disk(node, wanted.need):
+        log.warning("%s may have too little disk space for %s", node.name, wanted.definition.name)
     if node.conflicts:
-        log.warning("%s goes to %s, %s", what.definition.name, node.name, node.why_not_alone())
+        log.warning("%s goes to %s, %s", wanted.definition.name, node.name, node.why_not_alone())
 
 
-async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
+async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
     try:
         return await best_that_answers(bus, nodes)
     except NotConnected:
         operation = await in_thread(Operation.objects.get, pk=work.id)
-        follows = later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
-        raise await attempts.kept(work, Cause.NO_BUS, follows) from None
+        outcome = later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
+        raise await attempts.kept(work, Cause.NO_BUS, outcome) from None
 
 
-def _lacks_room(wish: LoadWish, question: LoadQuestion, decision: Decision) -> bool:
-    """Whether the replica that the load replaces takes the room that it needs."""
-    former = eviction.serving(wish.replaces) if wish.replaces is not None else None
+def _lacks_room(request: LoadWish, question: LoadQuestion, decision: Decision) -> bool:
+    """Return True if the replica that the load replaces holds the memory that the load needs."""
+    former = eviction.serving(request.replaces) if request.replaces is not None else None
     return former is not None and question.fits_instead_of(former, decision)
 
 
 async def _no_node(
-    work: Work, question: LoadQuestion, room: Eviction | None, told: Explanation, lacks_room: bool
+    work: Work,
+    question: LoadQuestion,
+    victims: Eviction | None,
+    explanation: Explanation,
+    lacks_room: bool,
 ) -> Exception:
-    """What follows, said and kept in the same words; kept first, so that no wait is without its record.
+    """Return the exception that ends this attempt, after recording the decision with the same sentence.
 
-    By its need, in the payload, the load is woken; of a replica that it replaces and that takes its room the
-    replica pass is told there to have it go first.
+    The record comes first, so that no load waits without one. The payload of a load that waits carries its
+    need, by which it is woken, and `lacks_room`, by which the replica pass terminates the replaced replica
+    first.
     """
     setbacks = question.view.setbacks
-    rested = next_end(setbacks, clock.now())
-    seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
-    # Read again: requests that came while nodes were asked have moved the time at which it gives up.
+    back_off = next_end(setbacks, clock.now())
+    seconds = _LOOK_FOR_NODE if back_off is None else min(back_off, _LOOK_FOR_NODE)
+    # Refresh: requests that came while workers were contacted have moved the load's deadline.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    if told.outcome == Ending.REFUSED:
-        follows: Exception = refused_by_all(operation.payload)
+    if explanation.outcome == Ending.REFUSED:
+        outcome: Exception = refused_by_all(operation.payload)
     else:
-        known = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
-        payload = into_payload(known, setbacks)
-        follows = later(operation, told.sentence, seconds=seconds, payload=payload)
-    over = isinstance(follows, Abandoned)
-    told = replace(told, outcome=Ending.REFUSED) if over else told
-    seen = sections(str(work.id), operation.element, question, room, over=over)
-    await in_thread(_keep, operation, told, seen)
-    return follows
+        payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
+        payload = into_payload(payload, setbacks)
+        outcome = later(operation, explanation.sentence, seconds=seconds, payload=payload)
+    is_abandoned = isinstance(outcome, Abandoned)
+    if is_abandoned:
+        explanation = replace(explanation, outcome=Ending.REFUSED)
+    fleet_sections = sections(str(work.id), operation.element, question, victims, over=is_abandoned)
+    await in_thread(_record, operation, explanation, fleet_sections)
+    return outcome
 
 
-def _keep(operation: Operation, told: Explanation, seen: Sections) -> None:
+def _record(operation: Operation, explanation: Explanation, fleet_sections: Sections) -> None:
     now = clock.now()
-    kept = fleet_log.remember(seen, now=now)
-    reasons.record(Decided(operation.element, operation.pk, told, kept), now=now)
+    snapshot_ref = fleet_log.remember(fleet_sections, now=now)
+    reasons.record(Decided(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 
 def later(
@@ -217,15 +231,15 @@ def later(
     payload: Mapping[str, Any] | None = None,
     waiting: bool = True,
 ) -> Exception:
-    """Another look in `seconds`, or the end when its time is over."""
+    """Return a retry in `seconds`, or the end of the load if its deadline is over."""
     return over(operation, reason) or Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)
 
 
 def over(operation: Operation, reason: str) -> Abandoned | None:
-    """The end of a load that is not needed any more, and what it waited for; None while it is needed."""
+    """Return the end of a load that is no longer needed, with `reason`; None while it is needed."""
     if operation.needed_until is None or operation.needed_until > clock.now():
         return None
-    wish = wish_of(operation)
-    if wish.another:
-        return Abandoned(f"not possible in time ({wish.reason}); {reason}")
+    request = wish_of(operation)
+    if request.another:
+        return Abandoned(f"not possible in time ({request.reason}); {reason}")
     return Abandoned(f"no request waits for it any more; {reason}")

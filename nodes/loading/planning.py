@@ -1,4 +1,4 @@
-"""What if: where replicas would go on the present fleet, with nodes that do not exist. Writes nothing."""
+"""Dry run of placements on the current fleet with hypothetical nodes. Writes nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class NewNodes:
-    """Some equal nodes that the plan adds, healthy and empty; memory in GiB."""
+    """A group of equal hypothetical nodes of a plan, healthy and empty; memory in GiB."""
 
     count: int
     vram_gib: float = 0
@@ -34,62 +34,62 @@ class NewNodes:
 
 @dataclass(frozen=True)
 class PlanWish:
-    """What is to be placed: a model, or something of which only the need is known."""
+    """The request of a plan: a model, or only a need, with the number of replicas and the added nodes."""
 
     need: Need
     model: str = ""
     conflicts: frozenset[str] = frozenset()
-    """The models that it should have no node in common with."""
+    """The models that should not share a node with it."""
     selector: Mapping[str, str] | None = None
-    """None: that of the model's rule."""
+    """Node selector; None = the selector of the model's rule."""
     replicas: int = 1
     nodes: Sequence[NewNodes] = ()
     backend: str = ""
-    """Of the model; of equal nodes those that have it come first."""
+    """Backend of the model; among equal nodes, those that have it installed rank first."""
 
 
 def need_for(vram: int, disk: int) -> Need:
-    """A need in bytes, obliging as the settings say (R2.32, R2.39)."""
+    """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
     settings = conf.cluster()
     return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check, disk)
 
 
 def planned(question: PlanWish, now: datetime) -> Row:
-    """The decision for each replica, one after another."""
+    """Return the decision for each replica, one after another."""
     picture = pictured(question, now)
-    told = successive(picture.asked, [None] * question.replicas, picture.occupants)
-    decisions = [decision(one) for one in told]
+    explanations = successive(picture.asked, [None] * question.replicas, picture.occupants)
+    decisions = [decision(explanation) for explanation in explanations]
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
-        placed=sum(one["outcome"] == Ending.PLACED for one in decisions),
+        placed=sum(row["outcome"] == Ending.PLACED for row in decisions),
         decisions=[
-            PLANNED.of(replica=number, hypothetical=one["node_id"] in picture.new, **one)
-            for number, one in enumerate(decisions, 1)
+            PLANNED.of(replica=number, hypothetical=row["node_id"] in picture.new, **row)
+            for number, row in enumerate(decisions, 1)
         ],
     )
 
 
 @dataclass(frozen=True)
 class PlanPicture:
-    """The present fleet with the nodes that a plan adds."""
+    """The current fleet with the nodes that a plan adds."""
 
     asked: LoadQuestion
     occupants: Occupants
     new: frozenset[str]
-    """The ids of those that are added."""
+    """The ids of the added nodes."""
 
 
 def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> PlanPicture:
-    """What a load would see; a constant number of queries."""
+    """Read the snapshot that a placement decision uses, in a constant number of queries."""
     model, selector = question.model, _selector(question)
     fleet = snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
     fleet = installed.mark(fleet, question.backend)
     added = list(added_nodes(question.nodes))
-    found = eviction.residents([node.id for node in fleet], now=now)
+    residents = eviction.residents([node.id for node in fleet], now=now)
     return PlanPicture(
         LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
-        Occupants(found, eviction.guard(model, found, now=now)),
+        Occupants(residents, eviction.guard(model, residents, now=now)),
         frozenset(str(node.id) for node in added),
     )
 
@@ -101,7 +101,7 @@ def _selector(question: PlanWish) -> Selector:
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
-    """Candidates with names and ids that no registered node has; they have the registry's own labels."""
+    """Yield candidates with unused names and ids, and with the labels that the registry sets itself."""
     kinds = (group for group in groups for _ in range(group.count))
     for number, kind in enumerate(kinds, 1):
         vram, disk = int(kind.vram_gib * GIB), int(kind.disk_gib * GIB)

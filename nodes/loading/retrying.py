@@ -1,4 +1,4 @@
-"""What follows when an attempt of a load ended without a replica: another one elsewhere, or the end."""
+"""Outcome of a load after an attempt without a replica: a retry on another node, or the end."""
 
 from typing import Protocol
 
@@ -22,24 +22,24 @@ from operations.models import Operation
 
 
 class Tried(Protocol):
-    """An attempt: its place, and the nodes that failed its load before."""
+    """An attempt: its slot, and the nodes that failed its load before."""
 
     @property
     def slot(self) -> Slot:
-        """Where it was."""
+        """The slot of the attempt."""
 
     @property
     def setbacks(self) -> Setbacks:
-        """Before this attempt."""
+        """The nodes in back-off before this attempt."""
 
 
 def again(tried: Tried, operation: Operation, gone: errors.ClusterError) -> Exception:
-    """What follows when worker or engine vanished: another attempt elsewhere, or the end."""
+    """Return the exception after a lost worker or engine: a retry on another node, or the end."""
     deaths = operation.payload.get("engine_deaths", 0) + (not isinstance(gone, WorkerGone))
     setbacks = after_failure(tried.setbacks, tried.slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks) | {"engine_deaths": deaths}
     if isinstance(gone, WorkerGone):
-        # The node rests, the load does not: the next look takes another node, or says what it waits for.
+        # The node is in back-off, the load is not: it takes another node at once, or waits with a reason.
         return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
     if is_last(Cause.ENGINE_DIED, deaths):
         return LoadFailed(f"the engine of {operation.element} died while loading: {gone.message}")
@@ -48,12 +48,12 @@ def again(tried: Tried, operation: Operation, gone: errors.ClusterError) -> Exce
 
 
 def elsewhere(tried: Tried, operation: Operation, refusal: NodeRefused) -> Exception:
-    """What follows when a node could not load the model: the next node, or the end with what each said."""
+    """Return the exception after a node's refusal: a retry on the next node, or the end with all reasons."""
     slot = tried.slot
     setbacks = after_failure(tried.setbacks, slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks)
     payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
     if is_last(Cause.NODE_REFUSED, len(refusals(payload))):
         return refused_by_all(payload)
-    said = f"{slot.node_name}: {refusal.message}; trying another node"
-    return Postpone(said, seconds=0, waiting=True, payload=payload)
+    reason = f"{slot.node_name}: {refusal.message}; trying another node"
+    return Postpone(reason, seconds=0, waiting=True, payload=payload)

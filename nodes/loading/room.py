@@ -1,7 +1,7 @@
-"""Room for a load that no node can take: looking for it, and waiting for those that make it.
+"""Evictions for a load that fits on no node: the choice of victims, and the wait for their end.
 
-The load holds its slot and its share of the memory while they stop, so no other load takes what they give
-back. Controllers stop them (`stopping.py`), not the load: if it ends first, they stop all the same.
+The load holds its slot and its reserved memory while the victims stop, so no other load takes the freed
+memory. Controllers stop the victims (`stopping.py`), not the load: they stop even if the load ends first.
 """
 
 import asyncio
@@ -24,42 +24,42 @@ LOOK_EVERY = 0.5
 
 @dataclass(frozen=True)
 class Room:
-    """The replicas that must have gone before the engine starts, and the sentence that says so."""
+    """The replicas that must stop before the engine starts, and the sentence for the operation."""
 
     replicas: tuple[UUID, ...]
     why: str
 
 
 def what_makes_room(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
-    """The replicas that make room, or why none can; None while no node lacks memory alone, or none may go."""
+    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory."""
     nodes, need = question.lacking(decision), question.view.need
     if not nodes:
         return None
     now = clock.now()
-    found = eviction.residents([node.id for node in nodes], now=now)
-    return choose_victims(nodes, found, eviction.guard(model_name, found, now=now), need)
+    residents = eviction.residents([node.id for node in nodes], now=now)
+    return choose_victims(nodes, residents, eviction.guard(model_name, residents, now=now), need)
 
 
-def room_of(found: Eviction | None) -> Room | None:
-    """What the load has to wait for."""
-    if found is None:
+def room_of(victims: Eviction | None) -> Room | None:
+    """Return the replicas that the load must wait for; None without an eviction."""
+    if victims is None:
         return None
-    return Room(tuple(one.id for one in [*found.victims, *found.leaving]), found.why)
+    return Room(tuple(replica.id for replica in [*victims.victims, *victims.leaving]), victims.why)
 
 
 async def made(room: Room, work: Work, slot: Slot) -> None:
-    """Returns when all of them are gone; raises WorkerGone when one stays or serves again."""
+    """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
     limit = eviction.STOPS_WITHIN.total_seconds()
-    until = clock.monotonic() + limit
+    deadline = clock.monotonic() + limit
     await work.report(Tick("loading", room.why, node_id=slot.node_id, node_name=slot.node_name))
-    while left := await in_thread(_left, room):
-        if back := [name for name, state in left if state == ReplicaState.LOADED]:
-            raise WorkerGone(f"{named(back)} on {slot.node_name} serves again")
-        if clock.monotonic() >= until:
-            names = named(name for name, _ in left)
+    while remaining := await in_thread(_remaining, room):
+        if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
+            raise WorkerGone(f"{named(serving)} on {slot.node_name} serves again")
+        if clock.monotonic() >= deadline:
+            names = named(name for name, _ in remaining)
             raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
         await asyncio.sleep(LOOK_EVERY)
 
 
-def _left(room: Room) -> list[tuple[str, str]]:
+def _remaining(room: Room) -> list[tuple[str, str]]:
     return [(str(row), row.state) for row in eviction.not_gone(room.replicas)]

@@ -1,11 +1,11 @@
-"""Stops the engines that nothing else stops, and ends the rows whose owner has gone.
+"""Stops of engines that no operation stops, and the end of rows whose owner has ended.
 
 Engines of ended load attempts, those that an unload has left, those of departed replicas as soon as their
 node can be reached, and all of a drained node.
 
-One `Stopper` lives in every controller. It looks when a node changed and every `LOOK_EVERY` seconds. Looks
-are claimed, so one controller at a time asks a worker. An engine counts as gone only when its worker says so;
-a stock worker that cannot say so is asked to stop it all the same.
+One `Stopper` lives in every controller. It polls when a node changed and every `LOOK_EVERY` seconds. Polls
+are claimed, so one controller at a time contacts a worker. An engine counts as ended only when its worker
+confirms it; a stock worker that cannot confirm it gets the stop all the same.
 """
 
 import asyncio
@@ -172,7 +172,7 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
 
 
 async def _unasked(worker: Worker, node: Drained, reason: str) -> tuple[str, float]:
-    """What to say of a node whose worker does not answer `models.running`, and when to look again."""
+    """Return the error for a node whose worker does not answer `models.running`, and the next poll."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _LOOK_AT_SILENT
     if await in_thread(drained.still, node):

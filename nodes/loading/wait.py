@@ -1,10 +1,11 @@
-"""How a request waits for a cold load: together with all requests of this process for the same model.
+"""Waiting for a cold load: all requests of this process for one model share one wait.
 
-A request that finds no replica calls `Loads.wait`. The first one of a model admits the operation `model_load`
-(or joins the active one of another process), later ones attach. A hint or a look every two seconds ends a
-turn; then all of them pick again, because the rows decide and not the hint. A failed load is an error for all
-of them, and it stands as the answer for some seconds, so that not every request loads a broken model again. A
-client that leaves takes only itself away: the operation goes on for the requests that still wait.
+A request that finds no replica calls `Loads.wait`. The first request of a model admits the operation
+`model_load` (or joins the active one of another process), later requests attach to it. A turn ends with a
+wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not the
+wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so that
+a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the remaining
+requests.
 """
 
 import asyncio
@@ -32,11 +33,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_EVERY = 2.0
-"""C33: seconds between two looks at the row without a hint."""
+"""Seconds between two polls of the row without a wake-up (C33)."""
 _HORIZON = 60.0
-"""How far ahead a request without a limit says that it is wanted, in seconds; renewed at each look."""
+"""Seconds for which a request without a limit keeps the load needed; renewed at each poll."""
 RETRY_MIN, RETRY_MAX = 5.0, 300.0
-"""C35: bounds of Retry-After on the answer "still loading"."""
+"""Bounds of Retry-After in the response "still loading", in seconds (C35)."""
 
 _PHASES = frozenset({"installing", "staging", "loading"})
 
@@ -49,7 +50,7 @@ class StillLoading(Unavailable):
 
 @dataclass(frozen=True)
 class Look:
-    """The operation's row as a waiting request sees it."""
+    """The columns of the operation's row that a waiting request reads."""
 
     id: UUID
     status: str
@@ -66,7 +67,7 @@ class Look:
     total_files: int = 0
     bytes_per_second: int = 0
     kind: str = KIND
-    """Another one is an unload or a deletion, which must end before the model can be loaded."""
+    """Any other kind is an unload or a deletion, which must end before the model can be loaded."""
 
 
 _COLUMNS = tuple(Look.__dataclass_fields__)
@@ -74,13 +75,13 @@ _UNSEEN = Look(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
 
 
 def eta_seconds(look: Look, now: datetime) -> float | None:
-    """R2.23: what is left over the rate seen so far; None until bytes move for at least a second.
+    """Return the remaining bytes over the average rate; None until bytes move for a second (R2.23).
 
-    A load that sends files says the rate itself: it knows which bytes were there before.
+    A load that sends files reports the rate itself, because it excludes the bytes that the node had before.
     """
     if look.phase == "staging":
-        left = look.total_bytes - look.current_bytes
-        return left / look.bytes_per_second if left > 0 and look.bytes_per_second > 0 else None
+        remaining = look.total_bytes - look.current_bytes
+        return remaining / look.bytes_per_second if remaining > 0 and look.bytes_per_second > 0 else None
     elapsed = (now - look.started_at).total_seconds() if look.started_at else 0.0
     if not 0 < look.current_bytes < look.total_bytes or elapsed < 1:
         return None
@@ -88,7 +89,7 @@ def eta_seconds(look: Look, now: datetime) -> float | None:
 
 
 def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
-    """The `loading` object of `contract/http-api.md` §6.1."""
+    """Return the `loading` object of `contract/http-api.md` §6.1."""
     body: dict[str, Any] = {
         "model": model,
         "state": _state(look),
@@ -107,7 +108,7 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
 
 
 def still_loading(model: str, look: Look, budget: float, now: datetime) -> StillLoading:
-    """The answer to a request whose wait is over while the load goes on (R2.22)."""
+    """Return the error for a request whose wait is over while the load goes on (R2.22)."""
     eta = eta_seconds(look, now)
     details = [f"{look.progress:.0f}%"] if look.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
@@ -128,26 +129,26 @@ def _state(look: Look) -> str:
 
 
 def failure(model: str, look: Look, now: datetime, grace: float) -> LoadFailed:
-    """What everyone who waits for a failed load is told; Retry-After is when it may be tried again."""
+    """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
     cause = look.error or look.message or look.status
-    since = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
-    return LoadFailed(f"loading model {model} failed: {cause}", retry_after=max(math.ceil(grace - since), 1))
+    age = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
+    return LoadFailed(f"loading model {model} failed: {cause}", retry_after=max(math.ceil(grace - age), 1))
 
 
 @dataclass
 class _Load:
-    """One model that somebody in this process waits for."""
+    """A model that at least one request of this process waits for."""
 
     turn: "asyncio.Future[bool]"
     deadlines: list[float] = field(default_factory=list)
-    """Of each waiting request, on the monotonic clock; infinite without a limit."""
+    """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
     look: Look = _UNSEEN
-    wanted: float = 0.0
-    """Until when the operation's row says it is wanted, on the monotonic clock."""
+    row_deadline: float = 0.0
+    """Time until which the operation's row says that it is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
     def needed_until(self) -> float:
-        """Until when the row should say so."""
+        """Return the time until which the row should say so, on the monotonic clock."""
         return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
 
 
@@ -159,10 +160,10 @@ class Loads:
         self._loads: dict[str, _Load] = {}
 
     async def wait(self, request: InferenceRequest) -> bool:
-        """Waits until the request should pick again; returns whether the load has ended (done or given up).
+        """Wait until the request should pick again; return True if the load has ended (done or given up).
 
-        Raises StillLoading when the request may wait no longer, LoadFailed when the load failed now or a
-        moment ago.
+        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
+        within the grace of the failure.
         """
         model, deadline = request.model, request.wait_until
         load = self._loads.get(model) or self._begin(request)
@@ -176,11 +177,11 @@ class Loads:
             load.deadlines.remove(deadline)
 
     def waiting(self) -> int:
-        """How many requests of this process wait for a load; from any thread."""
+        """Return the number of requests in this process that wait for a load. Thread-safe."""
         return sum(len(load.deadlines) for load in list(self._loads.values()))
 
     async def close(self) -> None:
-        """Stops watching; the operations themselves go on."""
+        """Stop watching; the operations themselves go on."""
         tasks = [load.task for load in self._loads.values() if load.task is not None]
         for task in tasks:
             task.cancel()
@@ -188,8 +189,8 @@ class Loads:
 
     def _begin(self, request: InferenceRequest) -> _Load:
         load = self._loads[request.model] = _Load(_new_turn())
-        # The watch gets no more than it needs: it may outlive the request, whose body is large.
-        wanted = admission.OperationRequest(
+        # The watch keeps no reference to the request, which it may outlive and whose body is large.
+        operation_request = admission.OperationRequest(
             KIND,
             key=key(request.model),
             element=request.model,
@@ -198,50 +199,50 @@ class Loads:
             request_id=request.request_id,
             client_address=request.client_address,
         )
-        watch = self._watch(load, wanted, request.wait_until)
+        watch = self._watch(load, operation_request, request.wait_until)
         load.task = asyncio.get_running_loop().create_task(watch)
         return load
 
-    async def _watch(self, load: _Load, wanted: admission.OperationRequest, deadline: float) -> None:
+    async def _watch(self, load: _Load, request: admission.OperationRequest, deadline: float) -> None:
         try:
-            await self._follow(load, wanted, deadline)
+            await self._follow(load, request, deadline)
         except asyncio.CancelledError:
             load.turn.set_exception(Unavailable("this web process is stopping", retry_after=1))
             raise
         except Exception as error:
-            load.turn.set_exception(_as_answer(error))
+            load.turn.set_exception(_to_response(error))
         else:
             load.turn.set_result(load.look.status in TERMINAL)
         finally:
-            self._loads.pop(wanted.element, None)
+            self._loads.pop(request.element, None)
 
-    async def _follow(self, load: _Load, wanted: admission.OperationRequest, deadline: float) -> None:
-        """Returns when the operation has ended or no request waits any more; raises LoadFailed."""
-        load.wanted = min(deadline, clock.monotonic() + _HORIZON)
-        load.look = await in_thread(_admit, replace(wanted, needed_until=_instant(load.wanted)))
+    async def _follow(self, load: _Load, request: admission.OperationRequest, deadline: float) -> None:
+        """Return when the operation has ended or no request waits any more; raise LoadFailed."""
+        load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
+        load.look = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
         with self.hints.watch(load.look.id) as watch:
-            while (look := await in_thread(_look_again, load.look)).status not in TERMINAL:
+            while (look := await in_thread(_refresh, load.look)).status not in TERMINAL:
                 load.look = look
                 if not load.deadlines:
                     return
-                await self._keep_wanted(load)
+                await self._extend_deadline(load)
                 _end_turn(load)
                 await watch.changed(timeout=LOOK_EVERY)
         load.look = look
-        # One that was cancelled had no one left; a request that attached in that moment asks again.
+        # A cancelled load had no waiting request left; a request that attached in that moment retries.
         if load.look.status == Status.FAILED and load.look.kind == KIND:
-            raise failure(wanted.element, load.look, clock.now(), conf.cluster().load_failure_grace)
+            raise failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
-    async def _keep_wanted(load: _Load) -> None:
-        until = load.needed_until()
-        if until > load.wanted + 1 and load.look.kind == KIND:
-            load.wanted = until
-            await in_thread(admission.need_until, load.look.id, _instant(until))
+    async def _extend_deadline(load: _Load) -> None:
+        deadline = load.needed_until()
+        if deadline > load.row_deadline + 1 and load.look.kind == KIND:
+            load.row_deadline = deadline
+            await in_thread(admission.need_until, load.look.id, _instant(deadline))
 
 
-def _as_answer(error: Exception) -> ClusterError:
-    """What the waiting requests are told when admitting or looking itself went wrong."""
+def _to_response(error: Exception) -> ClusterError:
+    """Return the error for the waiting requests when admitting or polling itself has failed."""
     if isinstance(error, Conflict):
         return Unavailable(error.message, retry_after=5)
     if isinstance(error, DatabaseError):
@@ -255,7 +256,7 @@ def _as_answer(error: Exception) -> ClusterError:
 
 def _new_turn() -> "asyncio.Future[bool]":
     turn = asyncio.get_running_loop().create_future()
-    # Everyone may have left when a load fails; that is not an error that went unseen.
+    # Read the exception, so that asyncio logs none if no request waits when the load fails.
     turn.add_done_callback(lambda done: done.cancelled() or done.exception())
     return turn
 
@@ -274,50 +275,50 @@ def _instant(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 
-def _admit(wanted: admission.OperationRequest) -> Look:
-    """Joins or makes the load, or answers what keeps it from being made: the model is being unloaded.
+def _admit(request: admission.OperationRequest) -> Look:
+    """Join or create the load, or return the unload or deletion that excludes it.
 
-    Raises LoadFailed while the last one's failure still stands.
+    Raises LoadFailed within the grace of the last load's failure.
     """
     now = clock.now()
-    if not Operation.objects.filter(key=wanted.key).active().exists():
-        recent = _standing_failure(wanted.element, now)
+    if not Operation.objects.filter(key=request.key).active().exists():
+        recent = _recent_failure(request.element, now)
         if recent is not None:
-            raise failure(wanted.element, _look(recent), now, conf.cluster().load_failure_grace)
+            raise failure(request.element, _look(recent), now, conf.cluster().load_failure_grace)
     try:
-        return _look(admission.admit(wanted, now=now).operation)
+        return _look(admission.admit(request, now=now).operation)
     except Conflict as busy:
         return _look(Operation.objects.get(pk=busy.data["operation"]))
 
 
-def _standing_failure(model: str, now: datetime) -> Operation | None:
-    """Return the failure of the load that requests join, while it is their answer (C33)."""
+def _recent_failure(model: str, now: datetime) -> Operation | None:
+    """Return the last failure of the load that requests join, within its grace (C33)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     failed = Operation.objects.filter(key=key(model), kind=KIND, status=Status.FAILED)
-    found = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
-    return None if found is None or has_other_node_since(found) else found
+    load = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
+    return None if load is None or has_other_node_since(load) else load
 
 
 def has_other_node_since(failure: Operation) -> bool:
     """Return True if a node that has not refused this failed load has become healthy after it."""
-    refused = [one.node_id for one in refusals(failure.payload)]
+    refused = [refusal.node_id for refusal in refusals(failure.payload)]
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").exclude(pk__in=refused)
     events = NodeEvent.objects.filter(at__gt=failure.finished_at, status_after="healthy")
     return events.exclude(status_before="healthy").filter(node_id__in=healthy.values("pk")).exists()
 
 
 def status(model: str, now: datetime) -> Look | None:
-    """The load of a model that goes on, that which requests join first; or its failure while that stands."""
+    """Return the model's active load, the one that requests join first, or its failure within the grace."""
     loads = Operation.objects.active().sharing(key(model), model).filter(kind=KIND)
-    found = loads.order_by("key").first() or _standing_failure(model, now)
-    return _look(found) if found is not None else None
+    load = loads.order_by("key").first() or _recent_failure(model, now)
+    return _look(load) if load is not None else None
 
 
 def _look(operation: Operation) -> Look:
     return Look(**{column: getattr(operation, column) for column in _COLUMNS})
 
 
-def _look_again(before: Look) -> Look:
+def _refresh(before: Look) -> Look:
     row = Operation.objects.filter(pk=before.id).values(*_COLUMNS).first()
-    # Ended long ago and tidied away: what it left, if anything, is found by the next pick.
+    # The operation ended long ago and was deleted; the next pick finds its replica, if it left one.
     return Look(**row) if row else Look(**{**vars(before), "status": Status.COMPLETED})

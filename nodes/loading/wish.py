@@ -1,6 +1,4 @@
-"""What the operation of a load asks for besides its model: whether one more replica is wanted although others
-serve, and where it may go.
-"""
+"""The request in the payload of a load: the model, whether it is a scale-up, and the allowed nodes."""
 
 from dataclasses import dataclass
 from uuid import UUID
@@ -8,44 +6,44 @@ from uuid import UUID
 from operations.models import Operation
 
 BESIDES, ONLY, ANOTHER, REASON, REPLACES = "besides", "only", "another", "reason", "replaces"
-"""Where the payload says it."""
+"""Payload keys."""
 LACKS_ROOM = "lacks_room"
-"""Where a load that waits says that the replica which it replaces takes the room that it needs."""
+"""Payload key: the memory that this load waits for is held by the replica it replaces."""
 
 
 @dataclass(frozen=True)
 class LoadWish:
-    """As the operation's payload says it."""
+    """The request of a load, as parsed from its operation's payload."""
 
     another: bool
-    """One more replica; without it a replica that serves is all that is wanted."""
+    """True for a scale-up: one more replica. Otherwise any serving replica satisfies the load."""
     besides: frozenset[UUID]
-    """The nodes whose replicas are about to stop: the load is for another node."""
+    """Excluded nodes, whose replicas are about to stop."""
     only: frozenset[UUID] | None
-    """The nodes that it is for; None = any."""
+    """Allowed nodes; None = any."""
     reason: str
-    """Why one more replica was asked for."""
+    """The reason for the scale-up."""
     replaces: UUID | None = None
-    """The replica of a former definition that goes when this one serves."""
+    """The replica of a former definition that is terminated when this one serves."""
 
     @property
     def restricted(self) -> bool:
-        """Whether it may not go to every node."""
+        """True if some nodes are not allowed."""
         return self.only is not None or bool(self.besides)
 
 
 ANYWHERE = LoadWish(another=False, besides=frozenset(), only=None, reason="")
-"""What a request asks for."""
+"""The load of an inference request: any node, no scale-up."""
 
 
 def wish_of(operation: Operation) -> LoadWish:
-    """What this load asks for."""
-    said = operation.payload
-    only = said.get(ONLY)
+    """Parse the operation's payload."""
+    payload = operation.payload
+    only = payload.get(ONLY)
     return LoadWish(
-        another=bool(said.get(ANOTHER)),
-        besides=frozenset(map(UUID, said.get(BESIDES, ()))),
+        another=bool(payload.get(ANOTHER)),
+        besides=frozenset(map(UUID, payload.get(BESIDES, ()))),
         only=None if only is None else frozenset(map(UUID, only)),
-        reason=said.get(REASON, ""),
-        replaces=UUID(said[REPLACES]) if said.get(REPLACES) else None,
+        reason=payload.get(REASON, ""),
+        replaces=UUID(payload[REPLACES]) if payload.get(REPLACES) else None,
     )

@@ -1,4 +1,4 @@
-"""What happened to nodes, who claims to be one of them, and which secrets are refused forever.
+"""Events of nodes, conflicts about their identity, and revoked secrets.
 
 `NodeEvent` is append-only and has no foreign key: it outlives its node by the retention. Events are written
 by the transaction that makes the change, so a change and its event exist together or not at all.
@@ -14,10 +14,10 @@ from nodes.models.node import BackendNode
 
 
 class NodeEvent(models.Model):
-    """One thing that happened to a node: what, who, why, from which status to which."""
+    """One event of a node: kind, actor, cause, and the status before and after."""
 
     class Kind(models.TextChoices):
-        """What happened."""
+        """The kind of an event."""
 
         REGISTERED = "registered"
         APPROVED = "approved"
@@ -48,9 +48,9 @@ class NodeEvent(models.Model):
     kind = models.CharField(max_length=24, choices=Kind)
     at = models.DateTimeField()
     last_at = models.DateTimeField()
-    """When it happened last, for repeated conflicts; otherwise the same as `at`."""
+    """Time of the last repetition of a conflict; otherwise equal to `at`."""
     count = models.IntegerField(default=1)
-    """How often within the minute, for repeated conflicts; otherwise 1."""
+    """Repetitions of a conflict within the minute; otherwise 1."""
     actor_kind = models.CharField(max_length=16)
     actor = models.CharField(max_length=150)
     cause = models.CharField(max_length=255, blank=True, default="")
@@ -59,7 +59,7 @@ class NodeEvent(models.Model):
     detail = models.JSONField(default=dict, blank=True)
     request_id = models.CharField(max_length=64, blank=True, default="")
     repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
-    """Node, kind, cause and minute of what may be counted instead of written again; null for all others."""
+    """Node, kind, cause and minute of an event that is counted instead of repeated; null for all others."""
 
     class Meta:
         db_table = "node_events"
@@ -75,10 +75,10 @@ class NodeEvent(models.Model):
 
 
 class NodeConflict(models.Model):
-    """Somebody else claims to be a node. The node goes on until an admin decides."""
+    """A claim of another machine or process to be a node. The node keeps working until an admin decides."""
 
     class Mismatch(models.TextChoices):
-        """What did not fit."""
+        """The property of the claim that does not match the node."""
 
         SECRET = "secret", "another secret"
         WEAK = "weak", "a secret for a node known by the shared token"
@@ -88,7 +88,7 @@ class NodeConflict(models.Model):
         ADDRESS = "address", "another address for a node known by the shared token"
 
     class State(models.TextChoices):
-        """What an admin said."""
+        """The decision of an admin."""
 
         OPEN = "open"
         ACCEPTED = "accepted"
@@ -99,12 +99,12 @@ class NodeConflict(models.Model):
     kind = models.CharField(max_length=16, choices=Mismatch)
     state = models.CharField(max_length=16, choices=State, default=State.OPEN)
     claim = models.CharField(max_length=64)
-    """What tells one claimant from the next: fingerprint, instance, source address or hash of addresses."""
+    """Identifier of the claimant: fingerprint, instance, source address or hash of addresses."""
     claimed_name = models.CharField(max_length=255, blank=True, default="")
     source_address = models.CharField(max_length=64, blank=True, default="")
     advertised_address = models.CharField(max_length=512, blank=True, default="")
     node_source_address = models.CharField(max_length=64, blank=True, default="")
-    """Where the node itself was seen last, for comparison."""
+    """The last source address of the node itself, for comparison."""
     count = models.IntegerField(default=1)
     first_at = models.DateTimeField(default=clock.now)
     last_at = models.DateTimeField(default=clock.now)

@@ -58,7 +58,7 @@ class PendingBackendOp(models.Model):
     requested_at = models.DateTimeField(default=clock.now, editable=False)
     """The latest request for it. Rows of one node and backend run in the order of these."""
     operation_id = models.UUIDField()
-    """The operation that asked first. Workers know the work by this id; other operations may share it."""
+    """The operation that created it. Workers know the work by this id; other operations may share it."""
 
     attempts = models.IntegerField(default=0)
     lost_leases = models.IntegerField(default=0)
@@ -67,7 +67,7 @@ class PendingBackendOp(models.Model):
     unanswered_since = models.DateTimeField(null=True, blank=True)
     """Since when the worker has had it for longer than its time limit and given no answer (O19)."""
     cancelled_at = models.DateTimeField(null=True, blank=True)
-    """Called off after a worker may have begun: the worker is asked to stop, then the intent goes."""
+    """Cancelled after a worker may have begun: the worker gets a stop, then the intent is deleted."""
     lease_owner = models.CharField(max_length=64, blank=True, default="")
     lease_until = models.DateTimeField(null=True, blank=True)
     fence = models.BigIntegerField(default=0)
@@ -107,7 +107,7 @@ class PendingBackendOp(models.Model):
 
     @property
     def has_begun(self) -> bool:
-        """True if a worker may be busy with it, or is to be asked to stop."""
+        """True if a worker may be running it, or must get a stop."""
         return not (self.lease_until is None and self.unanswered_since is None and self.cancelled_at is None)
 
     @property

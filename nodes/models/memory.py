@@ -1,4 +1,4 @@
-"""What the cluster remembers of models, and where they shall run."""
+"""Load records of models, their scheduling rules, and the pressure on them."""
 
 from uuid import uuid4
 
@@ -11,7 +11,7 @@ from nodes.models import selectors
 
 
 class ModelLoadInfo(models.Model):
-    """How a model was last loaded (R1.6): outlives its replicas."""
+    """The parameters of a model's last load (R1.6); the row outlives the replicas."""
 
     model_name = models.CharField(max_length=255, unique=True)
     backend_type = models.CharField(max_length=255)
@@ -29,14 +29,14 @@ class ModelLoadInfo(models.Model):
 
 
 class RoutePolicy(models.TextChoices):
-    """How requests choose among the replicas of a model (R3.1); empty = as the cluster does."""
+    """The choice among the replicas of a model for a request (R3.1); empty = the cluster's default."""
 
     ROUND_ROBIN = "round_robin", "round robin"
     PREFIX_CACHE = "prefix_cache", "prefix cache"
 
 
 class ModelSchedulingConfig(models.Model):
-    """Where and how often a model shall run (R1.8)."""
+    """Desired nodes and number of replicas of a model (R1.8)."""
 
     id = models.UUIDField(primary_key=True, default=uuid4, editable=False)
     model_name = models.CharField(max_length=255, unique=True)
@@ -54,11 +54,11 @@ class ModelSchedulingConfig(models.Model):
     current_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     reason = models.TextField(blank=True, default="", db_default="", editable=False)
-    """What the last pass made of it, and why."""
+    """The result of the last pass for this rule, and its reason."""
     pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """When one more replica was last loaded for pressure (R4.13): what was reported of it before is over."""
+    """Time of the last scale-up for pressure (R4.13); earlier reports of pressure are void."""
     looked_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """When that was; null until a pass has looked at what the rule says now."""
+    """Time of the last pass; null until a pass has processed the current rule."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -90,7 +90,7 @@ class ModelSchedulingConfig(models.Model):
         return self.model_name
 
     def clean(self) -> None:
-        """R1.69: a selector that cannot be read is refused, so that it never means "any node"."""
+        """Refuse an unreadable selector, so that it never means "any node" (R1.69)."""
         try:
             selectors.check(self.node_selector)
         except errors.InvalidInput as refusal:
@@ -98,13 +98,13 @@ class ModelSchedulingConfig(models.Model):
 
 
 class PrefixPressure(models.Model):
-    """What one web process saw of pressure on a model (R3.18): requests that were kept from the replica that
-    remembers their prompt, because it was too busy."""
+    """Pressure on a model in one web process (R3.18): requests that did not go to the replica that has their
+    prompt cached, because it was too busy."""
 
     process_id = models.UUIDField()
     model_name = models.CharField(max_length=255)
     times = models.JSONField(default=list)
-    """When that was, in ISO 8601: all that counted at the report."""
+    """Times of these requests in ISO 8601: all that counted at the report."""
     reported_at = models.DateTimeField(default=clock.now)
 
     class Meta:

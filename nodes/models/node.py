@@ -1,9 +1,9 @@
 """A node and its labels: the rows of the registry itself.
 
-Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1). What
-must never be false is a constraint here, not a habit of the callers. A row holds facts; what changes one
-with a meaning is a verb in `services`. `BackendNode.status` is a generated column: approval, drain and
-liveness are separate facts, so no code path can bypass approval or forget a drain.
+Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1).
+Invariants are constraints here, not a habit of the callers. A row holds facts; functions in `services` change
+them. `BackendNode.status` is a generated column: approval, drain and liveness are separate facts, so no code
+path can bypass approval or forget a drain.
 """
 
 import uuid
@@ -20,18 +20,18 @@ from localai_cluster import clock, names
 from nodes.models import selectors
 
 COUNTED_IN_FLIGHT = ("loaded", "unloading")
-"""R1.107, D4: the states whose requests a node's `in_flight_count` sums."""
+"""States whose requests count toward a node's `in_flight_count` (R1.107, D4)."""
 
 
 class NodeType(models.TextChoices):
-    """R1.1: only `backend` nodes are scheduling targets."""
+    """Kind of a node; only `backend` nodes are scheduling targets (R1.1)."""
 
     BACKEND = "backend"
     AGENT = "agent"
 
 
 class NodeStatus(models.TextChoices):
-    """R1.2, derived: the first that holds, from top to bottom."""
+    """Status of a node, derived from its facts: the first that applies, from top to bottom (R1.2)."""
 
     PENDING = "pending"
     OFFLINE = "offline"
@@ -67,30 +67,30 @@ def _why() -> "models.CharField[str, str]":
 
 
 class BackendNodeQuerySet(QuerySet["BackendNode"]):
-    """Adjectives of nodes: each answers with a queryset, none of them writes."""
+    """Filters of nodes. Each method returns a queryset; none writes."""
 
     def silent(self, *, since: datetime) -> Self:
-        """R5.4, R5.6, R5.8: approved nodes not yet offline whose last sign of life is older than `since`."""
+        """Filter approved, not yet offline nodes without a heartbeat since `since` (R5.4, R5.6, R5.8)."""
         return self.filter(approved_at__isnull=False, offline_at__isnull=True).filter(
             Q(last_heartbeat__lt=since) | Q(last_heartbeat__isnull=True)
         )
 
     def placeable(self, only: Collection[uuid.UUID] = ()) -> Self:
-        """Healthy backend nodes, of these only; an empty `only` restricts nothing (R1.64, R1.74)."""
+        """Filter healthy backend nodes among `only`; empty = no restriction (R1.64, R1.74)."""
         healthy = self.filter(status="healthy", node_type="backend")
         return healthy.filter(pk__in=only) if only else healthy
 
     def with_labels(self, labels: Mapping[str, str]) -> Self:
-        """Nodes with every one of these keys at exactly that value; more labels do no harm."""
-        found = self
+        """Filter nodes that have all these labels; further labels do no harm."""
+        nodes = self
         for key, value in labels.items():
-            found = found.filter(Exists(NodeLabel.objects.filter(node=OuterRef("pk"), key=key, value=value)))
-        return found
+            nodes = nodes.filter(Exists(NodeLabel.objects.filter(node=OuterRef("pk"), key=key, value=value)))
+        return nodes
 
     def matching(self, selector: Any) -> Self:
-        """R1.68: healthy backend nodes that a selector chooses, all of them if it is empty.
+        """Filter healthy backend nodes that match a selector; an empty one matches all (R1.68).
 
-        R1.69: a selector that cannot be read chooses none.
+        An unreadable selector matches none (R1.69).
         """
         labels = selectors.readable(selector)
         if labels is None:
@@ -98,9 +98,9 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         return self.placeable().with_labels(labels)
 
     def with_counts(self) -> Self:
-        """R1.107: by name, with `model_count` over loaded replicas, `in_flight_count`, and the labels.
+        """Order by name; add `model_count` of loaded replicas, `in_flight_count` and the labels (R1.107).
 
-        Two queries for any number. A model's own order does not hold for a query that groups.
+        Two queries for any number of nodes. Django ignores `Meta.ordering` in a query that groups.
         """
         busy = Q(replicas__state__in=COUNTED_IN_FLIGHT)
         return (
@@ -114,7 +114,7 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
 
 
 class BackendNode(models.Model):
-    """One machine: facts about approval, drain and liveness, each with who, when and why; its identity.
+    """One machine: its identity, and facts about approval, drain and liveness with actor, time and reason.
 
     Figures come from its worker, overrides and labels from admins.
     """
@@ -122,7 +122,7 @@ class BackendNode(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=255, unique=True)
     name_key = models.CharField(max_length=255, default="", editable=False)
-    """What the name looks like (`names.key`): no two nodes look alike."""
+    """The visual form of the name (`names.key`), unique so that no two nodes look alike."""
     node_type = models.CharField(max_length=16, choices=NodeType, default=NodeType.BACKEND)
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
@@ -134,13 +134,13 @@ class BackendNode(models.Model):
     drain_is_own = models.BooleanField(default=False, editable=False)
     """The worker drained itself; its next registration ends that. An admin's drain ends by an admin alone."""
     drain_deadline = _when()
-    """When the replicas go even if requests still run on them."""
+    """Time after which the replicas are stopped even if requests still run on them."""
     engines_gone_at = _when()
-    """Since when a drained node is known to run no engine: it is safe to power off."""
+    """Time since which a drained node is confirmed to run no engine: it is safe to power off."""
     engines_error = _why()
-    """Why that could not be confirmed."""
+    """The reason why that could not be confirmed."""
     engines_due_at = _when()
-    """When a controller looks again at what runs there; null = at once."""
+    """Time of the next check of its running engines; null = at once."""
     offline_at, offline_by, offline_reason = _when(), _who(), _why()
     offline_recovers = models.BooleanField(default=False, editable=False)
     """A heartbeat brings it back: it fell silent, it did not leave (R5.5, R5.7)."""
@@ -156,16 +156,16 @@ class BackendNode(models.Model):
     """
     weak_identity = models.BooleanField(default=False, editable=False)
     bound_at = _when()
-    """When a secret was first bound. Never cleared: such a name does not fall back to the shared token."""
+    """Time when a secret was first bound. Never cleared: such a name never accepts the shared token again."""
     rotation_requested_at = _when()
-    """Since when the secret is good for nothing but registering and replacing it."""
+    """Time since which the secret only allows a registration and its own replacement."""
     instance = models.CharField(max_length=32, blank=True, default="", editable=False)
-    """The worker process that speaks for the node: an id it made at its start."""
+    """The id of the node's worker process, which the process creates at its start."""
     former_instances = models.JSONField(default=list, blank=True, editable=False)
     """Ids of earlier processes, newest first; a call under one of them means a copied data folder."""
     source_address = models.CharField(max_length=64, blank=True, default="", editable=False)
     engine_token = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
-    """What its engines expect as a bearer; its worker makes it at each start. A secret: no shape has it.
+    """Bearer token of its engines; its worker creates it at each start. A secret: no shape contains it.
 
     Empty for a stock worker, whose engines expect the registration token (`registry/dialling.py`).
     """
@@ -173,9 +173,9 @@ class BackendNode(models.Model):
     """Id of the join token that admitted it; null for the registration token and for enrolled nodes."""
     joined_note = models.CharField(max_length=200, blank=True, default="", db_default="", editable=False)
     joined_by = models.CharField(max_length=150, blank=True, default="", db_default="", editable=False)
-    """The token's note and who made it; they outlive the token's row."""
+    """The join token's creator, and its note in `joined_note`; they outlive the token's row."""
     worker_version = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
-    """What its worker said at its last registration; stock workers say nothing."""
+    """The worker's version in its last registration; stock workers send none."""
 
     total_vram, available_vram, reserved_vram = _bytes(), _bytes(), _bytes()
     total_ram, available_ram = _bytes(), _bytes()
@@ -183,7 +183,7 @@ class BackendNode(models.Model):
     gpus = models.JSONField(default=list, blank=True, db_default=[], editable=False)
     """Its GPUs one by one (`registry/gpus.py`), of the same reading as `available_vram`.
 
-    Empty if its worker tells only that.
+    Empty if its worker reports only the total.
     """
     gpu_vendor = models.CharField(max_length=32, blank=True, default="")
     gpu_compute_capability = models.CharField(max_length=16, blank=True, default="")
@@ -202,28 +202,28 @@ class BackendNode(models.Model):
     )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
     vram_read_at = _when()
-    """When the worker said `available_vram`; null = before that was kept, or never."""
+    """Time of the reading of `available_vram`; null = never, or before this column existed."""
     reserved_at = _when()
-    """When VRAM was last reserved: a beat received before that leaves `reserved_vram` alone."""
+    """Time of the last reservation: an older heartbeat leaves `reserved_vram` unchanged."""
     returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
-    """What engines have given back since the reading at `returned_beside`; beside another one it is over."""
+    """Bytes that engines have freed since the reading at `returned_beside`; void with any other reading."""
     returned_beside = _when()
     inventory_at = _when()
-    """As of when `backends` is what its worker listed; null if it was never asked."""
+    """Time of the worker's last list in `backends`; null if it was never requested."""
     inventory_due_at = _when()
-    """When the worker is asked again; null = as soon as somebody looks."""
+    """Time of the next request for the list; null = with the next check."""
     inventory_error = models.CharField(max_length=255, blank=True, default="", editable=False)
-    """Why the last question had no answer."""
+    """The reason why the last request had no answer."""
     file_port_error = models.CharField(max_length=255, blank=True, default="", db_default="", editable=False)
-    """Why its HTTP server could not be reached; empty while nothing is wrong with it."""
+    """The reason why its HTTP server could not be reached; empty while it works."""
     file_port_failed_at = _when()
-    """Since when it could not be reached."""
+    """Time since which it could not be reached."""
     file_port_failures = models.IntegerField(default=0, db_default=0, editable=False)
     """Failed contacts in a row; each doubles the time until the next check."""
     file_port_next_check_at = _when()
-    """When a controller checks it again; null = at once."""
+    """Time of the next check by a controller; null = at once."""
     revision = models.IntegerField(default=0, editable=False)
-    """Moves with every change but heartbeats; who edits the node shows the one he saw."""
+    """Counter of changes other than heartbeats; an edit must name the revision that it is based on."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
@@ -269,16 +269,16 @@ class BackendNode(models.Model):
         return self.name
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps `name_key` in step with a name that was given without it."""
+        """Set `name_key` if only the name was given."""
         self.name_key = self.name_key or names.key(self.name)
         super().save(*args, **kwargs)
 
 
 class NodeLabel(models.Model):
-    """One `key=value` of a node (R1.40); who set it decides who may remove it."""
+    """One `key=value` of a node (R1.40); its source determines which actor may remove it."""
 
     class Source(models.TextChoices):
-        """Where a label comes from."""
+        """The origin of a label."""
 
         WORKER = "worker"
         AUTO = "auto"

@@ -1,4 +1,4 @@
-"""Why replicas are where they are, or are not: a row for each decision, and the log of what decisions saw."""
+"""Placement records: a row for each decision, and the log of the snapshots that decisions used."""
 
 import uuid
 
@@ -7,7 +7,7 @@ from django.db.models import Q
 
 
 class PlacementOutcome(models.TextChoices):
-    """What came of a decision."""
+    """The outcome of a decision."""
 
     PLACED = "placed"
     WAITING = "waiting"
@@ -18,12 +18,12 @@ class PlacementOutcome(models.TextChoices):
 
 
 class DecisionKind(models.TextChoices):
-    """What was decided, and so how it is decided again (`nodes/loading/recomputing.py`)."""
+    """The kind of a decision, which determines its recomputation (`nodes/loading/recomputing.py`)."""
 
     PLACEMENT = "placement"
     EVICTION = "eviction"
     ATTEMPT = "attempt"
-    """What follows when an attempt of a load has failed."""
+    """The outcome of a load after a failed attempt."""
     SCALE = "scale"
     UNLOAD = "unload"
 
@@ -32,8 +32,7 @@ class PlacementRecord(models.Model):
     """One decision, or a wait as long as its reasons stay the same (`nodes/placement/explain.py`).
 
     It names operation and node without a foreign key, because it outlives both; `base` and `position` name
-    the entries of the log that it was made from, which it outlives too. What no fleet was compared for has
-    none.
+    the log entries of its snapshot, which it outlives too. A decision that compared no fleet has no snapshot.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -72,7 +71,7 @@ class PlacementRecord(models.Model):
 
 
 class PlacementLog(models.Model):
-    """What decisions saw: all of it at position 0 of a base, then changes (`nodes/replicas/fleet_log.py`)."""
+    """Decision snapshots: a full one at position 0 of a base, then deltas (`nodes/replicas/fleet_log.py`)."""
 
     id = models.BigAutoField(primary_key=True)
     base = models.UUIDField(default=uuid.uuid4)

@@ -1,4 +1,4 @@
-"""Replicas of models on nodes, and which web process carries how many of their requests.
+"""Replicas of models on nodes, and the number of their requests per web process.
 
 A row of `node_models` is one engine, from the reservation of its slot to the confirmed end of its process.
 The table of its phases is `nodes/replicas/states.py`; only `nodes/replicas` writes the columns of its life.
@@ -20,7 +20,7 @@ from nodes.models.node import BackendNode
 
 
 class Phase(models.TextChoices):
-    """Where an engine is in its life (`nodes/replicas/states.py`). Only `serving` rows receive traffic."""
+    """The phase of an engine's life (`nodes/replicas/states.py`). Only `serving` rows receive traffic."""
 
     RESERVED = "reserved"
     STAGING = "staging"
@@ -33,7 +33,7 @@ class Phase(models.TextChoices):
 
 
 class PhaseReason(models.TextChoices):
-    """Why a replica does not serve any more."""
+    """The reason why a replica does not serve any more."""
 
     UNLOAD = "unload"
     UPGRADE = "upgrade"
@@ -46,7 +46,7 @@ class PhaseReason(models.TextChoices):
 
 
 class OwnerKind(models.TextChoices):
-    """Who moves a row on: an operation, the intent of an upgrade, or any controller."""
+    """The owner that moves a row on: an operation, the intent of an upgrade, or any controller."""
 
     OPERATION = "operation"
     INTENT = "intent"
@@ -54,7 +54,7 @@ class OwnerKind(models.TextChoices):
 
 
 class ReplicaState(models.TextChoices):
-    """R1.4: the state that follows from the phase. Only `loaded` rows receive traffic."""
+    """The state that follows from the phase (R1.4). Only `loaded` rows receive traffic."""
 
     STAGING = "staging"
     LOADING = "loading"
@@ -77,7 +77,7 @@ STATE_OF: Mapping[str, str | None] = {
     Phase.STOPPING: ReplicaState.UNLOADING,
     Phase.DEPARTED: None,
 }
-"""The seed's state of each phase. A departed replica has none: it counts as a replica for nobody."""
+"""The seed's state of each phase. A departed replica has none and counts nowhere as a replica."""
 _STATE = Case(
     *(When(phase=phase, then=Value(state)) for phase, state in STATE_OF.items() if state is not None),
     output_field=models.CharField(max_length=16),
@@ -92,38 +92,38 @@ SELECT FROM model_scheduling_configs c
            SELECT FROM node_labels l WHERE l.node_id = node_models.node_id
               AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value)
 """
-"""A label that the rule of a replica's model wants and its node does not have."""
+"""Subquery: labels that the rule of the replica's model requires and its node lacks."""
 
 
 class NodeModelQuerySet(QuerySet["NodeModel"]):
-    """Adjectives of replicas: each answers with a queryset, none of them writes."""
+    """Filters of replicas. Each method returns a queryset; none writes."""
 
     def loaded(self) -> Self:
-        """Rows that may receive traffic."""
+        """Filter rows that may receive traffic."""
         return self.filter(state="loaded")
 
     def serving(self) -> Self:
-        """R1.61: loaded rows on healthy nodes."""
+        """Filter loaded rows on healthy nodes (R1.61)."""
         return self.loaded().filter(node__status="healthy")
 
     def reached(self) -> Self:
-        """Those of `serving` whose node the selector of their model's rule chooses, so that requests find
-        them (R2.10), as in `nodes/replicas/statements.py`. Not for subqueries."""
+        """Filter serving rows on nodes that match the selector of their model's rule, which requests can
+        reach (R2.10), as in `nodes/replicas/statements.py`. Not for subqueries."""
         return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"]))
 
     def of_backend(self, backend: str) -> Self:
-        """Replicas whose engines stop with this backend, also those started by another name of it there."""
-        mine = OuterRef("backend_type")
-        there = NodeBackend.objects.named(backend).filter(node=OuterRef("node"))
-        same = there.filter(Q(name__iexact=mine) | Q(alias__iexact=mine))
-        return self.filter(Q(backend_type__iexact=backend) | Q(~Q(backend_type=""), Exists(same)))
+        """Filter replicas whose engines use this backend, also those started by its alias on their node."""
+        backend_type = OuterRef("backend_type")
+        installed = NodeBackend.objects.named(backend).filter(node=OuterRef("node"))
+        alias = installed.filter(Q(name__iexact=backend_type) | Q(alias__iexact=backend_type))
+        return self.filter(Q(backend_type__iexact=backend) | Q(~Q(backend_type=""), Exists(alias)))
 
     def of(self, model_name: str) -> Self:
-        """Replicas of one model."""
+        """Filter replicas of one model."""
         return self.filter(model_name=model_name)
 
     def occupying(self) -> Self:
-        """R1.62: rows that count toward the limit of their node. The engine of a failed load does not."""
+        """Filter rows that count toward the limit of their node; engines of failed loads do not (R1.62)."""
         return self.exclude(Q(phase="departed") | _FAILED_LOAD)
 
 
@@ -131,15 +131,15 @@ _EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
 
 
 class _Present(_EngineManager["NodeModel"]):
-    """Replicas of nodes that have not left."""
+    """Manager of the rows that have not departed."""
 
     def get_queryset(self) -> NodeModelQuerySet:
-        """Leave the departed rows out."""
+        """Exclude the departed rows."""
         return cast(NodeModelQuerySet, super().get_queryset().exclude(phase="departed"))
 
 
 def _consistent() -> list[models.CheckConstraint]:
-    """The constraints between the phase and the columns of a row's life."""
+    """Return the constraints between the phase and the columns of a row's life."""
     unowned = Q(owner_kind="", owner_id__isnull=True)
     controllers = Q(owner_kind="controllers", owner_id__isnull=True)
     operation = Q(owner_kind="operation", owner_id__isnull=False)
@@ -187,68 +187,68 @@ class NodeModel(models.Model):
     state = models.GeneratedField(
         expression=_STATE, output_field=models.CharField(max_length=16, null=True), db_persist=True
     )
-    """R1.4: `ReplicaState`, which PostgreSQL generates from the phase. Null if departed."""
+    """`ReplicaState` (R1.4), which PostgreSQL generates from the phase. Null if departed."""
     reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
-    """Why it does not serve any more; empty until then."""
+    """The reason why it does not serve any more; empty while it may serve."""
     owner_kind = models.CharField(max_length=16, choices=OwnerKind, blank=True, default="", db_default="")
-    """Who moves the row on; empty while it serves."""
+    """The kind of owner that moves the row on; empty while it serves."""
     owner_id = models.UUIDField(null=True, blank=True)
     """The operation or the intent that owns the row."""
     owner_fence = models.BigIntegerField(null=True, blank=True)
     """The fence of the attempt of the load that owns the row; null in later phases."""
     deadline = models.DateTimeField(null=True, blank=True)
-    """When the phase ends at the latest, as the table of phases says."""
+    """The latest end of the phase; the table of phases defines the consequence."""
     claimed_until = models.DateTimeField(null=True, blank=True)
-    """Until then a controller is stopping the engine."""
+    """End of the time in which one controller alone stops the engine."""
     next_stop_at = models.DateTimeField(null=True, blank=True)
-    """When the stop is sent again, after one that was not confirmed."""
+    """Time of the next stop, after one that was not confirmed."""
     stop_attempts = models.IntegerField(default=0, db_default=0)
-    """Stops that were sent."""
+    """Number of stops that were sent."""
     stop_error = models.CharField(max_length=240, blank=True, default="", db_default="")
-    """Why the last stop was not confirmed."""
+    """The reason why the last stop was not confirmed."""
     started_at = models.DateTimeField(null=True, blank=True)
-    """When a start was sent; null while no engine can exist."""
+    """Time of the start; null while no engine can exist."""
     start_answered = models.BooleanField(default=False, db_default=False)
     """True once the worker has answered the start, with an address or a refusal."""
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
-    """When the last request began, or the replica was loaded (R1.57)."""
+    """Start of the last request, or the time when the replica was loaded (R1.57)."""
     last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
-    """When the last request ended: idle replicas are retired by it (R4.18)."""
+    """End of the last request; the retirement of idle replicas uses it (R4.18)."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
-    """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
+    """Estimated bytes that its engine allocates, 0 = unknown; a load reserves them with the next two columns
     (`placement/reservations.py`)."""
     vram_on_node = models.BooleanField(default=False, db_default=False)
-    """Whether its load added that to the node's `reserved_vram`, to be taken back if it fails."""
+    """True if its load added `vram_needed` to the node's `reserved_vram`; a failed load subtracts it."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
-    """What its node had available by the reading that it was placed by."""
+    """Available bytes of its node in the reading that its placement used."""
     gpus = models.JSONField(default=list, blank=True, db_default=[])
-    """The GPUs that it was given, each with `index`, `uuid`, `bytes` (its share) and `seen` (as `vram_seen`).
+    """The GPUs that it may use, each with `index`, `uuid`, `bytes` (its share) and `seen` (as `vram_seen`).
 
-    Empty if its node does not tell them, or what it needs is not known."""
+    Empty if its node reports none, or its need is unknown."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)
-    """When that reading came in; null = none was known."""
+    """Time of that reading; null = there was none."""
     loaded_at = models.DateTimeField(null=True, blank=True)
-    """When its load was published."""
+    """Time of its publication."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")
     effective_options_hash = models.CharField(max_length=64, blank=True, default="")
     checked_at = models.DateTimeField(null=True, blank=True)
-    """When a controller last took it to find out whether its engine lives; an outcome names that time."""
+    """Start of the last liveness check by a controller; the result of a check must carry this time."""
     missed_reports = models.PositiveSmallIntegerField(default=0, db_default=0)
-    """How often in a row its worker did not list the engine."""
+    """Consecutive reports of its worker without the engine."""
     missed_probes = models.PositiveSmallIntegerField(default=0, db_default=0)
-    """How often in a row nothing answered at its address."""
+    """Consecutive probes of its address without an answer."""
     exit_reported = models.BooleanField(default=False, db_default=False)
-    """Its worker said that the engine has ended, which has not been confirmed yet."""
+    """True if its worker has reported the end of the engine, which is not confirmed yet."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = _Present()
-    """Replicas as clients, counters and hooks see them."""
+    """All rows but departed ones: the replicas of clients, counters and hooks."""
     engines = _EngineManager()
-    """All rows, also those of nodes that have left: what slots, memory and stops are about."""
+    """All rows, also those of nodes that have left; for slots, memory and stops."""
 
     class Meta:
         db_table = "node_models"
@@ -275,12 +275,12 @@ class NodeModel(models.Model):
 
     @property
     def idle_since(self) -> datetime:
-        """The end of its last request; without one, when it was loaded."""
+        """The end of its last request; without one, the time when it was loaded."""
         return max(self.last_used, self.last_released_at or self.last_used)
 
 
 class WebProcess(models.Model):
-    """One running web process; when it falls silent its in-flight counts are taken back (`nodes/health`)."""
+    """One running web process; when it is silent, its in-flight counts are subtracted (`nodes/health`)."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     host = models.CharField(max_length=255)
@@ -288,7 +288,7 @@ class WebProcess(models.Model):
     started_at = models.DateTimeField(default=clock.now)
     seen_at = models.DateTimeField(default=clock.now)
     hearing_since = models.DateTimeField(default=clock.now)
-    """Since when it has been there without a gap: its silence before that says nothing."""
+    """Start of its uninterrupted presence; silence before that is no evidence."""
     version = models.CharField(max_length=64, blank=True, db_default="")
 
     class Meta:
@@ -300,7 +300,7 @@ class WebProcess(models.Model):
 
 
 class ReplicaUse(models.Model):
-    """How many of a replica's requests one web process carries.
+    """The number of a replica's requests that one web process carries.
 
     `NodeModel.in_flight` is the sum over processes.
     """

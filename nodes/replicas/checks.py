@@ -1,9 +1,9 @@
-"""Replicas whose engines are in question: which ones, who looks at them, and what the look has found.
+"""Liveness checks of loaded replicas: suspects, claims of controllers, and results.
 
-A loaded replica is in question when nothing was heard of it for two minutes (C3), or at once when its worker
-reports that the engine has ended (`note_exits`). `ask` tells the controllers; `claim` gives each row to one
-of them, for as long as a look may take; `settle` writes what it found. No lock is held between the last two:
-an outcome names row, address and claim, so it says nothing of a row that was replaced or claimed since.
+A loaded replica is suspect when it was silent for two minutes (C3), or at once when its worker reports that
+the engine has ended (`note_exits`). `ask` notifies the controllers; `claim` assigns each row to one of them,
+for the longest duration of a check; `settle` writes the results. No lock is held between the last two: a
+result names row, address and claim, so it does not apply to a row that was replaced or claimed since.
 """
 
 import json
@@ -25,14 +25,14 @@ from operations.changes import events
 from operations.ledger.progress import update
 
 CHANNEL = "cluster_replica_checks"
-"""NOTIFY channel: engines are in question."""
+"""NOTIFY channel: there are suspect engines."""
 STALE = timedelta(seconds=120)
-"""C3."""
+"""Silence after which a replica is suspect (C3)."""
 CLAIMED_FOR = timedelta(seconds=20)
-"""Longer than a controller looks, shorter than the pause between two passes."""
-_WHICH = ("id", "node_id", "model_name", "replica_index", "address", "checked_at")
+"""Duration of a claim: longer than a check, shorter than the pause between two passes."""
+_IDENTITY = ("id", "node_id", "model_name", "replica_index", "address", "checked_at")
 _COLUMNS = (
-    *_WHICH,
+    *_IDENTITY,
     "missed_reports",
     "missed_probes",
     "exit_reported",
@@ -40,7 +40,7 @@ _COLUMNS = (
     "node__engine_token",
     "node__weak_identity",
 )
-_FOUND = ["missed_reports", "missed_probes", "exit_reported"]
+_RESULT_COLUMNS = ["missed_reports", "missed_probes", "exit_reported"]
 
 
 @dataclass(frozen=True)
@@ -52,41 +52,43 @@ class ExitReport:
 
 
 def ask(*, heard_since: datetime, now: datetime) -> bool:
-    """Wakes the controllers if an engine is in question; answers whether.
+    """Wake the controllers if there are suspect engines; return True if so.
 
-    R4.35: a replica that is not in question any more loses its streaks.
+    A replica that is no longer suspect loses its streaks of misses (R4.35).
     """
     suspects = _suspects(heard_since, now)
     with transaction.atomic():
         missed = NodeModel.objects.filter(Q(missed_reports__gt=0) | Q(missed_probes__gt=0))
-        # Who holds a row is using or removing it; the next pass comes soon enough.
-        left = missed.exclude(pk__in=suspects.values("pk")).order_by("id")
-        if ids := list(left.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True)):
+        # The holder of a locked row is using or removing it; the next pass comes soon enough.
+        cleared = missed.exclude(pk__in=suspects.values("pk")).order_by("id")
+        if ids := list(
+            cleared.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True)
+        ):
             NodeModel.objects.filter(pk__in=ids).update(missed_reports=0, missed_probes=0)
-        asked = bool(suspects.exists())
-        if asked:
+        has_suspects = bool(suspects.exists())
+        if has_suspects:
             events.notify(CHANNEL, "")
-    return asked
+    return has_suspects
 
 
 def claim(*, heard_since: datetime, now: datetime) -> list[Suspect]:
-    """The replicas in question that nobody else looks at, for this caller alone; two statements."""
+    """Claim and return the suspects that no other controller checks; two statements."""
     free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIMED_FOR)
     with transaction.atomic():
         rows = _suspects(heard_since, now).filter(free).order_by("id")
         locked = rows.select_for_update(skip_locked=True, of=("self",))
-        found = [Suspect(*row) for row in locked.values_list(*_COLUMNS)]
-        if found:
-            NodeModel.objects.filter(pk__in=[one.id for one in found]).update(checked_at=now)
-    return [replace(one, checked_at=now) for one in found]
+        suspects = [Suspect(*row) for row in locked.values_list(*_COLUMNS)]
+        if suspects:
+            NodeModel.objects.filter(pk__in=[suspect.id for suspect in suspects]).update(checked_at=now)
+    return [replace(suspect, checked_at=now) for suspect in suspects]
 
 
 def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspect]:
-    """Writes what was found of rows that are still those; answers the replicas that serve no more.
+    """Write the results of unchanged rows; return the replicas that do not serve any more.
 
-    Where the worker did not say it, the engine is stopped before its row goes.
-    A constant number of statements for any number of rows. Most are alive: their rows are written by one
-    statement in a transaction of its own, for picks wait while rows are locked.
+    If the worker did not report the end itself, the engine is stopped before its row is removed.
+    A constant number of statements for any number of rows. Most engines are alive: one statement in a
+    transaction of its own writes their rows, because picks wait while rows are locked.
     """
     _refresh([suspect for suspect, finding in findings.items() if finding.alive], now)
     missed = {suspect.id: suspect for suspect, finding in findings.items() if not finding.alive}
@@ -94,30 +96,30 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
         return []
     with transaction.atomic():
         rows = NodeModel.objects.loaded().filter(pk__in=missed).order_by("id").defer("model_options")
-        found = [(row, missed[row.pk]) for row in rows.select_for_update(of=("self",))]
-        same = [
-            (row, findings[one])
-            for row, one in found
-            if (row.address, row.checked_at) == (one.address, one.checked_at)
+        pairs = [(row, missed[row.pk]) for row in rows.select_for_update(of=("self",))]
+        results = [
+            (row, findings[suspect])
+            for row, suspect in pairs
+            if (row.address, row.checked_at) == (suspect.address, suspect.checked_at)
         ]
-        for row, finding in same:
+        for row, finding in results:
             row.missed_reports, row.missed_probes = finding.missed_reports, finding.missed_probes
             row.exit_reported = finding.exit_reported
-        update([row for row, finding in same if not finding.gone], _FOUND)
-        gone = [row for row, finding in same if finding.gone]
-        retire.end_lifeless([row for row, finding in same if finding.gone and finding.confirmed])
-        if silent := [row.pk for row, finding in same if finding.gone and not finding.confirmed]:
+        update([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
+        ended_rows = [row for row, finding in results if finding.gone]
+        retire.end_lifeless([row for row, finding in results if finding.gone and finding.confirmed])
+        if silent := [row.pk for row, finding in results if finding.gone and not finding.confirmed]:
             terminations.lose_all(silent, now=now)
-    return [missed[row.pk] for row in gone]
+    return [missed[row.pk] for row in ended_rows]
 
 
 def _refresh(alive: Sequence[Suspect], now: datetime) -> None:
     if not alive:
         return
     values: dict[str, Any] = {
-        "ids": [one.id for one in alive],
-        "addresses": [one.address for one in alive],
-        "claims": [one.checked_at for one in alive],
+        "ids": [suspect.id for suspect in alive],
+        "addresses": [suspect.address for suspect in alive],
+        "claims": [suspect.checked_at for suspect in alive],
         "loaded": ReplicaState.LOADED,
         "now": now,
     }
@@ -138,16 +140,16 @@ UPDATE node_models AS r SET
     updated_at = greatest(r.updated_at, %(now)s::timestamptz)
 FROM same WHERE r.id = same.id
 """
-"""A pick may have been later than the look began: its time stays."""
+"""A pick may be later than the start of the check: its time stays."""
 
 
 async def note_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
-    """Puts the replicas of these processes in question at once; answers how many there are. One statement.
+    """Mark the replicas of these processes as suspect at once; return their number. One statement.
 
-    It removes none: a report may come late, when another engine has the same key and port. The look that
-    follows asks the worker what runs now, and its word of after the report decides (`evidence.judge`).
+    No replica is removed: a report may come late, when another engine has the same key and port. The check
+    that follows requests the worker's current list, which decides (`evidence.judge`).
     """
-    named = json.dumps([vars(one) for one in ended])
+    named = json.dumps([vars(report) for report in ended])
     values = {"node": node_id, "named": named, "loaded": ReplicaState.LOADED, "channel": CHANNEL}
     return len(await database.rows(_NOTE_EXITS, values))
 
@@ -167,11 +169,11 @@ WITH named AS (
 )
 SELECT id, pg_notify(%(channel)s, '') FROM marked
 """
-"""A look that is under way loses its claim with `checked_at`: it may have asked before the engine ended."""
+"""A running check loses its claim with `checked_at`: its list may be older than the engine's end."""
 
 
 def _suspects(heard_since: datetime, now: datetime) -> NodeModelQuerySet:
-    """R4.33, R4.37. A node that is silent is judged by the liveness pass, whole."""
+    """Return the suspects (R4.33, R4.37). The liveness pass handles silent nodes as a whole."""
     stale = Q(node__status="healthy", updated_at__lt=now - STALE)
     return NodeModel.objects.loaded().filter(
         stale | Q(exit_reported=True),

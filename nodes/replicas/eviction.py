@@ -16,9 +16,9 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import Guard, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
-"""A node whose replicas have not stopped by then is left by the load that waits for them."""
+"""Limit for the stops of evicted replicas; after it the load tries another node."""
 _NOT_COUNTED = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
-"""The reasons of engines that may have ended before."""
+"""The reasons of replicas whose engines may have ended before their stop."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at", "gpus"),
@@ -26,12 +26,12 @@ _COLUMNS = (
 
 
 def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
-    """The replicas of these nodes that serve or are about to stop; one query."""
-    return _residents(NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids))
+    """Return the replicas of these nodes that serve or are about to stop; one query."""
+    return _residents(NodeModel.objects.filter(Q(state="loaded") | _about_to_stop(now), node_id__in=node_ids))
 
 
 def serving(replica_id: UUID) -> Resident | None:
-    """This replica if it serves; one query."""
+    """Return this replica if it serves; one query."""
     return next(iter(_residents(NodeModel.objects.loaded().filter(pk=replica_id))), None)
 
 
@@ -47,71 +47,76 @@ def _residents(rows: NodeModelQuerySet) -> list[Resident]:
             last_used=row["last_used"],
             vram=row["vram_needed"],
             loaded_at=row["loaded_at"],
-            gpus=frozenset((one["index"], one["bytes"]) for one in row["gpus"]),
+            gpus=frozenset((gpu["index"], gpu["bytes"]) for gpu in row["gpus"]),
         )
         for row in rows.values(*_COLUMNS)
     ]
 
 
 def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> Guard:
-    """What the rules say of the models of these replicas, for a load of `model_name`; two queries."""
-    models = {one.model_name for one in among}
+    """Return the scheduling rules that protect these replicas from a load of `model_name`; two queries."""
+    models = {replica.model_name for replica in among}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
     return _guard(model_name, models, rules.values_list("model_name", "min_replicas", "spread_all"), now)
 
 
 def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
-    """Whether all of them serve, are idle and may go now; their rows and rules stay locked.
+    """Return True if all victims serve, are idle and may be evicted; lock their rows and rules.
 
-    Two loads that evict replicas of one model follow each other by its rule, so its minimum holds.
+    The lock on a model's rule serializes loads that evict its replicas, so its minimum holds.
     """
-    rows = NodeModel.objects.loaded().filter(pk__in=[one.id for one in victims], in_flight=0).order_by("id")
+    rows = (
+        NodeModel.objects.loaded()
+        .filter(pk__in=[victim.id for victim in victims], in_flight=0)
+        .order_by("id")
+    )
     if len(rows.select_for_update(of=("self",))) < len(victims):
         return False
-    models = {one.model_name for one in victims}
+    models = {victim.model_name for victim in victims}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models).order_by("model_name")
     locked = rules.select_for_update(no_key=True).values_list("model_name", "min_replicas", "spread_all")
-    now_valid, going = _guard(model_name, models, list(locked), now), Counter[str]()
-    for one in victims:
-        if now_valid.spares(one, going) is not None:
+    current_guard, evictions = _guard(model_name, models, list(locked), now), Counter[str]()
+    for victim in victims:
+        if current_guard.spares(victim, evictions) is not None:
             return False
-        going[one.model_name] += 1
+        evictions[victim.model_name] += 1
     return True
 
 
 def about_to_stop(node_id: UUID, *, now: datetime) -> list[Resident]:
-    """The replicas of the node that will give their memory back."""
-    return [one for one in residents([node_id], now=now) if one.leaving]
+    """Return the replicas of the node that will free their memory."""
+    return [replica for replica in residents([node_id], now=now) if replica.leaving]
 
 
 def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
-    """Those of the replicas that still have a row."""
+    """Return the rows of those replicas that still have one."""
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 
 
-def _leaving(now: datetime) -> Q:
-    """About to stop: out of the picks for good, and nothing runs there or the stop was sent.
+def _about_to_stop(now: datetime) -> Q:
+    """Filter replicas about to stop: out of the picks for good, and either idle or with the stop sent.
 
-    What an upgrade has taken out comes back, and what an unload gives time may take an hour. What a stop has
-    failed for counts as long as the load that it makes room for waits: until then that load's claim is on it,
-    and the next one would evict others for the same bytes. What left because it did no work may have ended
-    before: a reading may show its memory as free already.
+    Excluded are replicas drained by an upgrade, which serve again, and replicas with running requests, for
+    which an unload may wait an hour. A replica whose stop has failed counts for `STOPS_WITHIN`, as long as
+    the load that evicted it waits: until then its memory is that load's, and without it the next load would
+    evict other replicas for the same bytes. Replicas with a reason in `_NOT_COUNTED` may have ended before: a
+    reading may show their memory as free already.
     """
-    leaving = Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_NOT_COUNTED)
+    terminating = Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_NOT_COUNTED)
     stopping = Q(in_flight=0) | Q(phase=Phase.STOPPING)
-    return leaving & stopping & (Q(stop_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
+    return terminating & stopping & (Q(stop_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
 def _guard(
     model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
 ) -> Guard:
-    # Only where requests find them: the replica pass counts no others either.
+    # Count only replicas that requests can reach, as the replica pass does.
     counted = NodeModel.objects.reached().filter(model_name__in=models).order_by().values_list("model_name")
-    found = list(rules)
+    rule_rows = list(rules)
     return Guard(
         model_name,
         now,
         loaded=dict(counted.annotate(count=Count("id"))),
-        minimums={model: least for model, least, _ in found},
-        spread={model for model, _, spread in found if spread},
+        minimums={model: least for model, least, _ in rule_rows},
+        spread={model for model, _, spread in rule_rows if spread},
     )

@@ -1,8 +1,8 @@
-"""What is concluded about replicas from what is known of their engines: pure.
+"""Liveness decisions for replicas, from their workers' lists and probes of their ports. Pure functions.
 
-A worker's list of its processes comes first. Only where it says nothing, the engine's port counts. One look
-never decides: a streak of misses does, or a miss after the worker has reported the engine's end by itself.
-Streaks stand in the rows (`checks.py`), so that any process continues them.
+A worker's list of its processes comes first. Only without a list, the engine's port counts. One check never
+decides: a streak of misses does, or a miss after the worker has reported the engine's end by itself. The rows
+store the streaks (`checks.py`), so that any process continues them.
 """
 
 from collections.abc import Collection
@@ -14,17 +14,17 @@ from localai_cluster.messaging.messages import process_key
 from localai_cluster.rpc.signs import Sign
 
 MISSED_REPORTS = 2
-"""C6."""
+"""Consecutive lists without the engine after which it counts as ended (C6)."""
 MISSED_PROBES = 3
-"""C5, C17."""
+"""Consecutive failed probes after which the engine counts as ended (C5, C17)."""
 
 Running = Collection[tuple[str, str]]
-"""Process key and port ("": not said) of each engine that a worker lists."""
+"""Process key and port ("": not reported) of each engine that a worker lists."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A replica whose engine is in question, as its row was when that was asked."""
+    """A replica whose engine may have ended, with the columns of its row at the claim."""
 
     id: UUID
     node_id: UUID
@@ -47,9 +47,9 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to become of a replica's row. `alive`: its engine runs, for certain.
+    """The result of a check for a replica's row. `alive`: its engine certainly runs.
 
-    `confirmed`: its worker says that the process has gone. Without that nothing answers where it was.
+    `confirmed`: its worker reports that the process has ended. Otherwise nothing answers at its address.
     """
 
     gone: bool = False
@@ -64,16 +64,19 @@ ALIVE = Finding(alive=True)
 
 
 def lists(running: Running, key: str, address: str) -> bool:
-    """Whether the process that the row stands for is among these.
+    """Return True if the process of the row is in the worker's list.
 
-    A worker names its own view of the host, so only the ports are compared: another port is another engine
-    under the same key.
+    The host of an address depends on the worker's network, so only ports are compared: another port is
+    another engine under the same key.
     """
     return (key, address.rpartition(":")[2]) in running or (key, "") in running
 
 
 def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> Finding:
-    """R4.34, R4.35, R4.39, R4.40: `listed` is the worker's word, None if it gave none; then `port` counts."""
+    """Return the result of a check (R4.34, R4.35, R4.39, R4.40).
+
+    `listed`: True if the worker lists the engine, None if it sent no list; then `port` counts.
+    """
     if listed or (listed is None and port is Sign.ALIVE):
         return ALIVE
     if listed is None and port is not Sign.UNREACHABLE:

@@ -1,9 +1,9 @@
-"""What decisions have seen, kept so that they can be made again: the only writer of `PlacementLog`.
+"""Stored snapshots of placement decisions, for repeating them: the only writer of `PlacementLog`.
 
-A base holds what one decision saw. The decisions after it add what they saw otherwise, so each names a base
-and a position in its log. Every process has a base of its own: no two write to one log, and none waits for
-another. A base lasts a minute, or until its log has grown larger than it; without changes it goes on for an
-hour. One that no decision names, because its process died in between, does no harm and goes with the others.
+A base holds the snapshot of one decision. Later decisions add the differences, so each refers to a base and a
+position in its log. Every process has a base of its own: no two processes write to one log or wait for each
+other. A base lasts a minute, or until its log has grown larger than it; without changes it lasts an hour. A
+base without a decision, because its process died in between, does no harm and is pruned like the others.
 """
 
 import os
@@ -20,14 +20,14 @@ from nodes.replicas.space import time_of_oldest_fitting
 
 LASTS = timedelta(minutes=1)
 UNCHANGED = timedelta(hours=1)
-"""How long a base lasts, and how long if nothing has changed since."""
+"""The lifetime of a base, and its lifetime without changes."""
 LEAST_LOG = 64 * 1024
-"""Bytes that a log may have beside a small base."""
+"""Bytes that the log of a small base may have at least."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Where it stands what a decision saw."""
+    """A reference to the snapshot of a decision: the base and a position in its log."""
 
     base: UUID
     position: int
@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass
 class _Log:
-    """The log that this process writes, as it was committed."""
+    """The log that this process writes, in its committed state."""
 
     base: UUID
     began: datetime
@@ -45,7 +45,7 @@ class _Log:
     state: State = field(default_factory=dict)
 
     def lasts(self, now: datetime, how_long: timedelta) -> bool:
-        """Whether it is not too old, or by a clock that was set back too young; and not too large."""
+        """Return True if the log is not too old, nor too young (a clock was set back), nor too large."""
         return abs(now - self.began) < how_long and self.added <= max(self.size, LEAST_LOG)
 
 
@@ -54,63 +54,64 @@ _log: _Log | None = None
 
 
 def forget() -> None:
-    """Begins a base with the next decision."""
+    """Start a new base with the next decision."""
     global _log, _lock
     _log, _lock = None, threading.Lock()
 
 
-# The child of a fork would go on with its parent's log.
+# Otherwise the child of a fork would write to its parent's log.
 os.register_at_fork(after_in_child=forget)
 
 
 def remember(seen: Sections, *, now: datetime) -> Seen:
-    """Keeps what a decision saw. It costs one statement, and none if nothing has changed.
+    """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
 
-    Inside of one it begins a base for this decision alone: what may be rolled back must not be continued.
+    In a transaction it starts a base for this decision alone: a base that may be rolled back must have no
+    further entries.
     """
     if connection.in_atomic_block:
-        return _begun(changes({}, seen), now)
+        return _create_base(changes({}, seen), now)
     with _lock:
-        return _continued(seen, now)
+        return _store(seen, now)
 
 
-def _continued(seen: Sections, now: datetime) -> Seen:
+def _store(snapshot: Sections, now: datetime) -> Seen:
     global _log
     log = _log
     if log is not None:
-        found = changes(log.state, seen)
-        if not found and log.lasts(now, UNCHANGED):
+        difference = changes(log.state, snapshot)
+        if not difference and log.lasts(now, UNCHANGED):
             return Seen(log.base, log.position)
-        if log.lasts(now, LASTS) and _added(log, found, now):
+        if log.lasts(now, LASTS) and _append(log, difference, now):
             return Seen(log.base, log.position)
     _log = None
-    every = changes({}, seen)
-    begun = _begun(every, now)
-    _log = _Log(begun.base, now, len(encoded(every)))
-    apply(_log.state, every)
-    return begun
+    content = changes({}, snapshot)
+    reference = _create_base(content, now)
+    _log = _Log(reference.base, now, len(encoded(content)))
+    apply(_log.state, content)
+    return reference
 
 
-def _added(log: _Log, found: Changes, now: datetime) -> bool:
-    """Whether it stands in the log now; not if that has gone on without this process's knowledge."""
-    body = encoded(found)
+def _append(log: _Log, difference: Changes, now: datetime) -> bool:
+    """Append an entry; return False if the log has an entry that this process does not know of."""
+    body = encoded(difference)
     try:
         PlacementLog.objects.create(base=log.base, position=log.position + 1, at=now, body=body)
     except IntegrityError:
-        return False  # the answer to an earlier write was lost, but it was made
+        return False  # an earlier write was committed, but its response was lost
     log.position, log.added = log.position + 1, log.added + len(body)
-    apply(log.state, found)
+    apply(log.state, difference)
     return True
 
 
-def _begun(every: Changes, now: datetime) -> Seen:
+def _create_base(content: Changes, now: datetime) -> Seen:
     base = uuid4()
-    PlacementLog.objects.create(base=base, position=0, at=now, body=encoded(every))
+    PlacementLog.objects.create(base=base, position=0, at=now, body=encoded(content))
     return Seen(base, 0)
 
 
 def recall(seen: Seen) -> State | None:
-    """What the decision saw; None if that is not kept any more. One query."""
+    """Return the snapshot of the decision; None if it has been pruned. One query."""
     rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]
     return restored(entries) if len(entries) == seen.position + 1 else None
@@ -122,7 +123,7 @@ def fitting_since(space: int) -> datetime | None:
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes the oldest `limit` entries from before `before`; answers how many."""
+    """Delete up to `limit` entries from before `before`, oldest first; return the number."""
     old = PlacementLog.objects.filter(at__lt=before).order_by("at", "pk")
     deleted, _ = PlacementLog.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
     return deleted

@@ -1,8 +1,8 @@
-"""Who is told when a replica's row has gone (R1.101 to R1.103).
+"""Hooks for removed replicas (R1.101 to R1.103).
 
 A hook is a function that is called after commit, once for each removal, in the process that removed the row.
-A hook that fails is logged and keeps no other from being called. Other processes hear of it by a NOTIFY of
-the same transaction.
+The failure of a hook is logged and does not affect the others. Other processes receive a NOTIFY of the same
+transaction.
 """
 
 import logging
@@ -13,12 +13,12 @@ from uuid import UUID
 log = logging.getLogger(__name__)
 
 ALL_REPLICAS = -1
-"""Stands for the index when every replica of a model on a node went at once."""
+"""The index in a removal of all replicas of a model on a node."""
 
 
 @dataclass(frozen=True, order=True)
 class Removed:
-    """What went: one replica, or all of a model on a node (index -1)."""
+    """A removal: of one replica, or of all replicas of a model on a node (index -1)."""
 
     model_name: str
     node_id: UUID
@@ -29,13 +29,13 @@ CHANNEL = "cluster_removed_replicas"
 """NOTIFY channel: `<node id> <index> <model>`."""
 
 
-def told(one: Removed) -> str:
-    """The payload that says so."""
-    return f"{one.node_id} {one.replica_index} {one.model_name}"
+def told(removal: Removed) -> str:
+    """Return the NOTIFY payload of a removal."""
+    return f"{removal.node_id} {removal.replica_index} {removal.model_name}"
 
 
 def heard(payload: str) -> Removed:
-    """What such a payload says."""
+    """Parse a NOTIFY payload."""
     node, index, model = payload.split(" ", 2)
     return Removed(model, UUID(node), int(index))
 
@@ -46,10 +46,12 @@ on_removed: list[Hook] = []
 
 
 def announce(removed: Iterable[Removed]) -> None:
-    """Calls every hook; the rows are gone and that is committed."""
-    for one in removed:
+    """Call every hook, after the commit of the removals."""
+    for removal in removed:
         for hook in on_removed:
             try:
-                hook(one)
+                hook(removal)
             except Exception:
-                log.exception("a hook failed for the removal of %s on %s", one.model_name, one.node_id)
+                log.exception(
+                    "a hook failed for the removal of %s on %s", removal.model_name, removal.node_id
+                )

@@ -1,13 +1,12 @@
-"""What placement sees of the fleet, kept in this process and followed from the rows.
+"""In-process cache of the fleet for placement decisions, refreshed from the rows that have changed.
 
-`snapshot.fleet` reads every row for every decision. Here only those are read that were written since the last
-look: one statement says whether there are any, and one for each of the three tables reads them. The rows are
-the truth: `slots.reserve` proves a decision under the node's lock. Loads that ask at the same moment share a
-look.
+`snapshot.fleet` reads every row for every decision. The cache reads only rows that were written since its
+last refresh: one statement counts them, and one statement for each of the three tables reads them. The rows
+are the truth: `slots.reserve` proves a decision under the node's lock. Concurrent loads share a refresh.
 
-A row has changed if the transaction that wrote it may not have been visible to the look before: `xmin` is the
-number of that transaction, whoever wrote the row and by whatever statement. What was read twice does no harm.
-A row that was deleted is missed by the count, one look later at most.
+A row has changed if the transaction that wrote it may have been invisible to the previous refresh: `xmin` is
+the number of that transaction, for every writer and every statement. Reading a row twice does no harm. The
+row count reveals a deleted row, one refresh later at most.
 """
 
 import os
@@ -29,7 +28,7 @@ from nodes.placement.standing import Own, StandingFleet
 from nodes.replicas import snapshot, vram
 
 _LONGEST_WAY = 2**30
-"""Transactions; their numbers are compared by half of the 32 bits that a row has."""
+"""Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
 
 
 def _counted(model: type[Model]) -> str:
@@ -48,14 +47,14 @@ SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
 
 
 class _Count(NamedTuple):
-    """Rows of a table: how many there are, and how many were written since the look before."""
+    """Number of rows of a table: all of them, and those written since the previous refresh."""
 
-    every: int
+    total: int
     written: int
 
 
 class _Mark(NamedTuple):
-    """Where a look began: all transactions before `xid` had ended then."""
+    """State of the database when a refresh began: all transactions before `xid` had ended."""
 
     xid: int
     server: str
@@ -64,7 +63,7 @@ class _Mark(NamedTuple):
     replicas: _Count
 
     def follows(self, before: "_Mark") -> bool:
-        """Whether it is of the same server, not one that was restored or took over, and not too far on."""
+        """Return True if both are of one server, not restored or failed over, and close enough."""
         return before.server == self.server and 0 <= self.xid - before.xid < _LONGEST_WAY
 
 
@@ -93,18 +92,20 @@ class _Replica(NamedTuple):
     slot: int
     loaded: bool
     occupies: bool
-    """It counts toward the limit of replicas of its node (`NodeModelQuerySet.occupying`)."""
+    """True if the replica counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
     in_flight: int
     reservation: Reservation | None
 
     @classmethod
     def of(
-        cls, _: UUID, node_id: UUID, name: str, slot: int, phase: str, reason: str, busy: int, *rest: Any
+        cls, _: UUID, node_id: UUID, name: str, slot: int, phase: str, reason: str, busy: int, *memory: Any
     ) -> Self:
-        its = vram.reservation(*rest)
+        reservation = vram.reservation(*memory)
         occupies = phase != Phase.DEPARTED and (phase, reason) != (Phase.STOPPING, PhaseReason.LOAD_FAILED)
         serves = phase == Phase.SERVING
-        return cls(node_id, name, slot, serves, occupies, busy, its if its.needed > 0 else None)
+        return cls(
+            node_id, name, slot, serves, occupies, busy, reservation if reservation.needed > 0 else None
+        )
 
 
 _NODE = tuple(name for name in snapshot.COLUMNS if name != "id")
@@ -114,35 +115,35 @@ _Row = TypeVar("_Row", _Node, _Label, _Replica)
 
 
 class _Copy(Generic[_Row]):
-    """The rows of one table, by their keys and by what they belong to."""
+    """The rows of one table, indexed by primary key and by group: the node and, for replicas, the model."""
 
-    def __init__(self, model: type[Model], columns: Sequence[str], made: Callable[..., _Row]) -> None:
+    def __init__(self, model: type[Model], columns: Sequence[str], parse: Callable[..., _Row]) -> None:
         self._model, self._columns = model, ("id", *columns)
-        self._made: Callable[..., _Row] = made
+        self._parse: Callable[..., _Row] = parse
         self.rows: dict[Any, _Row] = {}
         self._groups: defaultdict[UUID | str, set[Any]] = defaultdict(set)
 
     def of(self, group: UUID | str) -> list[_Row]:
-        """Those of a node, or of a model."""
+        """Return the rows of a node or of a model."""
         return [self.rows[id] for id in self._groups.get(group, ())]
 
     def read(self, since: int | None, count: _Count) -> set[UUID]:
-        """Reads what was written since, or all; answers the nodes that this is about."""
+        """Read the rows written since transaction `since`, or all if None; return the ids of their nodes."""
         if since is not None and count == (len(self.rows), 0):
             return set()
-        written = every = self._model._base_manager.order_by()
+        written = all_rows = self._model._base_manager.order_by()
         if since is not None:
-            written = every.extra(where=[_recent(self._model)], params=[since])
+            written = all_rows.extra(where=[_recent(self._model)], params=[since])
         changed = set()
         for id, *columns in written.values_list(*self._columns):
             if id in self.rows:
                 changed.add(self._drop(id))
-            self.rows[id] = row = self._made(id, *columns)
+            self.rows[id] = row = self._parse(id, *columns)
             changed.add(row.node_id)
             for group in _groups(row):
                 self._groups[group].add(id)
-        if len(self.rows) != count.every:
-            for id in self.rows.keys() - set(every.values_list("id", flat=True)):
+        if len(self.rows) != count.total:
+            for id in self.rows.keys() - set(all_rows.values_list("id", flat=True)):
                 changed.add(self._drop(id))
         return changed
 
@@ -160,16 +161,16 @@ def _groups(row: _Node | _Label | _Replica) -> tuple[UUID | str, ...]:
 
 
 class Mirror:
-    """The fleet as the last look has seen it."""
+    """The fleet as of the last refresh. Thread-safe."""
 
     def __init__(self) -> None:
-        # Of this process only, held while rows are read, so that looks follow each other.
+        # Held while rows are read, so that the refreshes of this process run one after the other.
         self._lock = threading.Lock()
-        self._looks = 0
+        self._refreshes = 0
         self._mark: _Mark | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._nodes = _Copy(BackendNode, _NODE, _Node.of)
         self._labels = _Copy(NodeLabel, ("node_id", "key", "value"), _Label.of)
         self._replicas = _Copy(NodeModel, _REPLICA, _Replica.of)
@@ -178,46 +179,54 @@ class Mirror:
     def decided(
         self,
         model_name: str,
-        asked: FleetView,
+        view: FleetView,
         *,
         only: Collection[UUID] | None = None,
         besides: Collection[UUID] = (),
         conflicts: Collection[str] = (),
     ) -> tuple[FleetView, Decision]:
-        """What is asked with the nodes that `snapshot.fleet` sees, and what placement makes of it."""
-        if connection.in_atomic_block:  # what may be rolled back must not be followed
+        """Return `view` with the nodes that `snapshot.fleet` would read, and the decision on it."""
+        if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
             fleet = snapshot.fleet(
-                model_name, selector=asked.selector, only=only, besides=besides, conflicts=conflicts
+                model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
             )
-            return _plainly(asked, fleet)
-        brought = snapshot.files_there(model_name) if asked.need.disk else {}
-        asked_in = self._looks
+            return _decide_uncached(view, fleet)
+        file_bytes = snapshot.files_there(model_name) if view.need.disk else {}
+        refreshes = self._refreshes
         with self._lock:
-            if self._mark is None or self._looks == asked_in:  # else a look has begun since: it is as good
-                self._looks += 1
-                self._follow()
-            seen, decision = self._fleet.decide(asked, self._own(model_name, conflicts, brought))
+            if (
+                self._mark is None or self._refreshes == refreshes
+            ):  # a refresh that began meanwhile is as good
+                self._refreshes += 1
+                self._refresh()
+            full_view, decision = self._fleet.decide(view, self._own(model_name, conflicts, file_bytes))
         if only is None and not besides:
-            return seen, decision
-        allowed = (one for one in seen.nodes if one.id not in besides and (only is None or one.id in only))
-        return _plainly(asked, list(allowed))
+            return full_view, decision
+        allowed_nodes = (
+            node for node in full_view.nodes if node.id not in besides and (only is None or node.id in only)
+        )
+        return _decide_uncached(view, list(allowed_nodes))
 
-    def _own(self, model_name: str, conflicts: Collection[str], brought: Mapping[UUID, int]) -> Own:
-        taken: dict[UUID, frozenset[int]] = {}
-        for one in (one for one in self._replicas.of(model_name) if one.occupies):
-            taken[one.node_id] = taken.get(one.node_id, frozenset()) | {one.slot}
-        there: dict[UUID, frozenset[str]] = {}
-        for one in (one for name in conflicts for one in self._replicas.of(name) if one.loaded):
-            there[one.node_id] = there.get(one.node_id, frozenset()) | {one.model_name}
-        return Own(taken, there, brought)
+    def _own(self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]) -> Own:
+        occupied_slots: dict[UUID, frozenset[int]] = {}
+        for row in (row for row in self._replicas.of(model_name) if row.occupies):
+            occupied_slots[row.node_id] = occupied_slots.get(row.node_id, frozenset()) | {row.slot}
+        conflicting_models: dict[UUID, frozenset[str]] = {}
+        for row in (row for name in conflicts for row in self._replicas.of(name) if row.loaded):
+            models = conflicting_models.get(row.node_id, frozenset())
+            conflicting_models[row.node_id] = models | {row.model_name}
+        return Own(occupied_slots, conflicting_models, file_bytes)
 
-    def _follow(self) -> None:
-        before, self._mark = self._mark, None  # whatever ends a look half-way, the next one begins again
-        mark = _looked(before)
+    def _refresh(self) -> None:
+        before, self._mark = (
+            self._mark,
+            None,
+        )  # after a refresh that fails half-way the next one reads all rows
+        mark = _read_mark(before)
         if before is None or not mark.follows(before):
-            self._begin()
+            self._reset()
             before = None
-        since = _short(before) if before is not None else None
+        since = _xid32(before) if before is not None else None
         changed = self._nodes.read(since, mark.nodes) | self._labels.read(since, mark.labels)
         for id in changed | self._replicas.read(since, mark.replicas):
             if id in self._nodes.rows:
@@ -228,45 +237,46 @@ class Mirror:
 
     def _candidate(self, id: UUID) -> Candidate:
         replicas = self._replicas.of(id)
-        plain = snapshot.candidate(
+        candidate = snapshot.candidate(
             self._nodes.rows[id].columns,
-            [one.reservation for one in replicas if one.reservation is not None],
-            loaded=sum(one.loaded for one in replicas),
-            in_flight=sum(one.in_flight for one in replicas),
+            [row.reservation for row in replicas if row.reservation is not None],
+            loaded=sum(row.loaded for row in replicas),
+            in_flight=sum(row.in_flight for row in replicas),
         )
-        return replace(plain, labels=frozenset((one.key, one.value) for one in self._labels.of(id)))
+        labels = frozenset((label.key, label.value) for label in self._labels.of(id))
+        return replace(candidate, labels=labels)
 
 
-def _looked(before: _Mark | None) -> _Mark:
-    since = _short(before) if before is not None else 0
+def _read_mark(before: _Mark | None) -> _Mark:
+    since = _xid32(before) if before is not None else 0
     with connection.cursor() as cursor:
         cursor.execute(_MARK, [since] * 3)
         xid, server, *counts = cursor.fetchone()
     return _Mark(xid, server, _Count(*counts[:2]), _Count(*counts[2:4]), _Count(*counts[4:]))
 
 
-def _short(mark: _Mark) -> int:
-    """The number as rows have it, in 32 bits."""
+def _xid32(mark: _Mark) -> int:
+    """Return the low 32 bits of the transaction number, as `xmin` has it."""
     return mark.xid % 2**32
 
 
-def _plainly(asked: FleetView, nodes: Sequence[Candidate]) -> tuple[FleetView, Decision]:
-    seen = replace(asked, nodes=nodes)
-    return seen, seen.decide()
+def _decide_uncached(view: FleetView, nodes: Sequence[Candidate]) -> tuple[FleetView, Decision]:
+    full_view = replace(view, nodes=nodes)
+    return full_view, full_view.decide()
 
 
 _shared = Mirror()
 
 
 def shared() -> Mirror:
-    """This process's."""
+    """Return the cache of this process."""
     return _shared
 
 
-def _begin_again() -> None:
+def _replace_after_fork() -> None:
     global _shared
     _shared = Mirror()
 
 
 # The lock may be held by a thread that the child of a fork does not have.
-os.register_at_fork(after_in_child=_begin_again)
+os.register_at_fork(after_in_child=_replace_after_fork)

@@ -1,9 +1,9 @@
 """The record of decisions: the only writer of `PlacementRecord`.
 
-A placement is kept in the transaction that takes its slot, with the evictions that make room for it: all are
-there or none. A wait is kept before its load is put back, so after a kill in between the next attempt finds
-its own words and adds nothing. What waits for the same reasons again keeps its record; only the figures in it
-follow.
+A placement is recorded in the transaction that reserves its slot, together with its evictions: all records
+exist or none. A wait is recorded before its load is postponed, so after a kill in between the next attempt
+finds its own sentence and adds no record. A wait that repeats for the same reasons keeps its record; only the
+figures in it are updated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ _FIGURES = ("reason", "facts", "base", "position", "last_at")
 
 
 class Spot(NamedTuple):
-    """The place that a decision is about."""
+    """The node and slot of a decision."""
 
     node_id: UUID
     node_name: str
@@ -31,7 +31,7 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Decided:
-    """A decision, why it was made, and where it stands what it was made from."""
+    """A decision with its explanation and a reference to the snapshot that it used."""
 
     model_name: str
     operation_id: UUID | None
@@ -39,68 +39,69 @@ class Decided:
     seen: Seen | None
     kind: DecisionKind = DecisionKind.PLACEMENT
     about: Spot | None = None
-    """None: the node that it chose, if any."""
+    """The slot of the decision; None = the chosen node, if any."""
 
     @property
     def spot(self) -> Spot | None:
-        """What the row names."""
-        told = self.told
-        chosen = Spot(told.node.id, told.node.name, told.replica_index) if told.node else None
+        """The node and slot in the row."""
+        explanation, node = self.told, self.told.node
+        chosen = Spot(node.id, node.name, explanation.replica_index) if node else None
         return self.about or chosen
 
     def at_index(self, index: int) -> "Decided":
-        """The same with the slot that it got: another load may have taken the one that was seen."""
+        """Return a copy with the reserved slot: another load may have taken the one in the snapshot."""
         return replace(self, told=replace(self.told, replica_index=index))
 
 
 def without_fleet(outcome: Ending, sentence: str, **facts: Any) -> Explanation:
-    """The explanation of a decision that no nodes were compared for."""
+    """Return the explanation of a decision that compared no nodes."""
     return Explanation(outcome, sentence, None, 0, {**NO_FLEET, **facts})
 
 
 def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
-    """Keeps it, unless its operation's last record says the same; and that `victims` are evicted for it."""
-    if decided.told.node is None and _still(decided, now):
+    """Record the decision, unless it repeats its operation's last record, and the eviction of `victims`."""
+    if decided.told.node is None and _repeats_last_record(decided, now):
         return
     _row(decided, now).save(force_insert=True)
     if victims:
-        PlacementRecord.objects.bulk_create(_eviction(decided, one, now) for one in victims)
+        PlacementRecord.objects.bulk_create(_eviction(decided, victim, now) for victim in victims)
 
 
 def record_all(decided: Iterable[Decided], *, now: datetime) -> None:
-    """Keeps decisions about models that are no operation's, unless the last one of a model says the same.
+    """Record decisions without an operation, except those that repeat the last record of their model.
 
-    Two statements for any number of them.
+    Two statements for any number of decisions.
     """
-    every = [_row(one, now) for one in decided]
-    rows = PlacementRecord.objects.filter(model_name__in=[row.model_name for row in every], operation_id=None)
-    last = rows.order_by("model_name", "-id").distinct("model_name")
-    said = {(row.model_name, row.kind): (row.outcome, row.reason) for row in last}
-    new = [row for row in every if _is_news(row, said.get((row.model_name, row.kind)))]
-    PlacementRecord.objects.bulk_create(new)
+    rows = [_row(decision, now) for decision in decided]
+    model_names = [row.model_name for row in rows]
+    records = PlacementRecord.objects.filter(model_name__in=model_names, operation_id=None)
+    last_records = records.order_by("model_name", "-id").distinct("model_name")
+    last_outcomes = {(row.model_name, row.kind): (row.outcome, row.reason) for row in last_records}
+    new_rows = [row for row in rows if _is_new(row, last_outcomes.get((row.model_name, row.kind)))]
+    PlacementRecord.objects.bulk_create(new_rows)
 
 
-def _is_news(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
-    """Whether it is no repetition of a wait or a refusal; what is done again is another decision."""
+def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
+    """Return True unless the row repeats a wait or a refusal; a repeated scaling is a new decision."""
     return row.outcome == Ending.SCALED or before != (row.outcome, row.reason)
 
 
 def _row(decided: Decided, now: datetime) -> PlacementRecord:
-    told, seen, spot = decided.told, decided.seen, decided.spot
+    explanation, snapshot_ref, spot = decided.told, decided.seen, decided.spot
     return PlacementRecord(
         kind=decided.kind,
         model_name=decided.model_name,
         operation_id=decided.operation_id,
         at=now,
         last_at=now,
-        outcome=told.outcome,
+        outcome=explanation.outcome,
         node_id=spot.node_id if spot else None,
         node_name=spot.node_name if spot else "",
         replica_index=spot.replica_index if spot else None,
-        reason=told.sentence,
-        facts=told.facts,
-        base=seen.base if seen else None,
-        position=seen.position if seen else None,
+        reason=explanation.sentence,
+        facts=explanation.facts,
+        base=snapshot_ref.base if snapshot_ref else None,
+        position=snapshot_ref.position if snapshot_ref else None,
     )
 
 
@@ -114,22 +115,22 @@ def _eviction(decided: Decided, victim: Resident, now: datetime) -> PlacementRec
 
 
 def eviction_words(model_name: str, victim: Resident) -> str:
-    """Why a replica is evicted for a load of `model_name`."""
+    """Return the reason for the eviction of a replica for a load of `model_name`."""
     return (
         f"makes room for {model_name}: idle since {victim.last_used:%Y-%m-%d %H:%M:%S} UTC,"
         " the least recently used of what may go there"
     )
 
 
-def _still(decided: Decided, now: datetime) -> bool:
-    """Whether the load's last record has the same outcome by the same reasons; its figures follow."""
-    told = decided.told
+def _repeats_last_record(decided: Decided, now: datetime) -> bool:
+    """Return True if the load's last record has the same outcome and reasons; update its figures."""
+    explanation = decided.told
     of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")
     last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()
-    if last is None or (last["kind"], last["outcome"]) != (decided.kind, told.outcome):
+    if last is None or (last["kind"], last["outcome"]) != (decided.kind, explanation.outcome):
         return False
-    kinds = _kinds(told.facts["refused"])
-    if last["reason"] == told.sentence:
+    kinds = _kinds(explanation.facts["refused"])
+    if last["reason"] == explanation.sentence:
         return True
     if not kinds or kinds != _kinds(last["facts__refused"]):
         return False
@@ -139,7 +140,7 @@ def _still(decided: Decided, now: datetime) -> bool:
 
 
 def _kinds(refused: list[dict[str, Any]]) -> set[str]:
-    return {one["code"] for one in refused}
+    return {refusal["code"] for refusal in refused}
 
 
 def fitting_since(space: int) -> datetime | None:
@@ -151,7 +152,7 @@ def fitting_since(space: int) -> datetime | None:
 
 
 def prune(*, before: datetime, limit: int) -> int:
-    """Deletes the oldest `limit` records that were last true before `before`; answers how many."""
+    """Delete up to `limit` records last true before `before`, oldest first; return the number."""
     old = PlacementRecord.objects.filter(last_at__lt=before).order_by("last_at", "pk")
     deleted, _ = PlacementRecord.objects.filter(
         pk__in=list(old.values_list("pk", flat=True)[:limit])

@@ -1,4 +1,4 @@
-"""What the rows of replicas say now: for placement, for loads that wait, for drains."""
+"""Snapshots of nodes and replicas from the rows: for placement, waiting loads and drains."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -29,11 +29,11 @@ COLUMNS = (
     *("returned_vram", "returned_beside", "total_vram"),
     *("total_disk", "available_disk", "file_port_error"),
 )
-"""What `candidate` needs of a node's row."""
+"""Columns of a node's row that `candidate` reads."""
 
 
 def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
-    """Whether a replica exists that a request could be sent to now (R2.10), on another node than these."""
+    """Return True if a replica outside the nodes `besides` can take a request now (R2.10)."""
     rows = NodeModel.objects.of(model_name).serving().exclude(node__in=besides)
     labels = selectors_of([model_name])[model_name].labels
     if labels is None:
@@ -44,24 +44,24 @@ def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
 
 
 def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
-    """Whether a load has a slot of the model, on another node than these."""
+    """Return True if a load has a slot for the model outside the nodes `besides`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=besides).exists()
 
 
 def loaded_by(replica_id: UUID) -> str | None:
-    """The revision of the definition that the replica was loaded by, None if it does not serve."""
+    """Return the revision of the definition that the replica was loaded from; None if it does not serve."""
     return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
 
 
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
-    """What the rules of these models demand of nodes, for each of them; one query."""
+    """Return the node selector of each model's scheduling rule; one query."""
     rules = ModelSchedulingConfig.objects.filter(model_name__in=model_names)
     stored = dict(rules.values_list("model_name", "node_selector"))
-    found = {name: selectors.readable(stored.get(name, {})) for name in model_names}
+    labels_by_model = {name: selectors.readable(stored.get(name, {})) for name in model_names}
     return {
         name: Selector(name, None if labels is None else frozenset(labels.items()))
-        for name, labels in found.items()
+        for name, labels in labels_by_model.items()
     }
 
 
@@ -73,23 +73,24 @@ def fleet(
     besides: Collection[UUID] = (),
     conflicts: Collection[str] = (),
 ) -> list[Candidate]:
-    """Every node, or only these, and not `besides`, as placement sees them, with the labels that `selector`
-    asks for; four queries for any number, five with a selector, one more with `conflicts`.
+    """Return the nodes as candidates of a placement, with the labels that `selector` requires.
 
-    Those are the models that share a concurrency group with this one.
+    `only` restricts the nodes, None = all; `besides` are excluded. `conflicts` are the models that share a
+    concurrency group with this one. Four queries for any number of nodes, five with a selector, one more with
+    `conflicts`.
     """
-    taken: dict[UUID, set[int]] = {}
+    occupied_slots: dict[UUID, set[int]] = {}
     occupying = NodeModel.objects.of(model_name).occupying()
     for node_id, index in occupying.values_list("node_id", "replica_index"):
-        taken.setdefault(node_id, set()).add(index)
+        occupied_slots.setdefault(node_id, set()).add(index)
     labels: dict[UUID, set[tuple[str, str]]] = {}
     if selector.labels:
-        asked_for = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
-        for node_id, key, value in asked_for.values_list("node_id", "key", "value"):
+        required_labels = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
+        for node_id, key, value in required_labels.values_list("node_id", "key", "value"):
             labels.setdefault(node_id, set()).add((key, value))
-    there, brought = _loaded_among(conflicts), files_there(model_name)
-    asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
-    nodes = asked.exclude(pk__in=besides).annotate(
+    conflicting_models, file_bytes = _loaded_among(conflicts), files_there(model_name)
+    rows = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
+    nodes = rows.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
         busy=Coalesce(Sum("replicas__in_flight"), 0),
     )
@@ -97,17 +98,17 @@ def fleet(
     return [
         replace(
             candidate(row, memory.get(row["id"], ()), loaded=row["loaded"], in_flight=row["busy"]),
-            taken=frozenset(taken.get(row["id"], ())),
+            taken=frozenset(occupied_slots.get(row["id"], ())),
             labels=frozenset(labels.get(row["id"], ())),
-            conflicts=frozenset(there.get(row["id"], ())),
-            brought=brought.get(row["id"], 0),
+            conflicts=frozenset(conflicting_models.get(row["id"], ())),
+            brought=file_bytes.get(row["id"], 0),
         )
         for row in nodes.values(*COLUMNS, "loaded", "busy")
     ]
 
 
 def files_there(model_name: str) -> dict[UUID, int]:
-    """Bytes of the model's files on each node that has any."""
+    """Return the bytes of the model's files on each node that has any."""
     rows = BroughtModel.objects.filter(model_name=model_name)
     return dict(rows.values_list("node_id", "size"))
 
@@ -115,7 +116,7 @@ def files_there(model_name: str) -> dict[UUID, int]:
 def candidate(
     row: Mapping[str, Any], reservations: Sequence[Reservation], *, loaded: int, in_flight: int
 ) -> Candidate:
-    """A node by its columns and what its replicas sum up to, without what a single model sees of it."""
+    """Return a node as a candidate, from its columns and its replicas' sums, without any model's data."""
     return Candidate(
         id=row["id"],
         name=row["name"],
@@ -137,27 +138,27 @@ def candidate(
 
 def taken(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
     """Return the indices of these models' rows in any state (R1.62), by node; one query."""
-    found: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
-    rows = NodeModel.objects.filter(model_name__in=found).occupying()
+    indices: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
+    rows = NodeModel.objects.filter(model_name__in=indices).occupying()
     for name, node_id, index in rows.values_list("model_name", "node_id", "replica_index"):
-        found[name].setdefault(node_id, set()).add(index)
-    return found
+        indices[name].setdefault(node_id, set()).add(index)
+    return indices
 
 
 def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:
-    """Which of these models are loaded on each node."""
-    there: dict[UUID, set[str]] = {}
+    """Return the names of these models that are loaded on each node."""
+    names: dict[UUID, set[str]] = {}
     if model_names:
         loaded = NodeModel.objects.loaded().filter(model_name__in=model_names)
         for node_id, name in loaded.values_list("node_id", "model_name"):
-            there.setdefault(node_id, set()).add(name)
-    return there
+            names.setdefault(node_id, set()).add(name)
+    return names
 
 
 def in_flight(*node_ids: UUID) -> dict[UUID, int]:
-    """Requests that run on those of the nodes that have replicas.
+    """Return the number of running requests of each node that has replicas.
 
-    Their rows stay locked, so the answer stays true in this transaction.
+    The rows stay locked, so the counts stay true in this transaction.
     """
     rows = NodeModel.objects.filter(node_id__in=node_ids).order_by("id").select_for_update(of=("self",))
     counts: Counter[UUID] = Counter()

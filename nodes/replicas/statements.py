@@ -1,4 +1,4 @@
-"""The SQL of the hot path, and of what else web processes run without the ORM.
+"""The SQL of the hot path, and all other SQL that web processes run without the ORM.
 
 One invariant keeps the counts exact and the locks free of cycles: a transaction that changes a `replica_uses`
 row holds the lock of its `node_models` row, and takes these locks in the order of their ids.
@@ -12,16 +12,16 @@ from localai_cluster.accounts.credentials import VALID_SQL
 
 
 class Rows(Protocol):
-    """What a statement needs of the database: to be run, its rows."""
+    """The database interface of the statements: run one, return its rows."""
 
     async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction."""
+        """Run one statement in its own transaction."""
         ...
 
 
 SPARE = 64
-"""So many replicas of a model more than there are requests are locked. All of them are compared before that;
-among those that were locked the choice is exact, whatever other processes have counted meanwhile."""
+"""Number of replicas of a model that are locked beyond the number of requests. All replicas are compared
+before; among the locked ones the choice is exact, whatever other processes have counted meanwhile."""
 
 ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NULL OR NOT EXISTS (
                SELECT FROM jsonb_each(a.labels) AS wanted(key, value) WHERE NOT EXISTS (
@@ -29,11 +29,11 @@ ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NUL
                     WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
                )
            ))"""
-"""Whether `a`, which asks, may be given the replica `r`: by its candidates and by the rule of its model."""
+"""Condition: the pick `a` may get the replica `r`, by its candidates and by the rule of its model."""
 
 LABELS = """CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN NULLIF(c.node_selector, '{}')
                            ELSE '{"unreadable": []}' END"""
-"""What the rule `c` wants of a node; null if nothing."""
+"""Labels that the rule `c` requires of a node; null if none."""
 
 ADMITTED = "a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)"
 
@@ -65,7 +65,7 @@ COUNTED = """locked AS MATERIALIZED (
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
       LEFT JOIN released g ON g.id = l.id
 )"""
-"""What may be chosen, and what is counted out, with what this process holds of it."""
+"""The replicas to choose from and to release, with the requests that this process holds there."""
 
 PLACES = f"""ranked AS (
     SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
@@ -84,7 +84,7 @@ PLACES = f"""ranked AS (
            ) AS place
       FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
 )"""
-"""Where the requests of each ask go that are spread by R1.78."""
+"""The replicas for the requests of each `ask`, spread by R1.78."""
 
 MOVED = """moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
@@ -172,7 +172,7 @@ UPDATE web_processes
        hearing_since = CASE WHEN seen_at < %(gap)s::timestamptz THEN %(now)s ELSE hearing_since END
  WHERE id = %(process)s
 """
-"""Says that this process lives. After a gap longer than it may be silent, `hearing_since` starts again."""
+"""Renew the presence of this process. After a gap longer than the allowed one, `hearing_since` restarts."""
 
 LOCK_USED = """
 SELECT r.id FROM node_models r
@@ -181,7 +181,7 @@ SELECT r.id FROM node_models r
    AND r.state IS NOT NULL
  ORDER BY r.id FOR UPDATE OF r
 """
-"""Locks everything that `SETTLE` or `RELEASE_ALL` may touch. It must be a statement of its own before them,
+"""Lock all rows that `SETTLE` or `RELEASE_ALL` may change. It must be a statement of its own before them,
 so that they see what others committed while this one waited."""
 
 SETTLE = """
@@ -201,8 +201,8 @@ UPDATE node_models r
        last_released_at = CASE WHEN m.after < m.before THEN %(now)s ELSE r.last_released_at END
   FROM mine m WHERE r.id = m.id
 """
-"""Makes this process's counts what it holds in memory; repeating it changes nothing. Departed replicas, which
-have no state, count for nobody."""
+"""Set the counts of this process to those in its memory; idempotent. Departed replicas, which have no state,
+are not counted."""
 
 RELEASE_ALL = """
 WITH gone AS (
@@ -224,7 +224,7 @@ WITH lost AS (
 )
 SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-"""Takes one replica out of the picks (`terminations.lose`), if it is the one that was picked. Requests that
+"""Take one replica out of the picks (`terminations.lose`), if it is the one that was picked. Requests that
 run there are still counted out."""
 
 DROP_DEAD_PROCESSES = """
@@ -257,7 +257,7 @@ SELECT r.id FROM node_models r
  WHERE r.in_flight <> COALESCE(u.held, 0)
  ORDER BY r.id FOR UPDATE OF r SKIP LOCKED
 """
-"""Who holds a row is changing its count; it is looked at again with the next pass."""
+"""A locked row is skipped: its holder is changing the count, and the next pass checks it."""
 
 RECOUNT = """
 UPDATE node_models r SET in_flight = s.held

@@ -1,9 +1,9 @@
-"""Memory that loads reserve on nodes: the column of the node, and beside it the rows of the loads.
+"""Memory that loads reserve on nodes: a column of the node, and the rows of the loads.
 
-`reserved_vram` of a node is the reference's: a load adds to it, a load that ends without a replica takes its
-share back, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads say what is needed until
-readings show it (`placement/reservations.py`). Both are about the same bytes, so the larger one counts. What
-an engine gives back counts as free until the next reading (`credit`).
+`reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
+subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
+needed bytes until readings show them (`placement/reservations.py`). Both count the same bytes, so the larger
+one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
 """
 
 import logging
@@ -35,12 +35,12 @@ _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
 RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at", "gpus")
-"""What `reservation` needs of a replica's row, in this order."""
+"""Columns of a replica's row that `reservation` takes, in this order."""
 
 
 @dataclass(frozen=True)
 class GpuShare:
-    """A GPU that an engine is given, by what its worker knows it by, and the bytes that it may take there."""
+    """A GPU that an engine may use, by the id that its worker uses, and the bytes that it may take there."""
 
     id: str
     amount: int
@@ -48,9 +48,9 @@ class GpuShare:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a load has reserved: the columns of its row, and the only GPUs that its engine may see.
+    """The reservation of a load: the columns of its row, and the only GPUs that its engine may see.
 
-    No GPUs: all of them, because its node does not tell them or the load fits on no set of them.
+    Without GPUs the engine sees all of them: the node reports none, or the load fits on no set of them.
     """
 
     columns: Mapping[str, Any]
@@ -58,26 +58,26 @@ class Taken:
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
-    """R1.51: adds to the node's column if that much is effectively free; False and nothing written if not."""
+    """Add `amount` bytes to the node's column if they are effectively free, else return False (R1.51)."""
     if amount <= 0:
         return True
-    roomy = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
-    moved = Greatest(F("reserved_at"), now)
-    return bool(roomy.update(reserved_vram=F("reserved_vram") + amount, reserved_at=moved))
+    free_node = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
+    reserved_at = Greatest(F("reserved_at"), now)
+    return bool(free_node.update(reserved_vram=F("reserved_vram") + amount, reserved_at=reserved_at))
 
 
 def release(node_id: UUID, amount: int, *, since: datetime) -> None:
-    """R1.52: takes back what was reserved at `since`, unless a reading after that has cleared it already."""
+    """Subtract `amount` bytes reserved at `since`, unless a later reading has cleared them (R1.52)."""
     if amount <= 0:
         return
-    there = Q(vram_read_at__isnull=True) | Q(vram_read_at__lt=since)
-    holding = BackendNode.objects.filter(there, pk=node_id, reserved_vram__gte=amount)
+    not_cleared = Q(vram_read_at__isnull=True) | Q(vram_read_at__lt=since)
+    holding = BackendNode.objects.filter(not_cleared, pk=node_id, reserved_vram__gte=amount)
     holding.update(reserved_vram=F("reserved_vram") - amount)
 
 
 def fits(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
-    """Whether a load finds its memory when these have given theirs back; needs the node's lock, as `take`."""
-    return fit(*_when_gone(*_free(node, need), soon), need.vram) is not None
+    """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
+    return fit(*_after_stops(*_free(node, need), soon), need.vram) is not None
 
 
 def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
@@ -86,30 +86,30 @@ def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
     return effectively_free(vars(node), reservations), rooms
 
 
-def _when_gone(free: int, rooms: Rooms, soon: Collection[Resident]) -> tuple[int, Rooms]:
-    for one in soon:
-        free, rooms = free + one.vram, given_back(rooms, one.gpus)
+def _after_stops(free: int, rooms: Rooms, soon: Collection[Resident]) -> tuple[int, Rooms]:
+    for replica in soon:
+        free, rooms = free + replica.vram, given_back(rooms, replica.gpus)
     return free, rooms
 
 
 def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()) -> Taken | None:
-    """Reserves what a load needs, on the node and on its GPUs; None if the node lacks what is required.
+    """Reserve a load's memory on the node and its GPUs; return None if the node lacks required memory.
 
-    `soon`: replicas whose memory will be given back before the load uses what it reserves.
-    Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
+    `soon`: replicas that free their memory before the load uses its reservation.
+    Needs the node's lock: no other load reserves and no reading arrives between the check and the row.
     """
     free, rooms = _free(node, need)
-    free_later, later = _when_gone(free, rooms, soon)
+    free_later, later = _after_stops(free, rooms, soon)
     shares = fit(free_later, later, need.vram)
     if shares is None and need.vram_required:
         return None
     if shares is None and node.total_vram:
-        # Without a GPU all models use the main memory, and there is nothing to be said.
+        # Without a GPU all models use the main memory, and there is nothing to report.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
     expected = filled(later, need.vram) if shares is None else shares
     amount = total(shares or {}, need.vram)
     fits = fit(free, rooms, need.vram) is not None and reserve(node.pk, amount, now=now)
-    by_index = {one["index"]: one for one in node.gpus}
+    by_index = {gpu["index"]: gpu for gpu in node.gpus}
     columns = {
         "vram_needed": amount,
         "vram_on_node": fits,
@@ -121,12 +121,12 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resid
 
 
 def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
-    """An engine that ran until its stop was sent has gone: what it needed is free before a reading says so.
+    """Count the memory of an engine that ran until its stop was sent as free before a reading shows it.
 
-    Only beside a reading that shows the engine: from after its load, and from before the stop, by more than
-    clocks differ; and no more than the node has, for it may have been estimated larger. Not in the
-    transaction that locks replicas, for nodes are locked before them; if it is lost the next reading makes up
-    for it.
+    Applies only to a reading that includes the engine: taken after its load, and before the stop by more than
+    clocks differ. The amount is limited to the memory that the node uses, because the engine's need may have
+    been overestimated. Must not run in the transaction that locks replicas, because nodes are locked before
+    them. If the credit is lost, the next reading corrects it.
     """
     shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - _CLOCKS_DIFFER)
     beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
@@ -137,11 +137,10 @@ def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
 
 
 def _at_most(returned: CombinedExpression) -> Case:
-    """No more than the node's reading shows as used, if its size is known."""
-    every, used = (
-        ExpressionWrapper(one, BigIntegerField()) for one in (returned, F("total_vram") - F("available_vram"))
-    )
-    return Case(When(total_vram__gt=0, then=Greatest(Least(every, used), _ZERO)), default=every)
+    """Limit `returned` to the bytes that the node's reading shows as used, if its size is known."""
+    amount = ExpressionWrapper(returned, BigIntegerField())
+    used = ExpressionWrapper(F("total_vram") - F("available_vram"), BigIntegerField())
+    return Case(When(total_vram__gt=0, then=Greatest(Least(amount, used), _ZERO)), default=amount)
 
 
 def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
@@ -155,32 +154,32 @@ def _given(by_index: Mapping[int, Mapping[str, Any]], shares: Shares) -> tuple[G
 
 
 def given_back_beside(gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None) -> None:
-    """An engine has gone beside these locked loads: later readings show so much more than the one they have
-    seen.
+    """Add the memory of an engine that has ended to the readings that these locked loads started from.
 
-    Otherwise what it gave back would count as theirs until they have ended. One whose reading was from before
-    that engine had allocated it sees no more than it saw; nor one whose reading may be from after its end,
-    for it ran until its stop was sent, if that is known.
+    Later readings show that much more free memory; without the correction it would hide the memory of the
+    loads until they have ended. Two kinds of loads stay unchanged: those whose reading is older than the
+    engine's allocation, and those whose reading may be newer than its end. The engine ran until its stop was
+    sent; nothing changes if that time is unknown.
     """
     if gone.loaded_at is None or stop_sent is None:
         return
     until = stop_sent - _CLOCKS_DIFFER
-    its = {one["index"]: one["bytes"] for one in gone.gpus}
-    saw_it = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
-    for row in saw_it:
+    freed = {gpu["index"]: gpu["bytes"] for gpu in gone.gpus}
+    affected_loads = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
+    for row in affected_loads:
         row.vram_seen += gone.vram_needed
-        row.gpus = [one | {"seen": one["seen"] + its.get(one["index"], 0)} for one in row.gpus]
-    NodeModel.engines.bulk_update(saw_it, ["vram_seen", "gpus"])
+        row.gpus = [gpu | {"seen": gpu["seen"] + freed.get(gpu["index"], 0)} for gpu in row.gpus]
+    NodeModel.engines.bulk_update(affected_loads, ["vram_seen", "gpus"])
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
-    """The reservations among the rows by node, of nodes where any is not read yet; one query."""
+    """Return the reservations of `rows` by node, for nodes where a reading lacks at least one; one query."""
     unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
-    found: defaultdict[UUID, list[Reservation]] = defaultdict(list)
+    reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
     reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *RESERVING)
     for node_id, *columns in reserving:
-        found[node_id].append(reservation(*columns))
-    return found
+        reservations[node_id].append(reservation(*columns))
+    return reservations
 
 
 def reservation(
@@ -190,13 +189,13 @@ def reservation(
     loaded_at: datetime | None,
     gpus: Sequence[Mapping[str, Any]],
 ) -> Reservation:
-    """What a replica's row reserves."""
-    shares = {one["index"]: (one["bytes"], one["seen"]) for one in gpus}
+    """Return the reservation of a replica's row, from its columns `RESERVING`."""
+    shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
     return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
 
 
 def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
-    """R1.51: bytes of the node, given by its columns, that nothing uses and no load has reserved."""
+    """Return the bytes of the node, given by its columns, that are neither used nor reserved (R1.51)."""
     ceiling: int = node["vram_budget_bytes"]
     available: int = node["available_vram"]
     if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
@@ -208,23 +207,23 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
 
 
 def rooms_of(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> Rooms:
-    """Bytes of each GPU of the node, given by its columns, that nothing uses and no load has reserved."""
+    """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
     reserved = reserved_on_gpus(node, reservations)
-    return frozenset((one["index"], one["free_vram"] - reserved[one["index"]]) for one in node["gpus"])
+    return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
 
 
 def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
-    """What loads have reserved on each GPU of the node and its last reading does not show."""
+    """Return the reserved bytes of each GPU that the node's last reading does not show."""
     read_at = node["vram_read_at"] or NEVER
     return {
-        one["index"]: on_gpu(reservations, one["index"], MemoryReading(one["free_vram"], read_at))
+        gpu["index"]: on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
         if reservations
         else 0
-        for one in node["gpus"]
+        for gpu in node["gpus"]
     }
 
 
 def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
-    """The GPUs of the node, given by its columns, each with what loads have reserved there."""
+    """Return the GPUs of the node, given by its columns, each with the bytes that loads have reserved."""
     reserved = reserved_on_gpus(node, reservations)
-    return [one | {"reserved_vram": max(reserved[one["index"]], 0)} for one in node["gpus"]]
+    return [gpu | {"reserved_vram": max(reserved[gpu["index"]], 0)} for gpu in node["gpus"]]

@@ -1,8 +1,8 @@
-"""How an unload or a deletion of a model comes to be: on which nodes, and what it excludes.
+"""Creation of unloads and deletions of a model: their nodes, and the operations that they exclude.
 
-What is asked for one node owns the model on that node; what is asked for the cluster owns a share of the
-model, as each of its loads does, so unloads and loads exclude each other. The nodes are decided here, when
-the operation is made.
+An operation for one node owns the model on that node. An operation for the cluster owns a key suffix of the
+model, as each of its loads does, so unloads and loads exclude each other. The nodes are chosen here, when the
+operation is created.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from operations.models import Operation
 
 UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
 LONGEST_GRACE = 3600
-"""Seconds that running requests may be given at most."""
+"""Longest grace for running requests, in seconds."""
 
 Targets = Sequence[tuple[UUID, str]]
 
 
 @dataclass(frozen=True)
 class UnloadWish:
-    """What is asked, and by whom; without a node it is about the whole cluster.
+    """The request of an unload or deletion, and its actor; without a node for the whole cluster.
 
-    `grace`: seconds that running requests have before their engine is stopped, None = as the settings say.
-    `reason` is kept with the operation.
+    `grace`: seconds that running requests have before their engine is stopped, None = the setting.
+    `reason` is stored with the operation.
     """
 
     model: str
@@ -45,24 +45,24 @@ class UnloadWish:
 
 
 def unload(wish: UnloadWish, *, now: datetime) -> Admission:
-    """Has the model's replicas unloaded; joins the operation that does so already.
+    """Unload the model's replicas; join the active operation that does so.
 
-    Raises NotFound where no replica is, Conflict where it is being loaded or deleted.
+    Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
     """
     rows = drains.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
     if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
         raise _not_loaded(wish)
-    admission = _admitted(wish, UNLOAD, targets, now)
+    admission = _admit(wish, UNLOAD, targets, now)
     if admission.created:
-        _keep(wish, "unload", admission.operation, now)
+        _record(wish, "unload", admission.operation, now)
     elif wish.grace is not None:
         drains.hurry(rows, deadline=now + timedelta(seconds=wish.grace))
     return admission
 
 
 def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
-    """R2.55: has the replica of the node unloaded that was last used the longest ago.
+    """Unload the least recently used idle replica of the node (R2.55).
 
     Raises NotFound if none is idle.
     """
@@ -75,9 +75,9 @@ def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
 
 
 def delete(wish: UnloadWish, *, now: datetime) -> Admission:
-    """Has the model unloaded and its files removed, on the node or on every approved node.
+    """Unload the model and remove its files, on the node or on every approved node.
 
-    Raises NotFound where no node could have it, Conflict where it is being loaded or unloaded.
+    Raises NotFound if no node can have it, Conflict while it is being loaded or unloaded.
     """
     if wish.node is not None:
         _refuse_while_loading(wish, wish.node)
@@ -90,16 +90,16 @@ def delete(wish: UnloadWish, *, now: datetime) -> Admission:
 
 
 def _deletion(wish: UnloadWish, targets: Targets, now: datetime) -> Admission:
-    admission = _admitted(wish, DELETE, targets, now)
+    admission = _admit(wish, DELETE, targets, now)
     if admission.created:
-        _keep(wish, "deletion", admission.operation, now)
+        _record(wish, "deletion", admission.operation, now)
     return admission
 
 
-def _keep(wish: UnloadWish, what: str, operation: Operation, now: datetime) -> None:
-    because = wish.reason or f"{what} asked for by {wish.actor}"
+def _record(wish: UnloadWish, kind: str, operation: Operation, now: datetime) -> None:
+    reason = wish.reason or f"{kind} asked for by {wish.actor}"
     node_id = wish.node.id if wish.node is not None else None
-    records.keep(wish.model, operation.id, because=because, node_id=node_id, index=wish.index, now=now)
+    records.keep(wish.model, operation.id, because=reason, node_id=node_id, index=wish.index, now=now)
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
@@ -111,11 +111,11 @@ def loading_there(model: str, node_id: UUID) -> UUID | None:
 def _key(wish: UnloadWish) -> str:
     if wish.node is None:
         return load.key(wish.model, load.ALL)
-    part = "model" if wish.index is None else f"replica:{wish.index}"
-    return f"node:{wish.node.id}:{part}:{wish.model}"
+    target = "model" if wish.index is None else f"replica:{wish.index}"
+    return f"node:{wish.node.id}:{target}:{wish.model}"
 
 
-def _admitted(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
+def _admit(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
     grace = conf.cluster().unload_grace if wish.grace is None else wish.grace
     payload: dict[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
     payload |= {"reason": wish.reason} if wish.reason else {}
@@ -140,9 +140,9 @@ def _not_loaded(wish: UnloadWish) -> Exception:
             return in_progress(active)
         return errors.NotFound(f"model {wish.model} is not loaded on any node")
     _refuse_while_loading(wish, wish.node)
-    which = "" if wish.index is None else f" as replica {wish.index}"
+    replica = "" if wish.index is None else f" as replica {wish.index}"
     state = "" if wish.node.status == "healthy" else f", which is {wish.node.status}"
-    return errors.NotFound(f"model {wish.model} is not loaded{which} on node {wish.node.name}{state}")
+    return errors.NotFound(f"model {wish.model} is not loaded{replica} on node {wish.node.name}{state}")
 
 
 def _refuse_while_loading(wish: UnloadWish, node: BackendNode) -> None:

@@ -1,10 +1,10 @@
-"""The operations `model_unload` and `model_delete`: one part for each node, all parts at once within a bound.
+"""The operations `model_unload` and `model_delete`: one target for each node, up to `AT_ONCE` at a time.
 
-The replicas leave the picks in one transaction, under the attempt's fence, before any command is sent. Their
-requests may end until the deadline that the row carries. Then each engine is stopped by key and address, and
-again until its worker confirms it or `STOP_WITHIN` has passed; only a confirmation removes the row. A part
-ends with success or with the reason, and the operation ends as its parts did. An attempt that was cut off is
-repeated: every command may be, and parts that have ended stay as they ended.
+One transaction, under the attempt's fence, takes the replicas out of the picks before any command is sent.
+Their requests may run until the row's deadline. Then each engine is stopped by key and address, again and
+again until its worker confirms the stop or `STOP_WITHIN` has passed; only a confirmation removes the row. A
+target ends with success or with an error, and the operation ends like its targets. An interrupted attempt is
+repeated: every command is idempotent, and targets that have ended keep their result.
 """
 
 import asyncio
@@ -38,27 +38,27 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 STOP_WITHIN = 45.0
-"""Seconds for which a command is repeated that a worker does not confirm: it has 20 for one stop."""
+"""Seconds for which an unconfirmed command is repeated; a worker has 20 for one stop."""
 SILENT_FOR = SETTLED_AFTER
 """Seconds without a listener after which a worker counts as unreachable."""
 ASK_AGAIN = 2.0
 LOOK_EVERY = 0.25
 AT_ONCE = 64
-"""Nodes that one operation talks to at the same time."""
+"""Nodes that one operation contacts at the same time."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What the operation has to do on one node."""
+    """A target of the operation: one node with the replicas to stop there."""
 
     node_id: UUID
     name: str
     status: str | None
-    """The node's; None when it is no longer registered."""
+    """Status of the node; None if it is no longer registered."""
     replicas: tuple[Engine, ...]
 
     def why_unreachable(self) -> str:
-        """Why no command is sent there; empty if one can be."""
+        """Return the reason why no command can be sent to the node; empty if one can."""
         if self.status is None:
             return "the node is no longer registered"
         return "the node is offline, so what runs there is not known" if self.status == "offline" else ""
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass
 class Quiet:
-    """Tells when nothing runs on a replica any more or its deadline has passed; one query for all."""
+    """Watch that signals when a replica is idle or its deadline has passed; one query for all replicas."""
 
     work: Work
     parts: Sequence[Part]
@@ -76,8 +76,8 @@ class Quiet:
         self.reached = {replica.id: asyncio.Event() for part in self.parts for replica in part.replicas}
 
     async def watch(self) -> None:
-        """Looks until every replica is quiet."""
-        said: dict[UUID, int] = {}
+        """Poll until every replica is idle or past its deadline."""
+        reported: dict[UUID, int] = {}
         while waiting := [id for id, event in self.reached.items() if not event.is_set()]:
             rows, now = await in_thread(drains.running, waiting), clock.now()
             for id in waiting:
@@ -85,11 +85,13 @@ class Quiet:
                 if not requests or until is None or until <= now:
                     self.reached[id].set()
             for part in self.parts:
-                left = sum(rows.get(replica.id, (0, None))[0] for replica in part.replicas)
-                if left and said.get(part.node_id) != left:
-                    said[part.node_id] = left
-                    plural = "request" if left == 1 else "requests"
-                    self.work.progress(_tick(part, "draining", f"waiting for {left} {plural} on {part.name}"))
+                running = sum(rows.get(replica.id, (0, None))[0] for replica in part.replicas)
+                if running and reported.get(part.node_id) != running:
+                    reported[part.node_id] = running
+                    plural = "request" if running == 1 else "requests"
+                    self.work.progress(
+                        _tick(part, "draining", f"waiting for {running} {plural} on {part.name}")
+                    )
             await asyncio.sleep(LOOK_EVERY)
 
 
@@ -100,15 +102,17 @@ class UnloadModel:
         self._bus = bus
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Carries out what is left of the parts, and ends as they did."""
+        """Run the targets that have not ended; raise CommandFailed if any target failed."""
         parts = await in_thread(_begin, work)
         quiet, bound = Quiet(work, parts), asyncio.Semaphore(AT_ONCE)
         await _all(quiet.watch(), *(self._part(work, part, quiet, bound) for part in parts))
-        ended = await in_thread(_ended, work)
-        failed = [f"{part.node_name}: {part.error}" for part in ended if part.status == TargetStatus.ERROR]
+        ended_targets = await in_thread(_targets, work)
+        failed = [
+            f"{part.node_name}: {part.error}" for part in ended_targets if part.status == TargetStatus.ERROR
+        ]
         if failed:
             raise CommandFailed("; ".join(failed))
-        return {"nodes": [part.node_name for part in ended]}
+        return {"nodes": [part.node_name for part in ended_targets]}
 
     async def _part(self, work: Work, part: Part, quiet: Quiet, bound: asyncio.Semaphore) -> None:
         stops = (self._unload(work, part, replica, quiet, bound) for replica in part.replicas)
@@ -123,13 +127,13 @@ class UnloadModel:
         await in_thread(outcome.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
 
     async def _then(self, work: Work, part: Part) -> str:
-        """What else is to be done on the node; answers what went wrong."""
+        """Run further steps on the node after the stops; return the error, empty for success."""
         return ""
 
     async def _unload(
         self, work: Work, part: Part, replica: Engine, quiet: Quiet, bound: asyncio.Semaphore
     ) -> str:
-        """Has one engine stopped and removes its row; answers what went wrong."""
+        """Stop one engine and remove its row; return the error, empty for success."""
         await quiet.reached[replica.id].wait()
 
         async def stop() -> Stopped | None:
@@ -142,9 +146,9 @@ class UnloadModel:
             )
 
         async with bound:
-            stopped = await _until_gone(stop)
+            stopped = await _until_confirmed(stop)
         if stopped is None:
-            return await in_thread(_why_not_leaving, part, replica)
+            return await in_thread(_reason_not_stopped, part, replica)
         if stopped.gone:
             await in_thread(retire.confirm, replica.id, stop_sent=stopped.sent_at)
             return ""
@@ -153,7 +157,7 @@ class UnloadModel:
 
 
 class DeleteModel(UnloadModel):
-    """The same, and the model's files are removed on each node where nothing of it runs any more."""
+    """Handler that unloads the model and removes its files on each node where it does not run any more."""
 
     async def _then(self, work: Work, part: Part) -> str:
         model = work.operation.element
@@ -176,15 +180,15 @@ class DeleteModel(UnloadModel):
                 case _:
                     assert_never(answer)
 
-        ended = await _until_gone(delete)
-        return ended.reason if ended else ""
+        deletion = await _until_confirmed(delete)
+        return deletion.reason if deletion else ""
 
 
-async def _until_gone(ask: Callable[[], Awaitable[Stopped | None]]) -> Stopped | None:
-    """Repeats a command until it is answered for good, the worker is unreachable, or time is up."""
+async def _until_confirmed(command: Callable[[], Awaitable[Stopped | None]]) -> Stopped | None:
+    """Repeat a command until it has a final result, the worker is unreachable, or time is up."""
     began, silent_since = clock.monotonic(), None
     while True:
-        stopped, now = await ask(), clock.monotonic()
+        stopped, now = await command(), clock.monotonic()
         if stopped is None or stopped.gone:
             return stopped
         silent_since = (silent_since or now) if stopped.silent else None
@@ -194,20 +198,20 @@ async def _until_gone(ask: Callable[[], Awaitable[Stopped | None]]) -> Stopped |
 
 
 def _begin(work: Work) -> list[Part]:
-    """Takes the replicas out of the picks; answers the parts that have not ended yet.
+    """Take the replicas out of the picks; return the targets that have not ended yet.
 
-    Raises LeaseLost before anything is written when the operation is another attempt's.
+    Raises LeaseLost before any write if another attempt owns the operation.
     """
-    asked, now = work.operation.payload, clock.now()
+    payload, now = work.operation.payload, clock.now()
     with committed("unload.begin"):
         owned(*work.attempt)
-        left = [part for part in _ended(work) if part.status not in targets.ENDED]
-        ids = [part.node_id for part in left]
+        unfinished = [part for part in _targets(work) if part.status not in targets.ENDED]
+        ids = [part.node_id for part in unfinished]
         rows = drains.drain(
             work.operation.element,
             ids,
-            index=asked.get("replica_index"),
-            deadline=now + timedelta(seconds=asked["grace"]),
+            index=payload.get("replica_index"),
+            deadline=now + timedelta(seconds=payload["grace"]),
             operation_id=work.id,
             now=now,
         )
@@ -219,16 +223,16 @@ def _begin(work: Work) -> list[Part]:
             states.get(part.node_id),
             tuple(row for row in rows if row.node_id == part.node_id),
         )
-        for part in left
+        for part in unfinished
     ]
 
 
-def _ended(work: Work) -> list[OperationTarget]:
+def _targets(work: Work) -> list[OperationTarget]:
     return list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
 
 
-def _why_not_leaving(part: Part, replica: Engine) -> str:
-    """A row went without us: with a worker that started again, or with a node that is lost. Or it serves."""
+def _reason_not_stopped(part: Part, replica: Engine) -> str:
+    """Return the reason why the row needs no stop: it was removed with its worker or node, or it serves."""
     if drains.serves(replica):
         return f"{replica.process_key} was put back and serves: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()
@@ -236,8 +240,8 @@ def _why_not_leaving(part: Part, replica: Engine) -> str:
 
 
 async def _all(*work: Awaitable[R]) -> list[R]:
-    """Does all of it; the first failure ends the rest and is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    """Run all awaitables concurrently; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         return await asyncio.gather(*tasks)
     finally:

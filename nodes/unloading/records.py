@@ -1,6 +1,6 @@
-"""The record of an unload: which replicas were there, and so which of them leave.
+"""The decision record of an unload: the existing replicas and those that it stops.
 
-The operation is what has them unloaded, and it is made first: a kill in between costs the record only.
+The operation does the unload and is created first: a kill in between loses only the record.
 """
 
 from collections.abc import Mapping
@@ -27,32 +27,34 @@ def keep(
     index: int | None,
     now: datetime,
 ) -> None:
-    """Keeps why they leave: all of the model's, those of one node, or exactly one. Three statements."""
+    """Record the reason for the unload of all replicas, of one node's, or of one. Three statements."""
     rows = NodeModel.objects.of(model_name).values_list(*_COLUMNS)
-    there = {row[0]: row[1:] for row in rows}
+    replicas = {row[0]: row[1:] for row in rows}
     of_operation = {
         "because": because,
         "node": None if node_id is None else str(node_id),
         "index": index,
     }
-    seen = fleet_log.remember(
-        {f"held/{model_name}": Section(there), f"unload/{operation_id}": Section(of_operation)}, now=now
+    snapshot_ref = fleet_log.remember(
+        {f"held/{model_name}": Section(replicas), f"unload/{operation_id}": Section(of_operation)}, now=now
     )
-    told = reasons.without_fleet(Ending.UNLOADING, _words(there, of_operation))
-    reasons.record(Decided(model_name, operation_id, told, seen, DecisionKind.UNLOAD), now=now)
+    explanation = reasons.without_fleet(Ending.UNLOADING, _sentence(replicas, of_operation))
+    reasons.record(Decided(model_name, operation_id, explanation, snapshot_ref, DecisionKind.UNLOAD), now=now)
 
 
 def again(state: State, model_name: str, operation_id: UUID | None) -> str | None:
-    """The sentence of the record, from what was seen; None if nothing of it is there."""
-    told = state.get(f"unload/{operation_id}")
-    return _words(state.get(f"held/{model_name}", {}), told) if told else None
+    """Return the sentence of the record, from its snapshot; None if that lacks the operation."""
+    request = state.get(f"unload/{operation_id}")
+    return _sentence(state.get(f"held/{model_name}", {}), request) if request else None
 
 
-def _words(there: Mapping[Any, Any], wish: Mapping[str, Any]) -> str:
-    leave = [
+def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
+    terminating = [
         f"{index} on {node}"
-        for node_id, node, index, state in there.values()
-        if state in drains.HELD and wish["node"] in (None, str(node_id)) and wish["index"] in (None, index)
+        for node_id, node, index, state in replicas.values()
+        if state in drains.HELD
+        and request["node"] in (None, str(node_id))
+        and request["index"] in (None, index)
     ]
-    which = f"replicas that leave: {named(leave)}" if leave else "no replica is there"
-    return cut(f"{wish['because']}; {which}", LONGEST_SENTENCE)
+    outcome = f"replicas that leave: {named(terminating)}" if terminating else "no replica is there"
+    return cut(f"{request['because']}; {outcome}", LONGEST_SENTENCE)
