@@ -143,6 +143,8 @@ class History:
     def somebody_acts(self, what: str, dice: Random) -> None:
         """Something happens outside of the controllers."""
         worker = dice.choice(list(self.world.workers.values()))
+        if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
+            what = "comes_back"
         if what in OF_WORKERS:
             self.world.note(f"{worker.name} {what}")
             self.act(partial(getattr(self.cluster, what), worker))
@@ -181,6 +183,7 @@ class History:
 
     def reading(self, worker: Worker) -> None:
         """The node's column is empty again."""
+        self.learn_reserved({row.pk: row for row in NodeModel.engines.all()})
         if BackendNode.objects.filter(pk=worker.id, vram_read_at=self.world.time).exists():
             self.reserved[worker.id] = {}
 
@@ -226,7 +229,6 @@ class History:
         self.rows_have_owners(rows)
         self.requests_are_counted(rows)
         self.memory_is_reserved(rows)
-        self.last = rows
 
     def engines_have_rows(self, rows: dict[UUID, NodeModel]) -> None:
         """Each engine that was started has its row until its end is confirmed."""
@@ -258,17 +260,22 @@ class History:
 
     def memory_is_reserved(self, rows: dict[UUID, NodeModel]) -> None:
         """A node's column is the sum over the loads that have added to it since its last reading."""
+        self.learn_reserved(rows)
+        for node in BackendNode.objects.filter(status="healthy"):
+            amount = sum(self.reserved.get(node.pk, {}).values())
+            assert node.reserved_vram == amount or self.is_unsure, (
+                f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
+            )
+
+    def learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
+        """See which loads have begun and which have ended without a replica."""
         for id, row in rows.items():
             if id not in self.last and row.vram_on_node:
                 self.reserved.setdefault(row.node_id, {})[id] = row.vram_needed
         for id, row in self.last.items():
             if id not in rows and row.loaded_at is None:
                 self.reserved.get(row.node_id, {}).pop(id, None)
-        for node in BackendNode.objects.filter(status="healthy"):
-            amount = sum(self.reserved.get(node.pk, {}).values())
-            assert node.reserved_vram == amount or self.is_unsure, (
-                f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
-            )
+        self.last = rows
 
     # --- the end
 
@@ -299,7 +306,7 @@ class History:
         first = self.controllers[0]
         self.world.passes(100)
         self.go(first, self.cluster.reaps)
-        for _ in range(8):
+        while Operation.objects.due(at=self.world.time).exists():
             self.go(first, partial(self.cluster.works, first.name))
         self.act(self.cluster.loses_dead)
         self.go(first, self.cluster.stops)
