@@ -34,22 +34,30 @@ from operations.models import Operation, OperationTarget
 from tests.support.effort import EFFORT, swept
 from tests.support.replica_histories import Actor, Worker, World, played, wait
 from tests.support.replica_jobs import Cluster
+from tests.support.replica_mutants import MUTANTS, QUICK
 from tests.support.replicas import forget_nodes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 HISTORIES = 50
-STEPS = 40
+STEPS = 50
+PRESENT = 4
+"""Replicas that are there at first."""
+LONGEST_SLEEP = 1000
+MOST = 50
+"""Histories that a planted defect may stay hidden."""
+MANY = 2000
+"""Histories of `make sweep`."""
 ROUNDS = 40
 """Looks of a controller after the faults."""
 
-CONTROLLERS = ["works"] * 5 + ["stops"] * 3 + ["reaps", "is_killed"]
+CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["reaps"]
 """What a controller does next; one that is at a job mostly goes on with it."""
 OUTSIDE = (
     ["asks_for_load"] * 6
     + ["picks"] * 4
     + ["releases"] * 3
-    + ["asks_for_unload", "loses", "time_passes"] * 2
+    + ["asks_for_unload", "loses", "time_passes"] * 3
     + ["cancels", "web_process_dies", "messages_arrive"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back", "engine_dies"]
 )
@@ -78,7 +86,7 @@ class History:
         self.last: dict[UUID, NodeModel] = {}
         self.is_unsure = False
         """True if a process was killed between a commit and what follows it: a reading makes up for that."""
-        self.steps = 0
+        self.naps = 0
         _forget_everything()
 
     def play(self, numbers: Sequence[int]) -> None:
@@ -87,7 +95,6 @@ class History:
             try:
                 self.begin()
                 for number in numbers:
-                    self.steps += 1
                     self.step(number)
                     self.check()
                 self.converge()
@@ -101,6 +108,13 @@ class History:
         for number, name in enumerate(("alpha", "beta")):
             worker = Worker(number, name, UUID(int=number), "1".zfill(32))
             self.act(partial(self.cluster.registers, worker))
+        self.world.are_faults_on, first = False, self.controllers[0]
+        first.runs_through = lambda point: None
+        for number in range(PRESENT):
+            self.act(partial(self.cluster.asks_for_load, Random(number)))
+            self.go(first, partial(self.cluster.works, first.name))
+        first.runs_through, self.world.are_faults_on = None, True
+        self.check()
 
     # --- steps
 
@@ -108,7 +122,7 @@ class History:
         """Take the step that this number decides."""
         dice = self.world.dice = Random(number)
         self.world.passes(1)
-        if dice.random() < 0.6:
+        if dice.random() < 0.65:
             self.controller_goes_on(dice.choice(self.controllers), dice)
         else:
             self.somebody_acts(dice.choice(OUTSIDE), dice)
@@ -117,8 +131,6 @@ class History:
         """Begin a job, go on to some later point of it, or be killed there."""
         if actor.is_idle:
             actor.job = dice.choice(CONTROLLERS)
-            if actor.job == "is_killed":
-                return
             self.world.note(f"{actor.name} {actor.job}")
             job = getattr(self.cluster, actor.job)
             self.go(actor, partial(job, actor.name) if actor.job == "works" else job)
@@ -126,7 +138,7 @@ class History:
         if dice.random() < 0.1:
             self.kill(actor)
             return
-        for _ in range(dice.choice([1, 1, 2, 4, 8, 30])):
+        for _ in range(dice.choice([1, 2, 4, 10, 30, 60])):
             if actor.is_idle:
                 break
             actor.stops_inside = dice.random() < 0.2
@@ -240,6 +252,9 @@ class History:
                 same = row.address in ("", process.address)
                 assert same, f"{row} at {process.address} is written as {row.address}"
 
+        for id in self.world.stopped & rows.keys():
+            assert rows[id].phase in ("stopping", "departed"), f"{rows[id]} is {rows[id].phase} and was stopped"
+
     def rows_have_owners(self, rows: dict[UUID, NodeModel]) -> None:
         """Each row has the owner, the deadline and the reason that the table names."""
         for row in rows.values():
@@ -299,6 +314,8 @@ class History:
     def pass_by(self, point: str) -> None:
         """Nobody stops any more, and time goes on where somebody sleeps."""
         if point == "sleep":
+            self.naps += 1
+            assert self.naps < LONGEST_SLEEP, "something is waited for forever"
             self.world.passes(2)
 
     def look(self) -> None:
@@ -350,20 +367,67 @@ def test_any_history_is_consistent_and_converges(actors: list[Actor], numbers: l
     History(actors).play(numbers)
 
 
+def failing(actors: list[Actor], seed: int) -> str:
+    """Return why the history of this seed fails; empty if it does not."""
+    try:
+        History(actors).play(numbers_of(seed))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def found_after(actors: list[Actor], mutant: str, most: int) -> tuple[int, str]:
+    """Return how many histories it takes to find the planted defect, and how it shows; 0 if none does."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[mutant](patch)
+        for seed in range(most):
+            if reason := failing(actors, seed):
+                return seed + 1, reason.splitlines()[0]
+    return 0, ""
+
+
+@pytest.mark.parametrize("mutant", QUICK)
+def test_a_planted_defect_is_found(actors: list[Actor], mutant: str) -> None:
+    """The histories are no formality."""
+    count, _ = found_after(actors, mutant, MOST)
+    assert count, f"{mutant}: {MOST} histories do not find it"
+
+
+@swept
+def test_every_planted_defect_is_found(actors: list[Actor]) -> None:
+    """Print for each how many histories it took."""
+    found = {mutant: found_after(actors, mutant, 4 * MOST) for mutant in MUTANTS}
+    for mutant, (count, reason) in found.items():
+        print(f"{mutant:38} {count or 'not found':>9}  {reason}")
+    assert all(count for count, _ in found.values())
+
+
+@swept
+def test_many_histories_are_consistent_and_converge(actors: list[Actor]) -> None:
+    """Print the seed of each that fails; `numbers_of` gives its steps again."""
+    failed = {seed: reason for seed in range(MANY) if (reason := failing(actors, seed))}
+    print(f"histories {MANY}  steps {STEPS}  failures {len(failed)}")
+    for seed, reason in failed.items():
+        print(f"seed {seed}: {reason.splitlines()[0]}")
+    assert not failed, next(iter(failed.values()))
+
+
 def test_probe(actors: list[Actor]) -> None:
     import os, time
     first, last = map(int, os.environ.get("SEEDS", "0-20").split("-"))
+    if "MUTANTS" in os.environ:
+        for mutant in MUTANTS:
+            if os.environ["MUTANTS"] in mutant:
+                b=time.monotonic()
+                print("MUTANT", mutant, *found_after(actors, mutant, last), round(time.monotonic()-b), flush=True)
+        return
     failures = {}
     began = time.monotonic()
     for seed in range(first, last):
-        try:
-            h = History(actors)
-            h.play(numbers_of(seed))
-        except AssertionError as e:
-            failures[seed] = str(e)
+        if reason := failing(actors, seed):
+            failures[seed] = reason
+            print("SEED", seed, reason.splitlines()[0], flush=True)
     print("SECONDS", time.monotonic() - began)
-    for seed, text in failures.items():
-        print("SEED", seed, text.splitlines()[0])
-    for seed, text in list(failures.items())[:2]:
+    for seed, text in list(failures.items())[:3]:
         print("=====", seed); print(text)
     assert not failures

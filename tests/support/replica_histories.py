@@ -248,6 +248,8 @@ class World:
         self.are_faults_on = True
         self.workers: dict[UUID, Worker] = {}
         self.trace: list[str] = []
+        self.stopped: set[UUID] = set()
+        """The rows whose engines were stopped."""
 
     def now(self) -> datetime:
         """The time of the history."""
@@ -336,6 +338,9 @@ class World:
             worker.delayed.append(Delayed("stop", None, asked.process_key, asked.expected_address, until))
         if fate in ("late", "lost"):
             raise RequestTimeout("stop")
+        running = worker.processes.get(asked.process_key)
+        if running is not None and running.address == asked.expected_address:
+            self.stopped.add(running.row)
         reply = worker.stop(asked.process_key, asked.expected_address)
         if fate == "double":
             reply = worker.stop(asked.process_key, asked.expected_address)
@@ -384,6 +389,9 @@ def played(world: World) -> Iterator[None]:
         if point.endswith((":before", ":committed")):
             pause(point)
 
+    def warning(text: str, *arguments: Any) -> None:
+        assert "was not stopped" not in text, text % arguments
+
     patches: Mapping[tuple[Any, str], Any] = {
         (clock, "now"): world.now,
         (clock, "monotonic"): world.monotonic,
@@ -391,6 +399,7 @@ def played(world: World) -> Iterator[None]:
         (points, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
         (stopping, "in_thread"): _in_thread,
+        (stopping.log, "warning"): warning,
         (stopping, "probe"): world.probe,
         (carry_out, "in_thread"): _in_thread,
         (carry_out, "asyncio"): _Asyncio(),
