@@ -24,7 +24,7 @@ from django.db import connection, connections
 from localai_cluster import clock, points
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import NoResponders, RequestTimeout
+from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.rpc.signs import Sign
 from nodes.loading import stopping
@@ -245,7 +245,8 @@ class World:
         self.time = clock.now() + timedelta(hours=1)
         self.began = self.time
         self.dice = Random(0)
-        self.are_faults_on = True
+        self.are_faults_on, self.faults = True, 0.4
+        """How often a message meets one."""
         self.workers: dict[UUID, Worker] = {}
         self.trace: list[str] = []
         self.stopped: set[UUID] = set()
@@ -272,7 +273,7 @@ class World:
 
     def fate(self, *bad: str) -> str:
         """Return what becomes of a message: mostly it is answered."""
-        if not self.are_faults_on or self.dice.random() < 0.6:
+        if not self.are_faults_on or self.dice.random() >= self.faults:
             return "answered"
         return self.dice.choice(bad)
 
@@ -309,6 +310,13 @@ class World:
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Messages without an answer are lost: they are hints only."""
+
+    async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
+        """Nothing is reported."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to end."""
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
         """What a worker answers, if the request and its reply arrive."""

@@ -214,7 +214,13 @@ class Cluster:
             self._exchange(process, releases=[{"id": str(replica), "n": 1}])
 
     def _exchange(self, process: UUID, **wishes: Any) -> list[Any]:
-        values = {"process": process, "host": "h", "pid": 1, "version": "", "gap": clock.now()}
+        values: dict[str, Any] = {
+            "process": process,
+            "host": "h",
+            "pid": 1,
+            "version": "",
+            "gap": clock.now(),
+        }
         with connection.cursor() as cursor:
             cursor.execute(statements.ANNOUNCE, values | {"started": clock.now(), "now": clock.now()})
         wanted = {"picks": [], "releases": [], "keys": [], **wishes}
@@ -226,7 +232,7 @@ class Cluster:
         if self.processes:
             process = self.processes.pop()
             with transaction.atomic(), connection.cursor() as cursor:
-                values = {"ids": [], "process": process, "now": clock.now()}
+                values: dict[str, Any] = {"ids": [], "process": process, "now": clock.now()}
                 cursor.execute(statements.LOCK_USED, values)
                 cursor.execute(statements.RELEASE_ALL, values)
                 cursor.execute(statements.DELETE_PROCESS, values)

@@ -10,6 +10,7 @@ from django.db import transaction
 
 from nodes.loading import stopping
 from nodes.loading.exact_stop import GONE
+from nodes.loading.exact_stop import stop_exactly as genuine_stop
 from nodes.models import NodeModel, Phase
 from nodes.replicas import (
     drains,
@@ -22,6 +23,7 @@ from nodes.replicas import (
     terminations,
 )
 from nodes.replicas.lifecycle import Engine
+from nodes.replicas.states import ReplicaEvent
 from nodes.unloading import carry_out
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -46,10 +48,9 @@ def _releases_twice(patch: pytest.MonkeyPatch) -> None:
 
 def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
     """A stop that failed with these words counts as confirmed."""
-    genuine = stopping.stop_exactly
 
     async def stop_exactly(*arguments: Any) -> Any:
-        stopped = await genuine(*arguments)
+        stopped = await genuine_stop(*arguments)
         return GONE if words in stopped.reason else stopped
 
     patch.setattr(stopping, "stop_exactly", stop_exactly)
@@ -143,7 +144,7 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
     genuine = stops.record_failure
 
     def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
-        lifecycle.move(NodeModel.engines.filter(pk=engine.id), lifecycle.ReplicaEvent.STOP_SENT)
+        lifecycle.move(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
         genuine(engine, error, now=now)
 
     patch.setattr(stops, "record_sent", lambda engine, *, now: True)
