@@ -335,6 +335,7 @@ class History:
         self.go(first, self.cluster.reaps)
         while Operation.objects.due(at=self.world.time).exists():
             self.go(first, partial(self.cluster.works, first.name))
+            self.check()
         self.act(self.cluster.loses_dead)
         self.go(first, self.cluster.stops)
         self.check()
