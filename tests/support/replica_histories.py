@@ -1,0 +1,419 @@
+"""Controllers that stop at every point, and workers whose engines the test plays, on one real database.
+
+A controller is a thread with a connection of its own. It runs the product's code and stops before each call
+of the database, before each message, and before and after each commit. The history resumes it or kills it
+there. One thread runs at a time, except where one waits for a lock that a stopped one holds: then that one
+goes on until its transaction has ended. So the same numbers give the same history.
+"""
+
+import asyncio
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.db import connection, connections
+
+from localai_cluster import clock, points
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
+from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.rpc.signs import Sign
+from nodes.loading import stopping
+from nodes.unloading import carry_out
+from operations.changes import events
+from operations.executor import work as executor_work
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+
+MOST_DELAYED = timedelta(seconds=59)
+"""A start arrives within this time or never (`states.STARTS_WITHIN`)."""
+BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"
+_LONGEST_WAIT = 600.0
+_current = threading.local()
+
+
+class Killed(BaseException):
+    """The process ends here: nothing of it runs any more."""
+
+
+class Actor(threading.Thread):
+    """A process: its thread and its connection."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(daemon=True, name=name)
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._go = threading.Semaphore(0)
+        self.back = threading.Event()
+        self.back.set()
+        self.pid, self.point, self.job = 0, "", ""
+        self.sending: datetime | None = None
+        """Since when it is about to send a start."""
+        self.is_dead = self.stops_inside = False
+        self.runs_through: Callable[[str], None] | None = None
+        """Called in place of a stop."""
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Carry out jobs until told to end."""
+        _current.actor, self._connection = self, connections["default"]
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._connection.ensure_connection()
+                self.pid = self._connection.connection.info.backend_pid
+                job()
+            except Killed:
+                pass
+            except BaseException as error:
+                self.error = error
+            self.point, self.is_dead, self.stops_inside, self.sending = "", False, False, None
+            self.back.set()
+        self._connection.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if it has nothing to do."""
+        return self.back.is_set() and not self.point
+
+    def begin(self, job: Callable[[], Any]) -> None:
+        """Begin a job."""
+        self.back.clear()
+        self._jobs.put(job)
+
+    def resume(self) -> None:
+        """Go on to the next point."""
+        self.back.clear()
+        self._go.release()
+
+    def end(self) -> None:
+        """End the thread."""
+        if self.point:
+            self.is_dead = True
+            self.resume()
+        self._jobs.put(None)
+        self.join(30)
+
+    def pause(self, point: str) -> None:
+        """Stop at this point; called by the thread itself."""
+        if self.runs_through is not None and not self.is_dead:
+            self.runs_through(point)
+        elif not self.is_dead and (self.stops_inside or not self._connection.in_atomic_block):
+            self.point = point
+            self.back.set()
+            self._go.acquire()
+            self.point = ""
+        if self.is_dead:
+            raise Killed
+
+
+def pause(point: str) -> None:
+    """Stop at this point, in the thread of an actor."""
+    actor = getattr(_current, "actor", None)
+    if actor is not None:
+        actor.pause(point)
+
+
+def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call the database as a process does that may be killed before it."""
+    pause(function.__name__)
+    return function(*arguments, **named)
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call the database here: for Django a thread without a loop is no asynchronous code."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return call(function, *arguments, **named)
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+def wait(actor: Actor, everybody: list[Actor]) -> None:
+    """Return when the actor has come to a point; those whose locks it waits for go on."""
+    waited = 0.0
+    while not actor.back.wait(0.05):
+        waited += 0.05
+        assert waited < _LONGEST_WAIT, f"{actor.name} does not come back from {actor.job}"
+        with connection.cursor() as cursor:
+            cursor.execute(BLOCKERS, [actor.pid])
+            blockers = {pid for (pid,) in cursor.fetchall()}
+        for other in everybody:
+            if other is not actor and other.pid in blockers and other.back.is_set() and other.point:
+                other.stops_inside = False
+                other.resume()
+                wait(other, everybody)
+
+
+@dataclass
+class Process:
+    """An engine process on a worker, and the row that it was started for."""
+
+    row: UUID
+    key: str
+    address: str
+
+
+@dataclass
+class Delayed:
+    """A message that has left and has not arrived."""
+
+    what: str
+    row: UUID | None
+    key: str
+    address: str
+    until: datetime
+
+
+@dataclass
+class Worker:
+    """One node's worker."""
+
+    number: int
+    name: str
+    id: UUID
+    instance: str
+    processes: dict[str, Process] = field(default_factory=dict)
+    delayed: list[Delayed] = field(default_factory=list)
+    is_reachable: bool = True
+    is_registered: bool = True
+    """False once it has started anew, until it registers."""
+    ports: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
+
+    def running(self) -> list[tuple[str, str]]:
+        """Return key and address of each process."""
+        return [(one.key, one.address) for one in self.processes.values()]
+
+    def start(self, row: UUID, key: str) -> str:
+        """Start an engine, or return the address of the one that has the key."""
+        self.arrive(lambda one: one.what == "start" and one.key == key)
+        return self._start(row, key)
+
+    def _start(self, row: UUID, key: str) -> str:
+        running = self.processes.get(key)
+        if running is not None:
+            assert running.row == row, f"{key} on {self.name} is started for {row} and runs for {running.row}"
+            return running.address
+        port = 50100 + 1000 * self.number + next(self.ports)
+        self.processes[key] = Process(row, key, f"10.0.0.1:{port}")
+        return self.processes[key].address
+
+    def arrive(self, which: Callable[[Delayed], bool] = lambda one: True) -> None:
+        """Let delayed messages arrive, in their order."""
+        ready = [one for one in self.delayed if which(one)]
+        self.delayed = [one for one in self.delayed if one not in ready]
+        for one in ready:
+            if one.what == "start" and one.row is not None:
+                self._start(one.row, one.key)
+            elif one.what == "stop":
+                self.stop(one.key, one.address)
+
+    def stop(self, key: str, address: str) -> m.StopModelReply:
+        """Stop exactly this process, as a worker does."""
+        running = self.processes.get(key)
+        if running is None:
+            return m.StopModelReply(process_key=key, terminated=True)
+        if running.address != address:
+            return m.StopModelReply(
+                matched=True, process_key=key, address=running.address, error="another address"
+            )
+        del self.processes[key]
+        return m.StopModelReply(matched=True, freed=True, terminated=True, process_key=key, address=address)
+
+    def crash(self) -> None:
+        """Start anew without engines; ports are given again."""
+        self.processes.clear()
+        self.delayed.clear()
+        self.ports = iter(range(1000))
+        self.instance = f"{int(self.instance or '0', 16) + 1:032x}"
+        self.is_registered = False
+
+
+class World:
+    """Time, chance, workers, and what messages come to."""
+
+    def __init__(self) -> None:
+        self.time = clock.now() + timedelta(hours=1)
+        self.began = self.time
+        self.dice = Random(0)
+        self.are_faults_on, self.faults = True, 0.4
+        """How often a message meets one."""
+        self.workers: dict[UUID, Worker] = {}
+        self.trace: list[str] = []
+        self.stopped: set[UUID] = set()
+        """The rows whose engines were stopped."""
+
+    def now(self) -> datetime:
+        """The time of the history."""
+        return self.time
+
+    def monotonic(self) -> float:
+        """The same in seconds."""
+        return (self.time - self.began).total_seconds()
+
+    def passes(self, seconds: float) -> None:
+        """Let time pass; what is delayed arrives at the last moment."""
+        until = self.time + timedelta(seconds=seconds)
+        for worker in self.workers.values():
+            worker.arrive(lambda one: one.until <= until)
+        self.time = until
+
+    def note(self, text: str) -> None:
+        """Write a line of the history."""
+        self.trace.append(f"{self.monotonic():7.0f} {text}")
+
+    def fate(self, *bad: str) -> str:
+        """Return what becomes of a message: mostly it is answered."""
+        if not self.are_faults_on or self.dice.random() >= self.faults:
+            return "answered"
+        return self.dice.choice(bad)
+
+    def start(self, node_id: UUID, row: UUID, key: str) -> str:
+        """Send a start; return the address, or raise what the load sees."""
+        began = self.time
+        _current.actor.sending = began
+        pause("send start")
+        _current.actor.sending = None
+        worker = self.workers.get(node_id)
+        if worker is None or not worker.is_reachable:
+            raise NoResponders("start")
+        fate = self.fate("refused", "lost", "reply lost", "late", "double")
+        self.note(f"  start {key} on {worker.name} for {str(row)[:4]}: {fate}")
+        if fate == "refused" and key not in worker.processes:
+            raise ValueError("refused")
+        if fate == "late":
+            worker.delayed.append(Delayed("start", row, key, "", began + MOST_DELAYED))
+        elif fate != "lost":
+            address = worker.start(row, key)
+            if fate == "double":
+                worker.start(row, key)
+            if fate != "reply lost":
+                return address
+        raise RequestTimeout("start")
+
+    # --- the bus, as the product sees it
+
+    connected, generation, connected_since = True, 1, -math.inf
+
+    async def wait_connected(self, *, after: int = 0) -> int:
+        """It is connected."""
+        return 1
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Messages without an answer are lost: they are hints only."""
+
+    async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
+        """Nothing is reported."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
+        """What a worker answers, if the request and its reply arrive."""
+        pause(f"send {subject.split('.', 2)[2]}")
+        await asyncio.sleep(0)
+        node_id = next((id for id in self.workers if f".{id}." in subject), None)
+        worker = self.workers.get(node_id) if node_id else None
+        if worker is None or not worker.is_reachable:
+            raise NoResponders(subject)
+        if subject == subjects.model_stop(str(worker.id)):
+            return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
+        if subject == subjects.models_running(str(worker.id)):
+            listed = [(m.split_process_key(key), address) for key, address in worker.running()]
+            running = tuple(m.RunningModel(*key, address) for key, address in listed if key)
+            return encode(m.RunningReply(running, instance=worker.instance))
+        if subject == subjects.backend_list(str(worker.id)):
+            return encode(m.ListReply((), instance=worker.instance))
+        raise NoResponders(subject)
+
+    def _stop(self, worker: Worker, asked: m.StopModelRequest) -> m.StopModelReply:
+        fate = self.fate("refused", "lost", "reply lost", "late", "double")
+        self.note(f"  stop {asked.process_key} at {asked.expected_address} on {worker.name}: {fate}")
+        if fate == "refused":
+            return m.StopModelReply(matched=True, process_key=asked.process_key, error="still running")
+        if fate == "late":
+            until = self.time + timedelta(hours=1)
+            worker.delayed.append(Delayed("stop", None, asked.process_key, asked.expected_address, until))
+        if fate in ("late", "lost"):
+            raise RequestTimeout("stop")
+        running = worker.processes.get(asked.process_key)
+        if running is not None and running.address == asked.expected_address:
+            self.stopped.add(running.row)
+        reply = worker.stop(asked.process_key, asked.expected_address)
+        if fate == "double":
+            reply = worker.stop(asked.process_key, asked.expected_address)
+        if fate == "reply lost":
+            raise RequestTimeout("stop")
+        return reply
+
+    async def probe(self, address: str, token: str, timeout: float) -> Sign:
+        """Return what an engine at this address answers."""
+        pause("probe")
+        alive = any(
+            worker.is_reachable and address in dict(worker.running()).values()
+            for worker in self.workers.values()
+        )
+        return Sign.ALIVE if alive else Sign.UNREACHABLE
+
+
+class SilentRecorder(Recorder):
+    """Progress goes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(write_batch)
+
+    def add(self, attempt: Any, tick: Any) -> None:
+        """Forget it."""
+
+
+class _Asyncio:
+    """The module, with a pause in place of each sleep."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        """Let the other tasks go on, stop, and go on."""
+        await asyncio.sleep(0)
+        pause("sleep")
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def played(world: World) -> Iterator[None]:
+    """Let the product run in this world."""
+
+    def passed(point: str) -> None:
+        if point.endswith((":before", ":committed")):
+            pause(point)
+
+    def warning(text: str, *arguments: Any) -> None:
+        assert "was not stopped" not in text, text % arguments
+
+    patches: Mapping[tuple[Any, str], Any] = {
+        (clock, "now"): world.now,
+        (clock, "monotonic"): world.monotonic,
+        (points, "armed"): lambda: True,
+        (points, "passed"): passed,
+        (events._bridge, "submit"): lambda message: None,
+        (stopping, "in_thread"): _in_thread,
+        (stopping.log, "warning"): warning,
+        (stopping, "probe"): world.probe,
+        (carry_out, "in_thread"): _in_thread,
+        (carry_out, "asyncio"): _Asyncio(),
+        (executor_work, "in_thread"): _in_thread,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for (owner, name), value in patches.items():
+            patch.setattr(owner, name, value)
+        yield

@@ -1,0 +1,172 @@
+"""Defects that are planted into the life of replicas, each by a name: histories must find all of them."""
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from functools import wraps
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from nodes.loading import stopping
+from nodes.loading.exact_stop import GONE
+from nodes.loading.exact_stop import stop_exactly as genuine_stop
+from nodes.models import NodeModel, Phase
+from nodes.replicas import (
+    drains,
+    lifecycle,
+    load_ends,
+    retire,
+    slots,
+    statements,
+    stops,
+    terminations,
+)
+from nodes.replicas.lifecycle import Engine
+from nodes.replicas.states import ReplicaEvent
+from nodes.unloading import carry_out
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _drops_the_fence(patch: pytest.MonkeyPatch) -> None:
+    """A load publishes its slot whoever owns it."""
+    genuine = slots.publish
+
+    def publish(slot: slots.Slot, **named: Any) -> bool:
+        rows = NodeModel.engines.filter(pk=slot.id).exclude(phase="serving")
+        columns = {**lifecycle.SERVES, "phase": "serving", "address": named["address"]}
+        return genuine(slot, **named) or bool(rows.update(**columns))
+
+    patch.setattr(slots, "publish", publish)
+
+
+def _releases_twice(patch: pytest.MonkeyPatch) -> None:
+    genuine = retire._release
+    patch.setattr(retire, "_release", lambda rows: (genuine(rows), genuine(rows)))
+
+
+def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
+    """A stop that failed with these words counts as confirmed."""
+
+    async def stop_exactly(*arguments: Any) -> Any:
+        stopped = await genuine_stop(*arguments)
+        return GONE if words in stopped.reason else stopped
+
+    patch.setattr(stopping, "stop_exactly", stop_exactly)
+    patch.setattr(carry_out, "stop_exactly", stop_exactly)
+
+
+def _late_note(patch: pytest.MonkeyPatch) -> None:
+    """That an engine answers is written over what has happened to the row since."""
+
+    def restore_lost(engine: Engine) -> bool:
+        rows = NodeModel.engines.filter(pk=engine.id).exclude(address="")
+        return bool(rows.update(**lifecycle.SERVES, phase=Phase.SERVING))
+
+    patch.setattr(terminations, "restore_lost", restore_lost)
+
+
+def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
+    """A load takes the index of an engine whose stop was not confirmed."""
+    genuine = slots._free_index
+
+    def free_index(node: Any, model_name: str) -> int | None:
+        stale = NodeModel.engines.of(model_name).filter(node=node, phase="stopping", stop_attempts__gt=0)
+        retire.end(list(stale.select_for_update(of=("self",))))
+        return genuine(node, model_name)
+
+    patch.setattr(slots, "_free_index", free_index)
+
+
+def _forgets_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    """Replicas wait for their requests forever."""
+    genuine = lifecycle.drain_until
+
+    def drain_until(deadline: datetime) -> dict[str, Any]:
+        return genuine(deadline + timedelta(days=30))
+
+    patch.setattr(lifecycle, "drain_until", drain_until)
+
+
+def _confirms_early(patch: pytest.MonkeyPatch) -> None:
+    """No engine counts as ended, although its start is still on its way."""
+    patch.setattr(Engine, "may_still_start", lambda self, now: False)
+
+
+def _keeps_abandoned(patch: pytest.MonkeyPatch) -> None:
+    """No pass ends the loads whose attempt was killed."""
+    patch.setattr(load_ends, "end_abandoned", lambda model_name=None, *, now: [])
+
+
+def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A load that gives up frees its slot though its engine may run."""
+
+    def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
+        with transaction.atomic():
+            mine = NodeModel.engines.filter(lifecycle.of_attempt(attempt), pk=slot.id)
+            retire.end(list(mine.select_for_update(of=("self",))))
+
+    patch.setattr(load_ends, "give_up", give_up)
+
+
+def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
+    """The engines of a node that leaves count as ended."""
+    genuine = retire.depart
+
+    @wraps(genuine)
+    def depart(*node_ids: Any, now: datetime, keep: Any = (), ended: Any = ()) -> int:
+        every = NodeModel.engines.filter(node_id__in=node_ids).values_list("pk", flat=True)
+        return genuine(*node_ids, now=now, keep=keep, ended=list(every))
+
+    patch.setattr(retire, "depart", depart)
+
+
+def _counts_out_twice(patch: pytest.MonkeyPatch) -> None:
+    wrong = statements.EXCHANGE.replace("+ m.more - m.less", "+ m.more - 2 * m.less")
+    patch.setattr(statements, "EXCHANGE", wrong)
+
+
+def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
+    """A replica serves again when its unload ends, although a stop was sent."""
+    genuine = drains.return_abandoned
+
+    def return_abandoned() -> list[Engine]:
+        gone = NodeModel.objects.filter(drains.without_operation(), phase="stopping", owner_kind="operation")
+        gone.exclude(address="").update(**lifecycle.SERVES, phase=Phase.SERVING)
+        return genuine()
+
+    patch.setattr(drains, "return_abandoned", return_abandoned)
+
+
+def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
+    """A stop is sent before that is written."""
+    genuine = stops.record_failure
+
+    def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
+        lifecycle.move(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
+        genuine(engine, error, now=now)
+
+    patch.setattr(stops, "record_sent", lambda engine, *, now: True)
+    patch.setattr(stops, "record_failure", record_failure)
+
+
+MUTANTS: Mapping[str, Plant] = {
+    "publish without the fence": _drops_the_fence,
+    "release memory twice": _releases_twice,
+    "no stop after a lost reply": lambda patch: _believes(patch, "did not answer"),
+    "a silent worker has no engines": lambda patch: _believes(patch, "not responding"),
+    "a refusal is a confirmation": lambda patch: _believes(patch, "still running"),
+    "a late note overwrites a newer one": _late_note,
+    "reuse an index before the end": _reuses_the_index,
+    "forget the deadline": _forgets_the_deadline,
+    "confirm while a start is on its way": _confirms_early,
+    "keep what a killed load has left": _keeps_abandoned,
+    "give up without a stop": _gives_up_at_once,
+    "engines end with their node": _leaving_ends,
+    "count a request out twice": _counts_out_twice,
+    "serve again after a stop": _returns_stopped,
+    "send a stop before it is written": _sends_unrecorded,
+}
+QUICK = ("no stop after a lost reply",)
+"""Those that few histories find: every run plants them."""
