@@ -72,6 +72,9 @@ class FilePorts:
                 log.warning("node %s: %s", due.node_name, error)
         except DatabaseError as error:
             log.warning("the check of the file port of %s was not recorded: %s", due.node_name, error)
+        except Exception:
+            # One node's server must not end the checks of all others; the claim runs out.
+            log.exception("the check of the file port of %s failed", due.node_name)
         finally:
             if self._running == PARALLEL:
                 self._hint.set()

@@ -19,7 +19,7 @@ from operations.ledger import lease
 from operations.ledger.fence import LeaseLost
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
-from tests.support.intents import DELETE, INSTALL, ask, claim
+from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
