@@ -11,6 +11,7 @@ Tasks that were running are handed out again.
 
 import logging
 import os
+import threading
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 KILLED = 70
 """Exit status of a sentinel that gave up."""
+_WATCH_EVERY = 0.1
+"""Seconds between two looks at the processes during a stop."""
 
 
 class CrashOnlySentinel(Sentinel):
@@ -31,10 +34,17 @@ class CrashOnlySentinel(Sentinel):
         super().reincarnate(process)
 
     def stop(self) -> None:
-        """Stop all in order; at once if one was killed since the last look."""
-        for process in self._all():
-            self._give_up_if_killed(process)
+        """Stop all in order; at once if one was killed before or is killed meanwhile."""
+        threading.Thread(target=self._watch, args=(self._all(),), name="watch", daemon=True).start()
         super().stop()
+
+    def _watch(self, processes: list[BaseProcess]) -> None:
+        # The kernel may report a killed process only after the stop has begun.
+        pause = threading.Event()
+        while True:
+            for process in processes:
+                self._give_up_if_killed(process)
+            pause.wait(_WATCH_EVERY)
 
     def _all(self) -> list[BaseProcess]:
         return [process for process in (*self.pool, self.monitor, self.pusher) if process is not None]

@@ -43,7 +43,7 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     page.goto(f"{screen.url}/app/capacity?of=ram&model={MODEL}")
     expect(page.get_by_role("link", name=re.compile("^fine .* free of "))).to_be_visible()
     expect(
-        page.get_by_role("link", name=re.compile("^slow: .*not matching the rule's selector$"))
+        page.get_by_role("link", name=re.compile("^slow .*not matching the rule's selector$"))
     ).to_be_visible()
     page.goto(f"{screen.url}/app/models?q={MODEL}")
     model.get_by_role("link", name=f"Rule: exactly 1, of {MODEL}").click()
