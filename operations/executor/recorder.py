@@ -37,7 +37,7 @@ class Recorder:
         lost: Callable[[Attempt], None] = lambda attempt: None,
     ) -> None:
         self._write, self._lost = write, lost
-        self._waiting: dict[Attempt, dict[UUID | None, Tick]] = {}
+        self._waiting: dict[Attempt, list[Tick]] = {}
         self._batch: Batch = {}
         self._writing = asyncio.Lock()
         self._next_at = clock.monotonic()
@@ -45,9 +45,7 @@ class Recorder:
 
     def add(self, attempt: Attempt, tick: Tick) -> None:
         """Buffer a report for the next batch."""
-        ticks = self._waiting.setdefault(attempt, {})
-        previous = ticks.get(tick.node_id)
-        ticks[tick.node_id] = tick.after(previous) if previous else tick
+        self._waiting[attempt] = _merge([*self._waiting.get(attempt, []), tick])
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="progress")
 
@@ -59,7 +57,7 @@ class Recorder:
         if attempt in self._batch:
             async with self._writing:
                 pass
-        return list(self._waiting.pop(attempt, {}).values())
+        return self._waiting.pop(attempt, [])
 
     def forget(self, attempt: Attempt) -> None:
         """Drop the unwritten reports of an attempt that has ended."""
@@ -75,8 +73,7 @@ class Recorder:
             await asyncio.sleep(max(self._next_at - clock.monotonic(), 0))
             async with self._writing:
                 began, self._next_at = clock.monotonic(), 0.0
-                self._batch = {attempt: ticks.values() for attempt, ticks in self._waiting.items()}
-                self._waiting = {}
+                self._batch, self._waiting = self._waiting, {}
                 try:
                     await self._write_batch()
                 finally:
@@ -110,11 +107,21 @@ class Recorder:
 
     def _put_back(self, reports: Iterable[tuple[Attempt, Collection[Tick]]]) -> None:
         for attempt, ticks in reports:
-            waiting = self._waiting.setdefault(attempt, {})
-            for tick in ticks:
-                newer = waiting.get(tick.node_id)
-                waiting[tick.node_id] = newer.after(tick) if newer else tick
+            self._waiting[attempt] = _merge([*ticks, *self._waiting.get(attempt, [])])
 
     def _report_lost(self, lost: Iterable[Attempt]) -> None:
         for attempt in lost:
             self._lost(attempt)
+
+
+def _merge(ticks: Iterable[Tick]) -> list[Tick]:
+    """Merge the reports of one attempt: at most two for a node, in the order in which they came.
+
+    A report without bytes follows the last one with bytes, whose final figures it must not replace.
+    """
+    merged: dict[tuple[UUID | None, bool], Tick] = {}
+    for tick in ticks:
+        key = (tick.node_id, tick.total_bytes > 0)
+        earlier = merged.pop(key, None)
+        merged[key] = tick.after(earlier) if earlier else tick
+    return list(merged.values())

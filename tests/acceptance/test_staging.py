@@ -37,9 +37,11 @@ def test_a_second_worker_gets_the_file_and_serves_too(empty: Cluster) -> None:
     rule = {"model_name": "smollm2", "min_replicas": 2}
     assert empty.post(web, "/api/nodes/scheduling", rule).status_code == 200
     empty.tasks()
-    serving = "SELECT count(*) FROM node_models WHERE state = 'loaded'"
-    eventually(lambda: empty.rows(serving) == [(2,)], seconds=120, what="two replicas serve")
     size = (empty.models / FILE).stat().st_size
+    # A replica serves from its row on; its operation ends a moment later.
+    ended = "SELECT count(*) FROM operations WHERE kind = 'model_load' AND status = 'completed'"
+    eventually(lambda: empty.rows(ended) == [(2,)], seconds=120, what="two loads end")
+    assert empty.rows("SELECT count(*) FROM node_models WHERE state = 'loaded'") == [(2,)]
     assert sorted(sent(empty)) == [(name, "completed", size, size, 1) for name in ("one", "two")]
     for name in ("one", "two"):
         there = empty.home / f"worker-{name}" / "models" / "smollm2" / FILE

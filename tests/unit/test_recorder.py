@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from uuid import UUID, uuid4
 
 import pytest
@@ -167,3 +168,31 @@ async def test_an_outcome_waits_for_the_batch_with_its_own_reports_only() -> Non
 def test_two_reports_of_a_part_become_one(former: Tick, later: Tick, both: Tick) -> None:
     """Figures do not go back, another file begins with its own bytes, and no phase is lost."""
     assert later.after(former) == both
+
+
+async def test_the_final_bytes_are_written_although_the_next_step_reports_none() -> None:
+    """A load whose last file has arrived starts its engine at once; both reports are in one batch."""
+    sent, starts = Tick("staging", "x", 90, 90, 90, "f", total_files=2), Tick("loading", "y", percentage=95)
+    recorder = Recorder(Writer())
+    recorder.add(ONE, replace(sent, current_bytes=40, percentage=40))
+    recorder.add(ONE, sent)
+    recorder.add(ONE, starts)
+    assert await recorder.take(ONE) == [sent, starts]
+
+
+async def test_reports_that_could_not_be_written_come_before_newer_ones() -> None:
+    """Their bytes are final: what was reported since has none."""
+    outage = [OperationalError("server closed the connection")]
+    sent, starts = Tick("staging", "x", 90, 90, 90, "f"), Tick("loading", "y", percentage=95)
+
+    def answer(batch: Batch) -> set[Attempt]:
+        if outage:
+            recorder.add(ONE, starts)
+            raise outage.pop()
+        return set()
+
+    writer = Writer(answer)
+    recorder = Recorder(writer)
+    recorder.add(ONE, sent)
+    assert await writer.wrote(1)
+    assert writer.batches == [{ONE: [sent, starts]}]
