@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
-from localai_cluster import conf
-from localai_cluster.env import weak_secret
+from localai_cluster.kit import conf
+from localai_cluster.kit.env import weak_secret
 from localai_cluster.messaging.credentials import Credentials
 
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}

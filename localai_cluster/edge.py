@@ -11,8 +11,9 @@ from typing import Any
 
 from django.conf import settings
 
-from localai_cluster import clock, logs, raw_routes
-from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster import raw_routes
+from localai_cluster.kit import clock, logs
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import wire
 from localai_cluster.web.middleware import BoundedBody, Utf8Only

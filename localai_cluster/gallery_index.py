@@ -19,8 +19,8 @@ import httpx
 import yaml
 from yaml.composer import Composer
 
-from localai_cluster import nesting, regular_files, yaml_text
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import json_depth, safe_files, yaml_text
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 
 FETCH_TIMEOUT = 120.0
@@ -111,8 +111,8 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one node; YAMLError below the deepest accepted level."""
         self._level += 1
-        if self._level > nesting.LEVELS:
-            raise yaml.YAMLError(nesting.TOO_DEEP)
+        if self._level > json_depth.LEVELS:
+            raise yaml.YAMLError(json_depth.TOO_DEEP)
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
@@ -218,7 +218,7 @@ def open_served(folder: Path, name: str) -> BinaryIO:
     """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
-    return regular_files.open_file(folder / name, follow_links=False)
+    return safe_files.open_file(folder / name, follow_links=False)
 
 
 def read_served(folder: Path, name: str) -> bytes:
@@ -261,7 +261,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
 
 
 def _read_file(path: Path) -> bytes:
-    return _bounded(regular_files.read(path, INDEX_LIMIT))
+    return _bounded(safe_files.read(path, INDEX_LIMIT))
 
 
 def _bounded(text: bytes) -> bytes:

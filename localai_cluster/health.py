@@ -21,7 +21,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_safe
 from django_q.models import Schedule
 
-from localai_cluster import clock, conf, disk
+from localai_cluster.kit import clock, conf, disk
 from localai_cluster.messaging.servers import parse_url
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from django_q.models import OrmQ
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from localai_cluster.metrics.kinds import PREFIX
 from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, PendingBackendOp, WebProcess
 from operations.executor.work import in_thread

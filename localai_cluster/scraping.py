@@ -13,11 +13,11 @@ from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 from prometheus_client import Metric
 
-from localai_cluster import conf
 from localai_cluster.accounts import credentials, principals
 from localai_cluster.accounts.credentials import WrongKey
-from localai_cluster.addresses import Address
-from localai_cluster.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
+from localai_cluster.kit import conf
+from localai_cluster.kit.addresses import Address
+from localai_cluster.kit.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
 from localai_cluster.metrics import exposed
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
@@ -104,6 +104,6 @@ async def serve(process: str, address: Address | None) -> None:
         await asyncio.Event().wait()
         return
     # uvicorn needs much memory, and most of these processes have no address.
-    from localai_cluster import listening
+    from localai_cluster.kit import listening
 
     await listening.serve(address, MetricsApplication(process))

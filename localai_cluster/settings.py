@@ -12,9 +12,10 @@ from typing import Any
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ProgrammingError
 
-from localai_cluster import __version__, logs
-from localai_cluster import cluster_settings as _cluster_settings
-from localai_cluster import env as _env
+from localai_cluster import __version__
+from localai_cluster.kit import cluster_settings as _cluster_settings
+from localai_cluster.kit import env as _env
+from localai_cluster.kit import logs
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
@@ -218,14 +219,14 @@ LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "filters": {
-        "request_id": {"()": "localai_cluster.logs.RequestIdFilter"},
-        "no_refusals": {"()": "localai_cluster.logs.NoExpectedRefusals"},
-        "repeat_limit": {"()": "localai_cluster.outage.RepeatLimit"},
-        "one_line_outages": {"()": "localai_cluster.outage.OneLineOutages"},
+        "request_id": {"()": "localai_cluster.kit.logs.RequestIdFilter"},
+        "no_refusals": {"()": "localai_cluster.kit.logs.NoExpectedRefusals"},
+        "repeat_limit": {"()": "localai_cluster.kit.outage.RepeatLimit"},
+        "one_line_outages": {"()": "localai_cluster.kit.outage.OneLineOutages"},
     },
     "formatters": {
         "line": {
-            "class": "localai_cluster.logs.OneLine",
+            "class": "localai_cluster.kit.logs.OneLine",
             "format": logs.LINE,
             "style": "{",
             "datefmt": logs.TIME,

@@ -20,8 +20,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import __version__, clock, conf, disk, health, periodic
+from localai_cluster import __version__, health
 from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
+from localai_cluster.kit import clock, conf, disk, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from localai_cluster.disk import DiskUsage
-from localai_cluster.periodic import SILENT_AFTER
+from localai_cluster.kit.disk import DiskUsage
+from localai_cluster.kit.periodic import SILENT_AFTER
 from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 

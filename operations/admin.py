@@ -9,9 +9,9 @@ from django.http import HttpRequest
 from django_q.admin import ScheduleAdmin
 from django_q.models import Schedule
 
-from localai_cluster import clock
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
+from localai_cluster.kit import clock
 from localai_cluster.web.admin import ModelAdmin, Observed
 from operations.models import ControllerBeat, OperationTarget, Sequence
 

@@ -13,7 +13,7 @@ from typing import Self
 from django.db import models
 from django.db.models import Q
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 SHARE = "#"
 """Separator of owner and key suffix in a key such as `model:<name>#<suffix>`."""

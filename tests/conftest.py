@@ -12,10 +12,10 @@ from django.db import connection, connections
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from localai_cluster.outage import is_outage
+from localai_cluster.kit import clock, processes
+from localai_cluster.kit.outage import is_outage
 from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
@@ -46,14 +46,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 
 @pytest.fixture(scope="session")
-def guardian() -> Iterator[procs.Guardian]:
+def guardian() -> Iterator[processes.Guardian]:
     """Ends the servers of this run even if the run itself is killed."""
-    with procs.Guardian() as started:
+    with processes.Guardian() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def postgres(guardian: procs.Guardian) -> Iterator[EmbeddedPostgres]:
+def postgres(guardian: processes.Guardian) -> Iterator[EmbeddedPostgres]:
     """The PostgreSQL of this run."""
     server = EmbeddedPostgres(HOME / "pg")
     server.start(guardian)
@@ -62,7 +62,7 @@ def postgres(guardian: procs.Guardian) -> Iterator[EmbeddedPostgres]:
 
 
 @pytest.fixture(scope="session")
-def valkey(guardian: procs.Guardian) -> Iterator[EmbeddedValkey]:
+def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
     """The Valkey of this run, behind the channel layer."""
     server = EmbeddedValkey(HOME / "vk", password=VALKEY_PASSWORD)
     server.start(guardian)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "build" / "sweep"

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError
+from localai_cluster.kit import clock
 
 REQUEST_SECONDS = 180.0
 ATTEMPTS = 3

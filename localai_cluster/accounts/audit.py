@@ -17,13 +17,13 @@ from django.contrib.admin.models import ADDITION, DELETION, LogEntry
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
-from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, ActorKind, of_principal
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock
+from localai_cluster.kit.logs import request_id
 
 PEOPLE = (ActorKind.USER, ActorKind.STATIC_KEY, ActorKind.COMMAND)
 _LONGEST = 255

@@ -16,9 +16,9 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
-from localai_cluster import clock
 from localai_cluster.accounts import credentials, passwords, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported

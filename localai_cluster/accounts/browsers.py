@@ -18,7 +18,7 @@ from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.session_store import SessionStore
-from localai_cluster.errors import Forbidden, NotAuthenticated, Unavailable
+from localai_cluster.kit.errors import Forbidden, NotAuthenticated, Unavailable
 from localai_cluster.web.wire import Scope
 
 _READ = frozenset({b"cookie", b"host", b"origin", b"referer", b"x-csrftoken"})

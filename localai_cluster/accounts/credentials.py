@@ -8,10 +8,10 @@ it in the statement that picks a replica (`nodes/replicas/statements.py`), by th
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localai_cluster import conf, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import ANONYMOUS, STATIC_ADMIN, Principal
+from localai_cluster.kit import conf, errors
 
 _VALID = {"revoked_at__isnull": True, "user__is_active": True}
 VALID_SQL = "k.revoked_at IS NULL AND u.is_active"

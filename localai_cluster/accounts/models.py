@@ -5,7 +5,7 @@ from typing import ClassVar
 from django.conf import settings
 from django.db import models
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 class ApiKey(models.Model):

@@ -14,8 +14,8 @@ from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
 
-from localai_cluster import errors
 from localai_cluster.accounts.models import InitialPassword
+from localai_cluster.kit import errors
 
 
 class PasswordChangeRequired(errors.Forbidden):

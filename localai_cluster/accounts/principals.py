@@ -14,9 +14,9 @@ from uuid import UUID
 
 from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 
-from localai_cluster import conf
 from localai_cluster.accounts import passwords
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.kit import conf
 
 Kind = Literal["anonymous", "user", "admin", "node", "newcomer", "joining"]
 """A newcomer has signed in with a generated password and must change it before anything else. A joining

@@ -15,10 +15,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import audit, passwords, principals
 from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address
+from localai_cluster.kit import clock, errors
 from localai_cluster.web import envelopes, fields, throttle
 from localai_cluster.web.parsers import validated
 

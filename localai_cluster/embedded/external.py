@@ -11,10 +11,10 @@ from dataclasses import replace
 import psycopg
 import redis
 
-from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.errors import InvalidInput
-from localai_cluster.messaging import nats, nkeys
+from localai_cluster.kit import clock, nkeys
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.messaging import nats
 from localai_cluster.messaging.credentials import mint_service
 from localai_cluster.messaging.servers import parse_url
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from localai_cluster import cluster_settings
 from localai_cluster.embedded import own_tls
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
@@ -31,6 +30,7 @@ from localai_cluster.embedded.resources import (
 from localai_cluster.embedded.secrets import Secrets, ensure
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import cluster_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "build" / "gallery"

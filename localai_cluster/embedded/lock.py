@@ -13,10 +13,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from localai_cluster import procs
 from localai_cluster.embedded.folder_identity import folder_id
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
+from localai_cluster.kit import processes
 
 GUARDIAN_SECONDS = 60.0
 """How long the guardian of a killed run may take to stop its processes."""
@@ -92,11 +92,11 @@ def end_leftovers(mark: str) -> int:
     Usually its guardian is already doing so and only needs time. If the guardian was killed too, the
     processes get SIGTERM, then SIGKILL.
     """
-    left = list(procs.marked(mark))
+    left = list(processes.marked(mark))
     if not left:
         return 0
-    if not procs.guardian_of(mark):
-        procs.kill(set(left), signal.SIGTERM)
-    if not wait_for(lambda: not any(procs.marked(mark)), GUARDIAN_SECONDS):
-        procs.sweep(mark)
+    if not processes.guardian_of(mark):
+        processes.kill(set(left), signal.SIGTERM)
+    if not wait_for(lambda: not any(processes.marked(mark)), GUARDIAN_SECONDS):
+        processes.sweep(mark)
     return len(left)

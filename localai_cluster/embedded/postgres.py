@@ -19,9 +19,9 @@ from urllib.parse import quote
 
 import psycopg
 
-from localai_cluster import procs
 from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.embedded.server import EmbeddedServer, plain_environment
+from localai_cluster.kit import processes
 
 MAJOR = 18
 USER = "cluster"
@@ -161,12 +161,14 @@ class EmbeddedPostgres(EmbeddedServer):
         with suppress(OSError, ValueError):
             first = int(note.read_text().split(None, 1)[0])
             if first in self._servers():
-                procs.end(procs.group_of(first, polite=self.polite, seconds=self.seconds, whole=False))
+                processes.end(
+                    processes.group_of(first, polite=self.polite, seconds=self.seconds, whole=False)
+                )
         for _ in range(100):
-            left = {one for one in procs.processes() if one.pid in self._servers()}
+            left = {one for one in processes.processes() if one.pid in self._servers()}
             if not left:
                 break
-            procs.kill(left)
+            processes.kill(left)
         note.unlink(missing_ok=True)
         for socket in self.sockets.glob(".s.PGSQL.*"):
             socket.unlink(missing_ok=True)
@@ -177,7 +179,7 @@ class EmbeddedPostgres(EmbeddedServer):
         Its path may mean another folder for a process in a container.
         """
         servers = set()
-        for process in procs.processes():
+        for process in processes.processes():
             with suppress(OSError):
                 program = os.readlink(f"/proc/{process.pid}/exe")
                 if Path(program).name == "postgres" and self.data.samefile(f"/proc/{process.pid}/cwd"):

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from localai_cluster import procs
 from localai_cluster.embedded.resources import SetupError
+from localai_cluster.kit import processes
 
 CHECKED = "checked"
 """The line of the process that says: the settings are right."""
@@ -18,7 +18,7 @@ class Preparation:
     """`localai_cluster.embedded.prepare` as a child. It waits in between for a line on its standard input."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._child = procs.spawn(
+        self._child = processes.spawn(
             [sys.executable, "-m", "localai_cluster.embedded.prepare"],
             env=environment,
             stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ class Preparation:
         try:
             output = self._child.communicate(b"\n", COMMAND_SECONDS)[0].decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
-            procs.end_child(self._child, procs.group_of(self._child.pid))
+            processes.end_child(self._child, processes.group_of(self._child.pid))
             raise SetupError(
                 f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
             ) from None
@@ -53,7 +53,7 @@ class Preparation:
     def close(self) -> None:
         """End it if it still waits."""
         if self._child.poll() is None:
-            procs.end_child(self._child, procs.group_of(self._child.pid))
+            processes.end_child(self._child, processes.group_of(self._child.pid))
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe
             pipe.close()

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from localai_cluster import clock, cluster_settings, join_script, procs
+from localai_cluster import join_script
 from localai_cluster.embedded import external, folder_identity, package, requests
 from localai_cluster.embedded.layout import (
     GALLERY,
@@ -39,6 +39,7 @@ from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
 from localai_cluster.embedded.terminal import Foreground
+from localai_cluster.kit import clock, cluster_settings, processes
 
 NEEDED_BYTES = 512 * 1024 * 1024
 """Enough for a new database and one backend."""
@@ -67,7 +68,7 @@ class Cluster:
         self.stopping = threading.Event()
         self._lock = DataLock(self.layout.data_dir)
         self._copied = folder_identity.is_copy(self.layout.data_dir)
-        self._guardian: procs.Guardian | None = None
+        self._guardian: processes.Guardian | None = None
         self._supervisor: Supervisor | None = None
         self._preparation: Preparation | None = None
         self.password_changed = False
@@ -79,7 +80,9 @@ class Cluster:
         """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
         self._clean()
         self._check()
-        self._guardian = guardian = procs.Guardian(self._lock.new_mark(), replaced=self._guardian_replaced)
+        self._guardian = guardian = processes.Guardian(
+            self._lock.new_mark(), replaced=self._guardian_replaced
+        )
         self._supervisor = supervisor = Supervisor(self.log, guardian)
         self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
         self.servers = self.layout.servers()
@@ -222,7 +225,7 @@ class Cluster:
     def _tasks_run(self) -> bool:
         """Whether django-q2's guard, pusher, monitor and workers are running."""
         first = self.pids().get("tasks", 0)
-        return sum(one.session == first for one in procs.processes()) > _TASK_PROCESSES
+        return sum(one.session == first for one in processes.processes()) > _TASK_PROCESSES
 
     def _last_heartbeat(self) -> str:
         """The last heartbeat of the local worker in the registry; it changes with each registration."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from localai_cluster.embedded.resources import SetupError, private_directory
-from localai_cluster.env import weak_secret
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import nkeys
+from localai_cluster.kit.env import weak_secret
 
 GIVEN_BY = {
     "secret_key": "SECRET_KEY",

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from localai_cluster import clock, procs
 from localai_cluster.embedded.resources import SetupError
+from localai_cluster.kit import clock, processes
 
 LOOK_AGAIN_SECONDS = 0.02
 
@@ -39,7 +39,7 @@ class EmbeddedServer(ABC):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._child: subprocess.Popen[bytes] | None = None
-        self._guardian: procs.Guardian | None = None
+        self._guardian: processes.Guardian | None = None
 
     @abstractmethod
     def prepare(self) -> None:
@@ -71,13 +71,13 @@ class EmbeddedServer(ABC):
         assert self._child
         return self._child.pid
 
-    def start(self, guardian: procs.Guardian | None = None, *, seconds: float = 30.0) -> str:
+    def start(self, guardian: processes.Guardian | None = None, *, seconds: float = 30.0) -> str:
         """Starts the server and waits until it is ready; returns its URL. `SetupError` if it fails."""
         self.stop()
         self.prepare()
         log = self.directory / f"{self.name}.log"
         with log.open("wb") as file:
-            self._child = child = procs.spawn(
+            self._child = child = processes.spawn(
                 self.argv(),
                 env=plain_environment() | (guardian.env if guardian else {}),
                 stdout=file,
@@ -100,8 +100,8 @@ class EmbeddedServer(ABC):
         child, self._child = self._child, None
         if child is None:
             return True
-        group = procs.group_of(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
-        politely = procs.end_child(child, group)
+        group = processes.group_of(child.pid, polite=self.polite, seconds=self.seconds, whole=self.whole)
+        politely = processes.end_child(child, group)
         if self._guardian:
             self._guardian.discard(child.pid)
         return politely

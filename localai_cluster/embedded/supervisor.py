@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from localai_cluster import clock, procs
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, plain_environment, wait_for
+from localai_cluster.kit import clock, processes
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 STEADY_SECONDS = 60.0
@@ -92,14 +92,14 @@ class _Supervised:
         self.program = program
         self.lock = threading.Lock()
         self.child: subprocess.Popen[bytes] | None = None
-        self.group: procs.Group | None = None
+        self.group: processes.Group | None = None
         self.since = 0.0
 
 
 class Supervisor:
     """Starts, restarts and stops programs."""
 
-    def __init__(self, log: Log, guardian: procs.Guardian) -> None:
+    def __init__(self, log: Log, guardian: processes.Guardian) -> None:
         self._log, self._guardian = log, guardian
         self._programs: dict[str, _Supervised] = {}
         self._stopping = threading.Event()
@@ -155,7 +155,7 @@ class Supervisor:
                 child, group = kept.child, kept.group
             if not child or not group:
                 continue
-            if not procs.end_child(child, group, self._hurry.is_set):
+            if not processes.end_child(child, group, self._hurry.is_set):
                 killed.append(kept.program.name)
             self._guardian.discard(child.pid)
         return killed
@@ -170,9 +170,9 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             try:
-                child = procs.spawn(
+                child = processes.spawn(
                     program.argv,
-                    env={**program.env, procs.MARK_VARIABLE: self._mark(program)},
+                    env={**program.env, processes.MARK_VARIABLE: self._mark(program)},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
@@ -205,8 +205,8 @@ class Supervisor:
                 "run", f"{kept.program.name} ended ({how_it_ended(code)}), restarting in {delay:.0f} s"
             )
             # Its children may have outlived it, some of them in their own sessions.
-            procs.end(group, self._hurry.is_set)
-            procs.sweep(self._mark(kept.program))
+            processes.end(group, self._hurry.is_set)
+            processes.sweep(self._mark(kept.program))
             self._guardian.discard(child.pid)
             delay = self._restart(kept, delay)
             if self._stopping.is_set():

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.messaging.codec import decode, encode
 
 R = TypeVar("R")

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from localai_cluster import nesting
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import json_depth
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import OMIT, Gallery
 
 MAX_BYTES = 1024 * 1024
@@ -81,7 +81,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _parse(text: bytes) -> Any:
-    if problem := nesting.problem(text):
+    if problem := json_depth.problem(text):
         raise DecodeError(f"the message is {problem}")
     try:
         return json.loads(text.decode("utf-8", "replace"), parse_constant=_refuse_constant)

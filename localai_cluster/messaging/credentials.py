@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localai_cluster.messaging import nkeys, subjects
-from localai_cluster.messaging.nkeys import KeyPair
+from localai_cluster.kit import nkeys
+from localai_cluster.kit.nkeys import KeyPair
+from localai_cluster.messaging import subjects
 
 AGENT = "agent"
 _AGENT_PUBLISHES = ("agent.>", "jobs.>")

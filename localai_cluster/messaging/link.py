@@ -17,7 +17,7 @@ import nats.errors
 from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
 
-from localai_cluster import points
+from localai_cluster.kit import failpoints
 from localai_cluster.messaging.servers import Servers
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Link:
                 self._subscribing = asyncio.ensure_future(replies)
             await asyncio.shield(self._subscribing)  # shared by all requests; none may cancel it
             await self.client.publish(subject, payload, reply=inbox)
-            await points.left(self.client.flush)
+            await failpoints.left(self.client.flush)
             await asyncio.wait(outcomes, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._pending_replies[inbox]

@@ -24,8 +24,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from localai_cluster import clock, points
-from localai_cluster.errors import ClusterError, InvalidInput
+from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.bus import (
     BusError,
     Handler,
@@ -117,7 +117,7 @@ class NatsBus:
             raise NotConnected("the bus takes no more messages: too many wait to be sent")
         try:
             await client.publish(subject, payload)
-            await points.left(client.flush)
+            await failpoints.left(client.flush)
         except nats.errors.Error as error:
             raise translate(error, subject) from error
 
@@ -166,7 +166,7 @@ class NatsBus:
         try:
             async with asyncio.timeout(REPLY_WAIT):
                 await self.wait_connected()
-            with points.told("bus.reply"):
+            with failpoints.told("bus.reply"):
                 await self.publish(inbox, payload)
         except (ClusterError, TimeoutError) as error:
             log.warning("a reply was lost: %s", error or "no connection")

@@ -4,8 +4,8 @@ import ssl
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
-from localai_cluster.addresses import is_local
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.addresses import is_local
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.messaging.credentials import Credentials
 
 DEFAULT_PORT = 4222

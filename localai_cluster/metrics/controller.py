@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics.kinds import WORK, counter, gauge, seconds
 
 ATTEMPTS = counter(

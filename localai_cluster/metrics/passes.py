@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics.kinds import WORK, counter, seconds
 
 PASSES = counter("passes", "Passes that have ended, by name and outcome (`ok`, `failed`).", "name", "outcome")

@@ -13,7 +13,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 
 HERE = Path(__file__).parent
 PROTO = HERE / "backend.proto"

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from localai_cluster.addresses import parse
+from localai_cluster.kit.addresses import parse
 from localai_cluster.rpc.errors import BackendError, Lost, Refused, translate
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (

@@ -7,7 +7,7 @@ address is dead or unreachable, so the replica should be taken out of service).
 
 import grpc
 
-from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 
 # Part of the contract: the text by which an engine reports that it holds another model than requested.
 IDENTITY_MARKER = "model identity mismatch"

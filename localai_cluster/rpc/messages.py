@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.generated.backend_pb2 import (
     EMBEDDING_LAYOUT_FINAL,
     EMBEDDING_LAYOUT_PER_TOKEN,

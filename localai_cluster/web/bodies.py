@@ -8,7 +8,7 @@ key cannot exhaust the budget of others.
 import asyncio
 from contextlib import suppress
 
-from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
 
 FIRST_PART = 16 * 1024

@@ -17,7 +17,7 @@ from rest_framework import exceptions
 from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
-from localai_cluster import disk, errors, names, outage
+from localai_cluster.kit import disk, errors, names, outage
 from localai_cluster.web.parsers import MALFORMED
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from django.core.files.uploadedfile import UploadedFile
 from django.core.files.uploadhandler import FileUploadHandler
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
-from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 

@@ -19,7 +19,7 @@ from django.conf import settings
 from django.db import Error as DatabaseError
 from django.utils.http import is_same_domain
 
-from localai_cluster import cancel
+from localai_cluster.kit import cancellation
 from localai_cluster.web import envelopes
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         finally:
             _open.discard(self)
             if self._work is not None:
-                await cancel.end(self._work)
+                await cancellation.end(self._work)
 
     async def connect(self) -> None:
         """Refuse or accept the handshake, then start the topics."""

@@ -30,7 +30,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from localai_cluster import clock, conf, errors
+from localai_cluster.kit import clock, conf, errors
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError, Conflict, InvalidInput, NotFound
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput, NotFound
 from localai_cluster.messaging.codec import decode
 from localai_cluster.messaging.messages import omitted
 from localai_cluster.worker.hardware import preferred_tokens

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from localai_cluster import gallery_index
-from localai_cluster.errors import NotFound
 from localai_cluster.gallery_index import GalleryEntry, folded
+from localai_cluster.kit.errors import NotFound
 from localai_cluster.messaging.messages import Gallery
 
 # Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.

@@ -13,8 +13,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from localai_cluster import clock
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Servers, parse_url

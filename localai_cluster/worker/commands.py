@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from localai_cluster import clock, points
-from localai_cluster.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
@@ -173,9 +173,9 @@ class Commands:
         stopped: list[str] = []
         try:
             stopped += await self._supervisor.ensure_stopped(self._supervisor.of_backend(names), force=False)
-            points.passed("worker.delete:stopped")
+            failpoints.passed("worker.delete:stopped")
             await asyncio.to_thread(self._store.remove, name)
-            points.passed("worker.delete:removed")
+            failpoints.passed("worker.delete:removed")
             # An install that waited may have started an engine from these files meanwhile.
             engines = self._supervisor.engines()
             late_keys = [

@@ -1,6 +1,6 @@
 """The worker's settings, read by the table of `config_table.py` into one frozen object.
 
-`localai_cluster.env` reads them, as for the server processes. Every wrong setting is reported on its own
+`localai_cluster.kit.env` reads them, as for the server processes. Every wrong setting is reported on its own
 line, with its name and the fix. Nothing is guessed.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from localai_cluster.env import Environment, Problem, parse_bool, parse_duration
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.env import Environment, Problem, parse_bool, parse_duration
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import Gallery

@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localai_cluster.env import Problem
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.env import Problem
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 NAME_LIMIT = 255

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from localai_cluster import gallery_index
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.backend_store import remove_old_partials
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, SourceError, Stopped, Throttle

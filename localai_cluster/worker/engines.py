@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localai_cluster import clock, procs
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import clock, processes
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
@@ -73,7 +73,7 @@ class Engine:
     folder: Path
     folder_identity: tuple[int, int]
     process: asyncio.subprocess.Process
-    group: procs.Group
+    group: processes.Group
     client: BackendClient
     gpus: tuple[str, ...] = ()
     """The only GPUs that it may use; empty for all."""
@@ -90,7 +90,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """True while the process runs; False as soon as it has ended, even before it is reaped."""
-        stat = procs.stat(self.process.pid)
+        stat = processes.stat(self.process.pid)
         return self.process.returncode is None and stat is not None and stat.running
 
     async def wait_started(self) -> bool:
@@ -135,7 +135,7 @@ class EngineSupervisor:
         self,
         ports: PortAllocator,
         token: str,
-        guardian: procs.Guardian,
+        guardian: processes.Guardian,
         rings: LogRings,
         exits: Exits,
         *,
@@ -323,7 +323,7 @@ class EngineSupervisor:
     async def _end(self, engine: Engine) -> bool:
         """Signal the process group: SIGTERM, 15 s, SIGKILL. Return True if the process has ended."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
+        await loop.run_in_executor(self._threads, processes.end, engine.group, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FREE_LIMIT):
                 await engine.ended.wait()
@@ -346,7 +346,7 @@ class EngineSupervisor:
                 # If it was never ready, the reply of the starting command reports the failure.
                 self._exits.add(engine.key, engine.port)
             # Its child processes must not outlive it or keep its port.
-            await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
+            await asyncio.get_running_loop().run_in_executor(self._threads, processes.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)
         for pump in pumps:
             pump.cancel()

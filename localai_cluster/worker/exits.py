@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 MOST = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""

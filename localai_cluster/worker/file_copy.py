@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError
 
 CHUNK = 1024 * 1024
 RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import pynvml
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
 

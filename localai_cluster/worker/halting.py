@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane

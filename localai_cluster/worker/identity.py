@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from localai_cluster import clock, points
-from localai_cluster.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.gallery_index import name_of
+from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import (
     Gallery,
@@ -143,7 +143,7 @@ class InstallCommands:
         reply = await work
         outcome = "done" if reply.success else f"failed: {reply.error}"
         log.info("op=%s backend=%s %s %s", operation, backend, label, outcome)
-        points.passed("worker.command:done")
+        failpoints.passed("worker.command:done")
         return reply
 
     async def _install(self, request: InstallRequest, command: Command) -> InstallReply:

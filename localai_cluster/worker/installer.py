@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from localai_cluster import clock, gallery_index, points
-from localai_cluster.errors import ClusterError, NotFound
+from localai_cluster import gallery_index
 from localai_cluster.gallery_index import SUFFIXES, stem
+from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import build_selection
@@ -289,11 +290,11 @@ class Installer:
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
             (staged / METADATA_FILE).unlink(missing_ok=True)
             (staged / METADATA_FILE).write_bytes(encode(metadata))
-            points.passed("worker.install:staged")
+            failpoints.passed("worker.install:staged")
             if halt.is_set():
                 raise Stopped(ENDED)
             swap(staged, target)
-            points.passed("worker.install:swapped")
+            failpoints.passed("worker.install:swapped")
         except (OSError, ValueError) as error:
             raise InstallFailed(f'cannot install "{folder}": {error}') from error
         finally:
@@ -339,7 +340,7 @@ def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.r
     existed = target.exists()
     if existed:
         rename(target, backup)
-        points.passed("worker.install:set_aside")
+        failpoints.passed("worker.install:set_aside")
     try:
         rename(staged, target)
     except OSError:

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from localai_cluster import procs
-from localai_cluster.fingerprints import grouped
-from localai_cluster.listening import serving
+from localai_cluster.kit import processes
+from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.listening import serving
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
@@ -55,7 +55,7 @@ class Worker:
         capability: str,
         client: httpx.AsyncClient,
         downloads: httpx.AsyncClient,
-        guardian: procs.Guardian,
+        guardian: processes.Guardian,
         listener: socket.socket,
     ) -> None:
         self._config = config
@@ -250,7 +250,7 @@ async def run(config: Config, identity: NodeIdentity) -> None:
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
-        guardian = await asyncio.to_thread(procs.Guardian)
+        guardian = await asyncio.to_thread(processes.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         # Other galleries are verified by the system's CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from localai_cluster import logs
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import logs
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker import identity
 from localai_cluster.worker.config import build
 from localai_cluster.worker.config_table import SETTINGS, InvalidSettings

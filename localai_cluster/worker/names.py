@@ -1,6 +1,6 @@
 """Rules for external names that become folder names: parts to strip, and names to refuse."""
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 
 STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
 LIMIT = 200

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 
-from localai_cluster import cancel, clock
+from localai_cluster.kit import cancellation, clock
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Pauses:
         try:
             yield
         finally:
-            await cancel.end(task)
+            await cancellation.end(task)
 
     async def _run(self) -> None:
         while True:

@@ -6,7 +6,7 @@ plane may still have the old address, and a health probe cannot distinguish engi
 
 from dataclasses import dataclass, field
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 
 QUARANTINE = 15.0
 RESERVATION = 300.0

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from localai_cluster import __version__
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
 from localai_cluster.worker.engines import Engine

@@ -12,8 +12,8 @@ from uuid import UUID
 from django.core.exceptions import BadRequest
 from django.db import transaction
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import clock, errors
 from nodes.admin import seen
 from nodes.admin.verbs import Verb
 from nodes.models import BackendNode

@@ -14,10 +14,10 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from localai_cluster import errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import client_address
-from localai_cluster.logs import request_id
+from localai_cluster.kit import errors
+from localai_cluster.kit.logs import request_id
 from localai_cluster.web.admin import Observed
 from nodes.admin import words
 from nodes.admin.carry import MOST_AT_ONCE

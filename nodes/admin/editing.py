@@ -15,7 +15,7 @@ from django.forms.models import BaseInlineFormSet
 from django.http import HttpRequest
 from django.utils.html import format_html
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from localai_cluster.web.admin import TabularInline
 from nodes.admin import seen
 from nodes.models import BackendNode, NodeLabel

@@ -7,7 +7,7 @@ from django.contrib import admin
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.admin import words
 from nodes.admin.verbs import remains
 from nodes.models import BackendNode

@@ -7,9 +7,9 @@ from django.contrib import admin, messages
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import of_principal
+from localai_cluster.kit import clock
 from localai_cluster.web.admin import Observed
 from nodes.admin import words
 from nodes.models import BusCredential, JoinToken

@@ -8,7 +8,7 @@ from django.db.models import QuerySet
 from django.db.models.functions import Length
 from django.http import HttpRequest
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
 from nodes.models import (
     ModelLoadInfo,

@@ -6,7 +6,7 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.admin import TabularInline
 from nodes.admin.deeds import Deed, DeedAdmin
 from nodes.api import operation_verbs

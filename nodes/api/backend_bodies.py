@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from rest_framework import serializers
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from localai_cluster.web.parsers import parse_json
 from nodes.backends import one_node

@@ -9,7 +9,7 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors, names
+from localai_cluster.kit import clock, errors, names
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, column

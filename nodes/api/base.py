@@ -9,9 +9,9 @@ from drf_spectacular.utils import OpenApiExample, OpenApiParameter, extend_schem
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import BackendNode

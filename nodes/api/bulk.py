@@ -9,9 +9,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.authentication import client_address
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
 from nodes.api.backend_bodies import InstallSerializer, install_wish

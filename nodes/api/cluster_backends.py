@@ -13,8 +13,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
 from localai_cluster.gallery_index import folded
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated

@@ -16,9 +16,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, conf, errors
 from localai_cluster.accounts.authentication import client_address, principal
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested

@@ -6,7 +6,7 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import Row, Shape, field

@@ -14,8 +14,9 @@ from uuid import UUID
 
 from channels.db import database_sync_to_async
 
-from localai_cluster import clock, conf, errors, gallery_index
+from localai_cluster import gallery_index
 from localai_cluster.accounts import principals
+from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
 from localai_cluster.web.openapi import Operation, json_body

@@ -19,8 +19,8 @@ from uuid import UUID
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
+from localai_cluster.kit import clock, errors
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated

@@ -7,7 +7,7 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web import fields
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated

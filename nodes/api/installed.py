@@ -12,8 +12,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock
 from localai_cluster.gallery_index import folded
+from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping

@@ -8,9 +8,9 @@ from drf_spectacular.utils import OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock
 from localai_cluster.accounts.authentication import client_address, principal
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock
+from localai_cluster.kit.logs import request_id
 from localai_cluster.web.fields import Described
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated

@@ -13,7 +13,7 @@ from rest_framework.authentication import BaseAuthentication
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
-from localai_cluster import clock, conf, errors, join_script
+from localai_cluster import join_script
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import (
     CHALLENGE,
@@ -23,6 +23,7 @@ from localai_cluster.accounts.authentication import (
     person,
     principal,
 )
+from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web import throttle
 from localai_cluster.web.openapi import Operation, refusals
 from nodes.api.base import NodeView

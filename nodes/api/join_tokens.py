@@ -9,7 +9,8 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, conf, env, errors, join_script
+from localai_cluster import join_script
+from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals

@@ -6,7 +6,7 @@ from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import MALFORMED
 from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent

@@ -5,8 +5,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.authentication import IsUser
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import BYTES, TEXT, Shape, count, field
 from nodes.api.base import answered

@@ -15,9 +15,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, names
 from localai_cluster.accounts.authentication import client_address, principal
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, names
+from localai_cluster.kit.logs import request_id
 from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated

@@ -14,8 +14,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, conf, errors
 from localai_cluster.accounts.authentication import principal
+from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web.fields import NullIsAbsent
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated

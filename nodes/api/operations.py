@@ -11,7 +11,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from nodes.backends import waits
 from operations.api import serializers as shapes

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
 
-from localai_cluster import errors
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.kit import errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.openapi import Operation, json_body, refusals
 from localai_cluster.web.shapes import reference

@@ -12,8 +12,8 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, extend_schema_field, extend_schema_serializer
 from rest_framework import serializers
 
-from localai_cluster import errors, names
-from localai_cluster.addresses import EXPECTED
+from localai_cluster.kit import errors, names
+from localai_cluster.kit.addresses import EXPECTED
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from nodes.models import NodeType
 from nodes.registry import gpus

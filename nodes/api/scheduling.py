@@ -11,7 +11,7 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated

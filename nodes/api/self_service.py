@@ -12,9 +12,9 @@ from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import MessageSerializer
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer

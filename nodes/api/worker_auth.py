@@ -12,10 +12,10 @@ from rest_framework.authentication import BaseAuthentication
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import CHALLENGE, client_address, person, principal
 from localai_cluster.accounts.principals import Principal
+from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle
 from localai_cluster.web.openapi import Operation
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, field

@@ -6,7 +6,7 @@ time of the mark counts then, because its last heartbeat is always recent.
 
 from datetime import datetime, timedelta
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from nodes.models import BackendNode, NodeStatus
 
 _ABSENT = (NodeStatus.OFFLINE, NodeStatus.UNHEALTHY)

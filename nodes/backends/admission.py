@@ -14,10 +14,10 @@ from uuid import UUID, uuid4
 
 from django.db import IntegrityError, connection
 
-from localai_cluster import errors
 from localai_cluster.accounts import audit
-from localai_cluster.commits import committed
-from localai_cluster.locks import stand_in_line
+from localai_cluster.kit import errors
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.locks import stand_in_line
 from nodes.backends import intents, one_node, one_part, waits, wave_requests, waves
 from nodes.backends.precedence import RequestOrder
 from nodes.backends.wishes import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted

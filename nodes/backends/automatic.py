@@ -11,9 +11,9 @@ from datetime import datetime
 
 from django.db import transaction
 
-from localai_cluster import errors
 from localai_cluster.gallery_index import folded
-from localai_cluster.locks import stand_in_line
+from localai_cluster.kit import errors
+from localai_cluster.kit.locks import stand_in_line
 from nodes.backends import installed, upgrade_state
 from nodes.backends.admission import ask
 from nodes.backends.automatic_rules import BackendPlace, UpgradePlan, identity, plan

@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 from uuid import UUID
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.backends import admission, one_node
 from nodes.backends.wishes import Asked, LeftOut, Wish
 from nodes.models import BackendNode

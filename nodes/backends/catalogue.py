@@ -21,8 +21,9 @@ import httpx
 from django.db import connection
 from django.db.models import F
 
-from localai_cluster import clock, conf, gallery_index, yaml_text
+from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
+from localai_cluster.kit import clock, conf, yaml_text
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
 from nodes.models import NodeBackend

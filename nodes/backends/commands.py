@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, TypeVar, assert_never
 
-from localai_cluster import clock, names, points
+from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging import messages, subjects
 from localai_cluster.messaging.codec import DecodeError, decode, encode
@@ -189,12 +189,12 @@ class Worker:
         A `backend.stop` has no reply. An unforced stop of all engines has no payload either (R6.5).
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
-        with contextlib.suppress(carrier.BusError), points.told("backend.stop"):
+        with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
             await self.bus.publish(subjects.backend_stop(self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
-        with contextlib.suppress(carrier.BusError), points.told("node.stop"):
+        with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
             await self.bus.publish(subjects.stop(self.node_id), _NO_PAYLOAD)
 
     async def install(
@@ -340,7 +340,7 @@ class Worker:
     ) -> Outcome[R]:
         inbox = subjects.inbox(self.node_id)
         try:
-            with points.asked(point):
+            with failpoints.asked(point):
                 reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)
         except carrier.NoResponders:
             return NoResponders(f"node {self.name} is not responding")

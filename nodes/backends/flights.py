@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from localai_cluster import cancel
+from localai_cluster.kit import cancellation
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import ProgressEvent
 
@@ -58,7 +58,7 @@ async def joined(
         flight.waiting.remove(on_progress)
         if not flight.waiting and not task.done():
             _forget(flights, key, task)
-            await cancel.end(task)
+            await cancellation.end(task)
 
 
 def _forget(

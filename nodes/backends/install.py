@@ -9,7 +9,8 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localai_cluster import conf, gallery_index
+from localai_cluster import gallery_index
+from localai_cluster.kit import conf
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries

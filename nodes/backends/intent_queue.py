@@ -15,9 +15,9 @@ from uuid import UUID
 
 from django.db import InterfaceError, OperationalError
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import CONTROLLER
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics

@@ -20,9 +20,9 @@ from django.db import IntegrityError, connection
 from django.db.models import Count
 from django.db.models.functions import Lower
 
-from localai_cluster import conf
-from localai_cluster.commits import committed
-from localai_cluster.locks import Lock, try_lock
+from localai_cluster.kit import conf
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.locks import Lock, try_lock
 from nodes.backends import absence, waves
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.models.intent import PendingBackendOpQuerySet

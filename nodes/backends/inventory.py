@@ -20,8 +20,8 @@ from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Q, Value, When
 
-from localai_cluster import clock, conf, names
 from localai_cluster.accounts.actors import CONTROLLER
+from localai_cluster.kit import clock, conf, names
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstalledBackend
 from localai_cluster.metrics import passes

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, assert_never
 from uuid import UUID
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.bus import Bus
 from nodes.backends.commands import Worker
 from nodes.backends.one_node import CommandFailed

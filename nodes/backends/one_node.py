@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from nodes.backends.flights import OnProgress

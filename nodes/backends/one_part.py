@@ -8,8 +8,8 @@ operation.
 from datetime import datetime
 from uuid import UUID
 
-from localai_cluster import errors
 from localai_cluster.accounts import audit
+from localai_cluster.kit import errors
 from nodes.backends import waves
 from operations import targets
 from operations.changes.announce import announce

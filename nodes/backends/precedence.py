@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.backends.wishes import KINDS, Wish
 from nodes.models import PendingBackendOp
 

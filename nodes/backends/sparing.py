@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from localai_cluster import clock, conf, errors
-from localai_cluster.commits import committed
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.commit_hooks import committed
 from nodes.backends import intents
 from nodes.backends.intents import Intent, PutBack, Settlement
 from nodes.models import NodeModel

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf
 from localai_cluster.gallery_index import GalleryEntry, folded
-from localai_cluster.names import plain
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.names import plain
 from nodes.backends import automatic, catalogue, images, install, installed, upgrade_state
 from nodes.backends.upgrade_rules import Offered, Upgrade, is_image, upgrades
 from nodes.models import NodeBackend

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from nodes.backends import install, inventory, one_node

@@ -6,9 +6,9 @@ from uuid import UUID
 
 from django.db.models import Count
 
-from localai_cluster import errors
 from localai_cluster.accounts import audit
-from localai_cluster.commits import committed
+from localai_cluster.kit import errors
+from localai_cluster.kit.commit_hooks import committed
 from nodes.backends import intents, waves
 from nodes.backends.wave_plan import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp

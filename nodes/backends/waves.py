@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 
 from django.db import connection
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes import events

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.backends import one_node
 from nodes.backends.wave_plan import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp

@@ -17,7 +17,7 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.registry.dialling import Contact, HttpServer, NotReachable
 
 ANSWER_LIMIT = 15.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from localai_cluster import names, regular_files, yaml_text
+from localai_cluster.kit import names, safe_files, yaml_text
 from nodes.definitions.answering import SILENT, Answering, answering_of
 
 MAX_FILE_BYTES = 256 * 1024
@@ -225,7 +225,7 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 def read(path: Path) -> Definition:
     """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
     try:
-        content = regular_files.read(path, MAX_FILE_BYTES)
+        content = safe_files.read(path, MAX_FILE_BYTES)
     except OSError as error:
         raise Unusable(f"cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:

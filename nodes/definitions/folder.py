@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from localai_cluster import clock, conf, names, yaml_text
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit import clock, conf, names, yaml_text
+from localai_cluster.kit.errors import Unavailable
 from nodes.definitions.files import Definition, Unusable, read
 from nodes.definitions.sizes import Sizes
 

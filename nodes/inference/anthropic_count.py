@@ -6,7 +6,7 @@ receives the conversation and may use the model's own template; the reference's 
 
 import orjson
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import PredictOptions
 from localai_cluster.web import wire

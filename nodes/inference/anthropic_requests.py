@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import anthropic_messages, openai_bodies, schemas
 from nodes.inference.anthropic_messages import Messages, System

@@ -10,8 +10,8 @@ from typing import IO, Annotated, Any, Literal
 import msgspec
 import orjson
 
-from localai_cluster import clock, conf
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendFailed, DeadlineExceeded
 from localai_cluster.rpc.messages import Reply, TTSRequest

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from localai_cluster import clock, conf
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
 from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult

@@ -11,8 +11,8 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import IO
 
-from localai_cluster import conf
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit import conf
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.inference.endpoint import until_stop

@@ -1,6 +1,6 @@
 """Lookup of the model definition for the name in a request."""
 
-from localai_cluster.errors import NotFound
+from localai_cluster.kit.errors import NotFound
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from localai_cluster import clock
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions

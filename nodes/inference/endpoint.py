@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from localai_cluster import clock
 from localai_cluster.accounts import browsers, credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
-from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
+from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import bodies, multipart, throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition

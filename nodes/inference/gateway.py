@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from localai_cluster import clock, conf
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.websockets import ACCESS
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused

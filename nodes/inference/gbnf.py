@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from nodes.inference import schemas
 from nodes.inference.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text, written
 

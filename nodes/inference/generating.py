@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from localai_cluster import clock, conf
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented

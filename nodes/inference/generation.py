@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)

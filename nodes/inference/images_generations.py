@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import orjson
 
-from localai_cluster import clock
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import GenerateImageRequest

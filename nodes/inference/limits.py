@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 class SilenceLimit:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.inference import blocks, generation

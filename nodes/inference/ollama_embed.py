@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from localai_cluster import clock
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.inference import embeddings

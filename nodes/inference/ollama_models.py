@@ -7,7 +7,7 @@ import orjson
 from django.db import DatabaseError
 from django.db.models import Sum
 
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import folder

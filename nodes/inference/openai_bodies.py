@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from nodes.inference import schemas
 from nodes.inference.generation import Sampling, Usage
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import orjson
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import generation, openai_bodies, openai_messages, schemas
 from nodes.inference.generation import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from nodes.inference.generation import TextDelta
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import openai_bodies, responses_items, schemas
 from nodes.inference.generation import Conversation, Generation, Sampling

@@ -14,8 +14,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from localai_cluster import conf
-from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.kit import conf
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.inference.generation import Sink, Telling, TextDelta

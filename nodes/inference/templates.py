@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError, InvalidInput
-from localai_cluster.procs import MARK_VARIABLE
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.kit.processes import MARK_VARIABLE
 from nodes.inference import template_process
 from nodes.inference.generation import Conversation, Utterance
 from nodes.inference.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH

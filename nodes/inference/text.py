@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.inference import (

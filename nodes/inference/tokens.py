@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 import orjson
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire

@@ -20,8 +20,8 @@ import msgspec
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
 from nodes.registry import dialling
 from nodes.registry.dialling import HttpServer

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from localai_cluster import __version__, periodic
-from localai_cluster.disk import DiskUsage
-from localai_cluster.env import weak_secret
+from localai_cluster import __version__
+from localai_cluster.kit import periodic
+from localai_cluster.kit.disk import DiskUsage
+from localai_cluster.kit.env import weak_secret
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import Held
 from operations.executor.controllers import SILENT_AFTER, Seen

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 from django.conf import settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.web import ui
 from localai_cluster.web.sockets import Scope, encoded, text_in
 from nodes.live import shapes, watch

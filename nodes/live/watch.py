@@ -20,7 +20,7 @@ import redis.asyncio
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from localai_cluster import cancel, clock, conf, disk, periodic
+from localai_cluster.kit import cancellation, clock, conf, disk, periodic
 from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
@@ -154,7 +154,7 @@ class NodeFeed:
             self.watchers -= 1
             if not self.watchers:
                 running, self._running = self._running, None
-                await cancel.end(running)
+                await cancellation.end(running)
 
     async def _run(self) -> None:
         woken = asyncio.Event()
@@ -173,9 +173,9 @@ class NodeFeed:
                         await woken.wait()
                         await asyncio.sleep(max(GATHER, rest))
         finally:
-            await cancel.end(hearing)
-            await cancel.end(pinging)
-            await cancel.end(measuring)
+            await cancellation.end(hearing)
+            await cancellation.end(pinging)
+            await cancellation.end(measuring)
 
     async def _keep_pinging(self) -> None:
         self._unanswered = 0

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from channels.db import database_sync_to_async
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from localai_cluster.web.sockets import FAILED, Ended, Scope
 from nodes.backends import worker_logs
 from nodes.models import BackendNode

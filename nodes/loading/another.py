@@ -12,7 +12,7 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.loading import hold
 from nodes.loading.load import KIND, key
 from nodes.loading.wish import ANOTHER, LACKS_ROOM, ONLY, REASON, REPLACES

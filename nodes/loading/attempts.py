@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 from uuid import UUID
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.loading.failures import Cause, is_last, refusals
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
-from localai_cluster import clock, conf, errors
+from localai_cluster.kit import clock, conf, errors
 from nodes.backends.commands import unless
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition

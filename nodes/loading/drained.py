@@ -12,7 +12,7 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Exists, OuterRef, Q
 
-from localai_cluster import names
+from localai_cluster.kit import names
 from nodes.models import BackendNode, NodeModel
 from nodes.models.node import BackendNodeQuerySet
 from operations.changes import events

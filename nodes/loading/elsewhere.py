@@ -3,7 +3,7 @@
 from datetime import timedelta
 from uuid import UUID
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.loading.load import KIND, key
 from nodes.loading.wish import BESIDES
 from operations.ledger import admission

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from asgiref.sync import async_to_sync
 from django.db.models import Q
 
-from localai_cluster import conf, errors, names
+from localai_cluster.kit import conf, errors, names
 from localai_cluster.web.shapes import Row
 from nodes.definitions.folder import folder
 from nodes.loading import needs

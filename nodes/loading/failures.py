@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 
 MOST_NODES = 3
 ENGINE_DEATHS = 3

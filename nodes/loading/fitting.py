@@ -4,7 +4,7 @@ A decision names the best few and the nearest few. A map of the fleet has a word
 questions in the same order, by the same functions that placement asks.
 """
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field
 from nodes.loading import explaining
 from nodes.loading.reason_shapes import DECISION, decision

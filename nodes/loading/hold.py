@@ -7,7 +7,7 @@ so that another controller continues with it.
 
 from datetime import timedelta
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from nodes.loading.wish import wish_of
 from nodes.placement import deadlines
 from operations.executor.work import Work, in_thread

@@ -20,7 +20,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf, errors, names
+from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from nodes.definitions.files import Definition, load_options
 from nodes.definitions.sizes import ModelFiles
 from nodes.placement import estimate

@@ -3,7 +3,7 @@
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from nodes.definitions.files import Definition, load_options
 from nodes.models import BackendNode
 from nodes.placement.tuning import Machine, tuned

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from uuid import UUID
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from localai_cluster.web.shapes import Row
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from nodes.loading import placing
 from nodes.loading.failures import (
     Cause,

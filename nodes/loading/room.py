@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass
 from uuid import UUID
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.loading.failures import WorkerGone
 from nodes.models import ReplicaState
 from nodes.placement.choose import Decision

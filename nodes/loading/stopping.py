@@ -18,7 +18,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import passes

@@ -18,8 +18,8 @@ from uuid import UUID
 
 from django.db import DatabaseError
 
-from localai_cluster import clock, conf
-from localai_cluster.errors import ClusterError, Conflict, Unavailable
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.failures import LoadFailed, refusals
 from nodes.loading.load import KIND, key
 from nodes.models import BackendNode, NodeEvent

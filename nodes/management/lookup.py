@@ -11,9 +11,9 @@ from django.core.management.base import CommandError
 from django.db.models import CharField, Model, QuerySet
 from django.db.models.functions import Cast
 
-from localai_cluster import errors, names
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
 from operations.models import Operation

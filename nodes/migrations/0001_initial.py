@@ -6,7 +6,7 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -26,9 +26,9 @@ class Migration(migrations.Migration):
                 ),
                 ("host", models.CharField(max_length=255)),
                 ("pid", models.IntegerField()),
-                ("started_at", models.DateTimeField(default=localai_cluster.clock.now)),
-                ("seen_at", models.DateTimeField(default=localai_cluster.clock.now)),
-                ("hearing_since", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("started_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
+                ("seen_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
+                ("hearing_since", models.DateTimeField(default=localai_cluster.kit.clock.now)),
             ],
             options={
                 "verbose_name": "web process",
@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
                 ("name", models.CharField(max_length=100)),
                 ("prefix", models.CharField(editable=False, max_length=12)),
                 ("key_hash", models.CharField(editable=False, max_length=64, unique=True)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 ("revoked_at", models.DateTimeField(blank=True, null=True)),
                 (
                     "user",
@@ -127,8 +127,8 @@ class Migration(migrations.Migration):
                 ("vram_budget_bytes", models.BigIntegerField(default=0)),
                 ("vram_budget_manually_set", models.BooleanField(default=False)),
                 ("last_heartbeat", models.DateTimeField(editable=False, null=True)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
-                ("updated_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
+                ("updated_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "api_key",
                     models.ForeignKey(
@@ -169,8 +169,8 @@ class Migration(migrations.Migration):
                 ("model_name", models.CharField(max_length=255, unique=True)),
                 ("backend_type", models.CharField(max_length=255)),
                 ("model_options", models.JSONField(default=dict)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
-                ("updated_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
+                ("updated_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
             ],
             options={
                 "verbose_name": "load info",
@@ -203,8 +203,8 @@ class Migration(migrations.Migration):
                 ("min_prefix_match", models.FloatField(blank=True, null=True)),
                 ("unsatisfiable_until", models.DateTimeField(blank=True, editable=False, null=True)),
                 ("unsatisfiable_ticks", models.IntegerField(default=0, editable=False)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
-                ("updated_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
+                ("updated_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
             ],
             options={
                 "verbose_name": "scheduling rule",
@@ -289,7 +289,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("in_flight", models.IntegerField(default=0)),
-                ("last_used", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("last_used", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("loading_by", models.CharField(blank=True, default="", max_length=64)),
                 ("backend_type", models.CharField(blank=True, default="", max_length=255)),
                 ("model_options", models.JSONField(blank=True, default=dict)),
@@ -298,8 +298,8 @@ class Migration(migrations.Migration):
                 ("cleanup_error", models.CharField(blank=True, default="", max_length=240)),
                 ("cleanup_attempts", models.IntegerField(default=0)),
                 ("cleanup_next_retry_at", models.DateTimeField(blank=True, null=True)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
-                ("updated_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
+                ("updated_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "node",
                     models.ForeignKey(
@@ -339,8 +339,8 @@ class Migration(migrations.Migration):
                 ("operation_id", models.UUIDField(blank=True, null=True)),
                 ("attempts", models.IntegerField(default=0)),
                 ("last_error", models.TextField(blank=True, default="")),
-                ("next_retry_at", models.DateTimeField(default=localai_cluster.clock.now)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("next_retry_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "node",
                     models.ForeignKey(

@@ -7,8 +7,8 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import localai_cluster.clock
-from localai_cluster import names
+import localai_cluster.kit.clock
+from localai_cluster.kit import names
 
 
 def fill(apps: Any, schema_editor: Any) -> None:
@@ -66,8 +66,8 @@ class Migration(migrations.Migration):
                 ("advertised_address", models.CharField(blank=True, default="", max_length=512)),
                 ("node_source_address", models.CharField(blank=True, default="", max_length=64)),
                 ("count", models.IntegerField(default=1)),
-                ("first_at", models.DateTimeField(default=localai_cluster.clock.now)),
-                ("last_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("first_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
+                ("last_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("decided_at", models.DateTimeField(blank=True, null=True)),
                 ("decided_by", models.CharField(blank=True, default="", max_length=150)),
             ],
@@ -137,7 +137,7 @@ class Migration(migrations.Migration):
                 ("fingerprint", models.CharField(max_length=64, primary_key=True, serialize=False)),
                 ("node_id", models.UUIDField()),
                 ("node_name", models.CharField(max_length=255)),
-                ("revoked_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("revoked_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("revoked_by", models.CharField(blank=True, default="", max_length=150)),
             ],
             options={

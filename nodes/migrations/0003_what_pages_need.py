@@ -4,7 +4,7 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -38,7 +38,7 @@ class Migration(migrations.Migration):
                         auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
                     ),
                 ),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "user",
                     models.OneToOneField(

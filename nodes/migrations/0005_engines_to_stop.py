@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -40,8 +40,8 @@ class Migration(migrations.Migration):
                 ("replica_index", models.IntegerField(default=0)),
                 ("mark", models.CharField(max_length=64)),
                 ("address", models.CharField(blank=True, default="", max_length=512)),
-                ("started_at", models.DateTimeField(default=localai_cluster.clock.now)),
-                ("stop_due_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("started_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
+                ("stop_due_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("stop_attempts", models.IntegerField(default=0)),
             ],
             options={

@@ -4,7 +4,7 @@ import uuid
 
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -42,7 +42,7 @@ class Migration(migrations.Migration):
                 ),
                 ("token_hash", models.CharField(editable=False, max_length=64, unique=True)),
                 ("note", models.CharField(blank=True, default="", max_length=200)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("created_by", models.CharField(max_length=150)),
                 ("expires_at", models.DateTimeField()),
                 ("max_uses", models.IntegerField(default=1)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.db import migrations
 
-from localai_cluster import names
+from localai_cluster.kit import names
 
 
 def look_again(apps: Any, schema_editor: Any) -> None:

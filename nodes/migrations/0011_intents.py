@@ -5,7 +5,7 @@ import uuid
 import django.db.models.deletion
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -38,13 +38,13 @@ class Migration(migrations.Migration):
                 ("attempts", models.IntegerField(default=0)),
                 ("lost_leases", models.IntegerField(default=0)),
                 ("last_error", models.TextField(blank=True, default="")),
-                ("next_retry_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("next_retry_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("unanswered_since", models.DateTimeField(blank=True, null=True)),
                 ("cancelled_at", models.DateTimeField(blank=True, null=True)),
                 ("lease_owner", models.CharField(blank=True, default="", max_length=64)),
                 ("lease_until", models.DateTimeField(blank=True, null=True)),
                 ("fence", models.BigIntegerField(default=0)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "node",
                     models.ForeignKey(

@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -28,7 +28,7 @@ class Migration(migrations.Migration):
                 ("process_id", models.UUIDField()),
                 ("model_name", models.CharField(max_length=255)),
                 ("times", models.JSONField(default=list)),
-                ("reported_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("reported_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
             ],
             options={
                 "verbose_name": "pressure on a model",

@@ -3,7 +3,7 @@
 from django.db import migrations, models
 from django.db.models import Q
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -15,7 +15,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name="pendingbackendop",
             name="requested_at",
-            field=models.DateTimeField(default=localai_cluster.clock.now, editable=False),
+            field=models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False),
         ),
         migrations.RemoveConstraint(model_name="pendingbackendop", name="intent_once"),
         migrations.AddConstraint(

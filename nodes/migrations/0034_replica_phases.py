@@ -9,7 +9,7 @@ from typing import Any
 import django.db.models.deletion
 from django.db import migrations, models
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 CONVERT = """
 SET CONSTRAINTS ALL IMMEDIATE;

@@ -9,7 +9,7 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models.node import BackendNode
 
 

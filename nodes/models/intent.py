@@ -12,7 +12,7 @@ from typing import Self
 from django.db import models
 from django.db.models import Q
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models.node import BackendNode
 
 

@@ -8,7 +8,7 @@ import uuid
 from django.db import models
 from django.db.models import F, Q
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 class JoinToken(models.Model):

@@ -6,7 +6,7 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import F, Q
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from nodes.models import selectors
 
 

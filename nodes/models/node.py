@@ -16,7 +16,7 @@ from django.db import models
 from django.db.models import Case, Count, Exists, OuterRef, Prefetch, Q, QuerySet, Sum, Value, When
 from django.db.models.functions import Coalesce
 
-from localai_cluster import clock, names
+from localai_cluster.kit import clock, names
 from nodes.models import selectors
 
 COUNTED_IN_FLIGHT = ("loaded", "unloading")

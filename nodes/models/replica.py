@@ -14,7 +14,7 @@ from typing import Self, cast
 from django.db import models
 from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 

@@ -6,7 +6,7 @@ better no node than any node.
 
 from typing import Any
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 
 LONGEST_KEY, LONGEST_VALUE = 128, 255
 MOST_KEYS = 64

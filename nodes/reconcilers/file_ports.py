@@ -10,7 +10,7 @@ import logging
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
 from nodes.registry import file_port
 from nodes.registry.file_port import DueCheck

@@ -11,8 +11,8 @@ from uuid import UUID
 
 from django.db.models import Exists, OuterRef
 
-from localai_cluster.commits import committed
-from localai_cluster.locks import Lock, try_lock
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.locks import Lock, try_lock
 from nodes.backends import absence, intents, one_node, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp

@@ -18,9 +18,9 @@ from django.db import transaction
 from django.db.models import Case, Exists, F, Q, Value, When
 from django.db.models.functions import Greatest
 
-from localai_cluster import clock, conf, errors
-from localai_cluster.locks import Lock, try_lock_across
-from localai_cluster.outage import is_outage
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.kit.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND

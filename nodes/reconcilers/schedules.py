@@ -1,6 +1,6 @@
 """The fleet's recurring tasks."""
 
-from localai_cluster.periodic import Recurring
+from localai_cluster.kit.periodic import Recurring
 
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
 SCHEDULES = [

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.signs import Sign

@@ -8,7 +8,7 @@ engine either, it stays in the inbox as a failure with the reason, while control
 import logging
 from datetime import datetime
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.replicas import terminations
 from nodes.unloading import asking
 from nodes.unloading.asking import UnloadWish

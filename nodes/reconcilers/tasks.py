@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from localai_cluster import clock, conf
 from localai_cluster.accounts import audit
-from localai_cluster.locks import Lock, try_lock
-from localai_cluster.outage import left_out_in_an_outage
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas, stuck
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
 from nodes.loading import load, needs
 from nodes.loading.wish import wish_of

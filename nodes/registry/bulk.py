@@ -15,9 +15,9 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.commits import committed
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode
 from nodes.registry import services
 from operations import targets

@@ -16,8 +16,8 @@ from uuid import UUID
 from django.db import IntegrityError, connection, transaction
 from psycopg.errors import UniqueViolation
 
-from localai_cluster import errors, logs, names
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors, logs, names
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts

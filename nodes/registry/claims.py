@@ -12,9 +12,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import F, QuerySet
 
-from localai_cluster import addresses, errors, names
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import addresses, errors, names
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import agents, identity, timeline
 from nodes.registry.change import Change, changing

@@ -16,8 +16,8 @@ from uuid import UUID
 import psutil
 from django.db import transaction
 
-from localai_cluster import addresses, conf, errors, names
 from localai_cluster.accounts import actors
+from localai_cluster.kit import addresses, conf, errors, names
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from nodes.registry.timeline import Entry

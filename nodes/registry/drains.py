@@ -10,9 +10,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Max, Q, Sum
 
-from localai_cluster import conf, errors, names
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import conf, errors, names
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry.change import Change, changing
 from nodes.registry.fleet import happen_to_all, lock_in_order

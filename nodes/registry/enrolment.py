@@ -4,8 +4,8 @@ from datetime import datetime
 
 from django.db import transaction
 
-from localai_cluster import errors, names
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import states
 from nodes.registry.change import Change

@@ -16,7 +16,7 @@ import httpx
 from django.db import transaction
 from django.db.models import F, Q
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dialling

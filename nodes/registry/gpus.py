@@ -8,7 +8,7 @@ a figure that is older than the node's.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 
 MOST = 64
 LARGEST_INDEX = 1023

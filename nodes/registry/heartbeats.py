@@ -16,8 +16,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import errors
 from localai_cluster.accounts.actors import WORKER
+from localai_cluster.kit import errors
 from nodes.models import NodeEvent
 from nodes.registry import budget, gpus, identity, states
 from nodes.registry.gpus import Told

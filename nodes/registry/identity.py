@@ -12,8 +12,8 @@ from uuid import UUID
 
 from django.db.models import Q
 
-from localai_cluster import conf, errors
 from localai_cluster.accounts.principals import Principal, hash_secret, is_registration_token
+from localai_cluster.kit import conf, errors
 from nodes.models import BackendNode
 
 SECRET_HEADER = "X-LocalAI-Node-Secret"

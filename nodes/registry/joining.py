@@ -19,11 +19,11 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef
 
-from localai_cluster import errors, names
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.audit import Change
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken
 from nodes.registry.identity import WrongCredential, is_bound
 

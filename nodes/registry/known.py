@@ -9,7 +9,7 @@ for 5 s at most, and the batched UPDATE, which checks every heartbeat again, sti
 import math
 from uuid import UUID
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.registry.heartbeats import Beat, verdict
 from nodes.registry.identity import NodeFacts
 from nodes.replicas.statements import Rows

@@ -12,8 +12,8 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster import errors, names
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry.change import Change, locked
 from nodes.scheduling.cooldowns import clear_cooldowns

@@ -9,9 +9,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import F
 
-from localai_cluster import errors
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors
 from nodes.models import BackendNode, NodeType
 from nodes.registry import agents
 from nodes.registry.change import Change, changing, locked

@@ -16,7 +16,7 @@ from django.db.models.lookups import IContains
 from django.http import QueryDict
 from rest_framework.request import Request
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeStatus, NodeType, selectors
 from nodes.models.node import BackendNodeQuerySet
 

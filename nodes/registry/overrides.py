@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import errors
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import budget
 from nodes.registry.change import Change, changing

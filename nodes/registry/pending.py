@@ -12,9 +12,9 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 
-from localai_cluster import conf, errors
 from localai_cluster.accounts import actors
-from localai_cluster.locks import stand_in_line
+from localai_cluster.kit import conf, errors
+from localai_cluster.kit.locks import stand_in_line
 from localai_cluster.web import throttle
 from nodes.models import BackendNode
 from nodes.registry.change import Change

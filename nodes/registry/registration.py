@@ -15,8 +15,8 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Q
 
-from localai_cluster import addresses, errors, logs, names
 from localai_cluster.accounts import actors, principals
+from localai_cluster.kit import addresses, errors, logs, names
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase

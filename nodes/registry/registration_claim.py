@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localai_cluster import conf, errors, logs, names
+from localai_cluster.kit import conf, errors, logs, names
 from nodes.models import NodeType
 from nodes.registry import dialling, identity, joining
 from nodes.registry.labels import check_labels

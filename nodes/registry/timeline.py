@@ -17,7 +17,7 @@ from django.db.models.functions import Greatest
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.audit import Change
-from localai_cluster.logs import request_id
+from localai_cluster.kit.logs import request_id
 from nodes.models import NodeEvent
 
 _CAUSE_LENGTH = 255

@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Q
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.messaging.messages import split_process_key
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet

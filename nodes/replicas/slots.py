@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,

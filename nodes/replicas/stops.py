@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import Case, F, Q, Value, When
 
-from localai_cluster import names
+from localai_cluster.kit import names
 from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import drains, lifecycle, states
 from nodes.replicas.lifecycle import Engine

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import lifecycle, statements
 from nodes.replicas.lifecycle import Engine

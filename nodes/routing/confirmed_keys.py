@@ -5,7 +5,7 @@ checks the key again. A change of a key or user empties it (NOTIFY). After a los
 body of a request with a revoked key, no more.
 """
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 MAX_AGE = 60.0
 """Seconds that a confirmation stays valid."""

@@ -21,10 +21,11 @@ from uuid import UUID, uuid4
 import orjson
 import psycopg
 
-from localai_cluster import __version__, clock, conf, disk
+from localai_cluster import __version__
 from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.kit import clock, conf, disk
+from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from nodes.models import PhaseReason
 from nodes.registry import dialling

@@ -14,8 +14,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from localai_cluster import conf
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit import conf
+from localai_cluster.kit.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 logging.getLogger("psycopg.pool").setLevel(logging.ERROR)

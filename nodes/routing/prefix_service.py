@@ -7,7 +7,7 @@ only, and nothing else changes.
 import asyncio
 from uuid import UUID
 
-from localai_cluster import bus_access
+from localai_cluster.messaging import bus_access
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics

@@ -14,7 +14,7 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.metrics import web as metrics
 from nodes.replicas.hooks import Removed
 from nodes.routing.affinity import Affinity, Place

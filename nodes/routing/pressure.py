@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from localai_cluster.cluster_settings import MOST_PRESSURE
+from localai_cluster.kit.cluster_settings import MOST_PRESSURE
 from nodes.scheduling.pressure import WINDOW
 
 

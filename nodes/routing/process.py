@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit.errors import Unavailable
 from nodes.routing.picks import Picker
 from nodes.routing.pool import UNREACHABLE
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from localai_cluster import errors, nesting, regular_files, yaml_text
-from localai_cluster.env import Environment
+from localai_cluster.kit import errors, json_depth, safe_files, yaml_text
+from localai_cluster.kit.env import Environment
 from nodes.definitions.files import PlainLoader
 from nodes.scheduling.rules import Rule, check
 
@@ -45,7 +45,7 @@ def read(environment: Environment) -> list[Rule]:
 
 
 def _inline(text: str) -> Any:
-    if problem := nesting.problem(text.encode()):
+    if problem := json_depth.problem(text.encode()):
         raise ValueError(f"is {problem}")
     try:
         return json.loads(text)
@@ -55,7 +55,7 @@ def _inline(text: str) -> Any:
 
 def _file(path: Path) -> Any:
     try:
-        content = regular_files.read(path, LARGEST)
+        content = safe_files.read(path, LARGEST)
         if len(content) > LARGEST:
             raise ValueError(f"{path} is larger than {LARGEST} bytes")
         return yaml_text.load(content.decode("utf-8"), PlainLoader)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 from nodes.models import RoutePolicy, selectors
 
 LONGEST_MODEL = 255

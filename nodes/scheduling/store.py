@@ -12,9 +12,9 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import QuerySet
 
-from localai_cluster import names
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
+from localai_cluster.kit import names
 from localai_cluster.web.shapes import Row
 from nodes.models import ModelSchedulingConfig
 from nodes.scheduling.rules import Rule, check

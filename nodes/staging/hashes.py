@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import FileHash
 from nodes.staging.plan import LocalFile
 from nodes.staging.source import Changed, OpenedFile, aside, stamp_of

@@ -8,7 +8,7 @@ resolve there.
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from localai_cluster import names
+from localai_cluster.kit import names
 
 _ROUTE = "/v1/files/"
 

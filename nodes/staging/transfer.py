@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import httpx
 
-from localai_cluster import clock, names
+from localai_cluster.kit import clock, names
 from nodes.placement import deadlines
 from nodes.registry.http_client import reason_of
 from nodes.staging.hashes import CHUNK, hash_of

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import conf, errors
+from localai_cluster.kit import conf, errors
 from nodes.loading import load
 from nodes.models import BEING_LOADED, BackendNode, NodeModel, NodeType
 from nodes.replicas import drains, finders

@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any, TypeVar, assert_never
 from uuid import UUID
 
-from localai_cluster import clock
-from localai_cluster.commits import committed
+from localai_cluster.kit import clock
+from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.messaging.bus import Bus
 from nodes.backends.commands import SETTLED_AFTER, Worker
 from nodes.backends.one_node import CommandFailed

@@ -17,7 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from localai_cluster.web.openapi import flat_refusals
 from operations.api import serializers as shapes
 from operations.changes import feed

@@ -14,7 +14,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import flat_refusals, refusals
 from localai_cluster.web.shapes import mapping, reference

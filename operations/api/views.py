@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated
 from operations.api import serializers as shapes

@@ -16,7 +16,7 @@ from typing import Any
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from operations.changes import feed
 
 log = logging.getLogger(__name__)

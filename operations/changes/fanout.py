@@ -13,7 +13,7 @@ from typing import Any
 
 from channels.layers import get_channel_layer
 
-from localai_cluster import cancel
+from localai_cluster.kit import cancellation
 from operations.changes.cursor import Cursor
 from operations.changes.events import GROUP
 
@@ -56,7 +56,7 @@ class FanOut:
                 self._texts.clear()
             if not self._cursors and self._task is not None:
                 task, self._task = self._task, None
-                await cancel.end(task)
+                await cancellation.end(task)
 
     async def _run(self) -> None:
         failing = False

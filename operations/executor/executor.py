@@ -19,7 +19,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from operations.executor.leases import LeaseKeeper
 from operations.executor.queue import C, Queue
 from operations.executor.work import in_thread

@@ -17,7 +17,7 @@ from uuid import UUID
 import psycopg
 from django.db import close_old_connections, connection
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 class LeaseKeeper:

@@ -13,8 +13,8 @@ from uuid import UUID
 
 from django.db import InterfaceError, OperationalError
 
-from localai_cluster import clock, errors
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import controller as metrics
 from operations.executor.recorder import Batch, Recorder
 from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread

@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from operations.ledger.progress import Attempt, Tick
 
 log = logging.getLogger(__name__)

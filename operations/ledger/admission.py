@@ -10,12 +10,12 @@ from uuid import UUID, uuid4
 from django.db import IntegrityError
 from django.db.models import Q
 
-from localai_cluster import errors
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
-from localai_cluster.commits import committed
 from localai_cluster.gallery_index import public_url
-from localai_cluster.locks import stand_in_line
+from localai_cluster.kit import errors
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.locks import stand_in_line
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.progress import update

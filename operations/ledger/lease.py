@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from operations import targets
 from operations.changes import events
 from operations.changes.announce import announce

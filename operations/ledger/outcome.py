@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import errors
-from localai_cluster.commits import committed
+from localai_cluster.kit import errors
+from localai_cluster.kit.commit_hooks import committed
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost, owned

@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Q
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.progress import Tick, move_part, update

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from django.db import connection, models
 
-from localai_cluster.commits import committed
+from localai_cluster.kit.commit_hooks import committed
 from operations import targets
 from operations.changes.announce import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable

@@ -5,7 +5,7 @@ import uuid
 import django.db.models.deletion
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -55,17 +55,17 @@ class Migration(migrations.Migration):
                 ("request_id", models.CharField(blank=True, default="", max_length=64)),
                 ("attempts", models.IntegerField(default=0)),
                 ("lost_leases", models.IntegerField(default=0)),
-                ("next_look_at", models.DateTimeField(default=localai_cluster.clock.now)),
+                ("next_look_at", models.DateTimeField(default=localai_cluster.kit.clock.now)),
                 ("wanted_until", models.DateTimeField(blank=True, null=True)),
                 ("lease_owner", models.CharField(blank=True, default="", max_length=64)),
                 ("lease_until", models.DateTimeField(blank=True, null=True)),
                 ("fence", models.BigIntegerField(default=0)),
                 ("seq", models.BigIntegerField(default=0)),
-                ("created_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("created_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 ("started_at", models.DateTimeField(editable=False, null=True)),
                 ("finished_at", models.DateTimeField(editable=False, null=True)),
                 ("dismissed_at", models.DateTimeField(blank=True, null=True)),
-                ("updated_at", models.DateTimeField(default=localai_cluster.clock.now, editable=False)),
+                ("updated_at", models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False)),
                 (
                     "parent",
                     models.ForeignKey(

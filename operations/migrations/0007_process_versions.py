@@ -2,7 +2,7 @@
 
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 
 class Migration(migrations.Migration):
@@ -14,7 +14,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name="controllerbeat",
             name="started_at",
-            field=models.DateTimeField(default=localai_cluster.clock.now),
+            field=models.DateTimeField(default=localai_cluster.kit.clock.now),
         ),
         migrations.AddField(
             model_name="controllerbeat",

@@ -1,6 +1,6 @@
 """The ledger's recurring tasks."""
 
-from localai_cluster.periodic import Recurring
+from localai_cluster.kit.periodic import Recurring
 
 SCHEDULES = [
     Recurring(

@@ -3,9 +3,9 @@
 import logging
 from datetime import timedelta
 
-from localai_cluster import clock, conf
-from localai_cluster.locks import Lock, try_lock
-from localai_cluster.outage import left_out_in_an_outage
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.outage import left_out_in_an_outage
 from operations.ledger import lease, retention
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 import psycopg
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.acceptance.kill_sweep import Sweep
 from tests.acceptance.test_cold_load import write_model
 from tests.conftest import eventually

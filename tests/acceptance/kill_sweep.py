@@ -19,9 +19,9 @@ from uuid import uuid4
 import httpx
 import psycopg
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
+from localai_cluster.kit.failpoints import KILL_AT, KILL_TEST, KILLED
 from localai_cluster.messaging.messages import InstalledBackend
-from localai_cluster.points import KILL_AT, KILL_TEST, KILLED
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process
 from tests.support.forking import CALL

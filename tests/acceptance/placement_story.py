@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.conftest import eventually
 from tests.support.cluster import ROOT, Cluster, engines_of, running_cluster
 

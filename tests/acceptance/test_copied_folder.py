@@ -10,11 +10,11 @@ import httpx
 import psycopg
 import pytest
 
-from localai_cluster import procs
 from localai_cluster.embedded.layout import Layout
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
+from localai_cluster.kit import processes
 from tests.conftest import eventually
 from tests.support.run import CHILDREN, Run
 
@@ -27,7 +27,7 @@ def folders(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     for folder in both:
         lock = folder / "run.lock"
         if lock.exists() and (text := lock.read_text()):
-            procs.sweep(json.loads(text)["mark"])
+            processes.sweep(json.loads(text)["mark"])
 
 
 def checkpoint_and_copy(run: Run, copy: Path) -> None:

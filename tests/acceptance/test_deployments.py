@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from localai_cluster import procs
 from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import free_port
+from localai_cluster.kit import processes
 from localai_cluster.worker import config, config_table
 from tests.conftest import eventually
 from tests.support import wheel
@@ -242,7 +242,7 @@ def start(cluster: Cluster, whole: Installed, part: str, port: int = 0, **env: s
     log = cluster.home / f"{part}.log"
     with log.open("wb") as file:
         command = [str(whole.program(program)), *words]
-        child = procs.spawn(command, env=given, cwd=place, stdout=file, stderr=subprocess.STDOUT)
+        child = processes.spawn(command, env=given, cwd=place, stdout=file, stderr=subprocess.STDOUT)
     process = Process(part, child, log, port)
     cluster.processes.append(process)
     return process

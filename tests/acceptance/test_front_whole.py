@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localai_cluster import procs
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
+from localai_cluster.kit import processes
 from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.effort import swept
@@ -26,7 +26,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
     yield folder
     lock = folder / "run.lock"
     if lock.exists() and (text := lock.read_text()):
-        procs.sweep(json.loads(text)["mark"])
+        processes.sweep(json.loads(text)["mark"])
 
 
 @swept
@@ -51,7 +51,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
     finally:
         first.process.kill()
         first.process.wait()
-    eventually(lambda: not list(procs.marked(mark)), seconds=60, what="the guardian to end what is left")
+    eventually(lambda: not list(processes.marked(mark)), seconds=60, what="the guardian to end what is left")
 
     second = Run(data, port)
     try:
@@ -63,8 +63,8 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         second.process.terminate()
         code = second.process.wait(360)
     assert code == 0
-    assert not list(procs.marked(mark))
-    assert procs.guardian_of(mark) is None
+    assert not list(processes.marked(mark))
+    assert processes.guardian_of(mark) is None
     assert second.output.rstrip().endswith("stopped")
     assert "LOG:  database system is shut down" in second.output
     assert "Traceback" not in second.output

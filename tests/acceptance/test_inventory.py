@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process
 from tests.support.effort import swept

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.acceptance.test_cold_load import write_model
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, engines_of, running_cluster

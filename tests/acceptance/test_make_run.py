@@ -18,10 +18,10 @@ import psycopg
 import pytest
 
 from examples.demo.figures import compare
-from localai_cluster import clock, procs
 from localai_cluster.embedded.layout import Layout
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
+from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
 from tests.support.cluster import engines_of
 from tests.support.run import CHILDREN, ROOT, Run, touching
@@ -46,7 +46,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
     yield folder
     lock = folder / "run.lock"
     if lock.exists() and (text := lock.read_text()):
-        procs.sweep(json.loads(text)["mark"])
+        processes.sweep(json.loads(text)["mark"])
 
 
 class Asked:
@@ -122,7 +122,7 @@ def slow_model(run: Run, name: str) -> dict[str, str]:
 def kill_during_a_load(run: Run, victim: str) -> None:
     """First requests for a new model, `kill -9` while it loads, and the cluster is whole again."""
     body = slow_model(run, f"while-{victim}-dies")
-    pid = procs.guardian_of(run.mark) if victim == "guardian" else run.leaders()[victim]
+    pid = processes.guardian_of(run.mark) if victim == "guardian" else run.leaders()[victim]
     assert pid
     asked = Asked(run, body)
     eventually(
@@ -165,7 +165,7 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
         run.process.wait()
     asked.ended_well(cut=True)
     eventually(
-        lambda: not touching(data) and not list(procs.marked(mark)), seconds=20, what="nothing is left"
+        lambda: not touching(data) and not list(processes.marked(mark)), seconds=20, what="nothing is left"
     )
 
     run = Run(data, free_port(), **SETTINGS)
@@ -185,6 +185,6 @@ def test_make_run_survives_kills_while_it_works(data: Path) -> None:
         code = run.process.wait(360)
     assert code == 0
     assert not touching(data)
-    assert not list(procs.marked(mark))
+    assert not list(processes.marked(mark))
     assert "database system is shut down" in run.output
     assert "Traceback" not in run.output

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging.credentials import mint_service
 from localai_cluster.messaging.servers import Servers, parse_url
 from tests.conftest import eventually

@@ -5,10 +5,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.embedded.nats import EmbeddedNats
 from localai_cluster.embedded.resources import free_port
-from localai_cluster.tls import TlsFiles
+from localai_cluster.kit import clock
+from localai_cluster.kit.tls import TlsFiles
 from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.cluster import ADMIN, Cluster

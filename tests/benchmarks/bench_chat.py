@@ -19,7 +19,7 @@ from dataclasses import asdict
 import httpx
 import psutil
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks.bench_gateway import insert_rows, load, serving
 from tests.benchmarks.load import Figures
 from tests.benchmarks.streaming import Order, Streams

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.support.cluster import running_cluster
 

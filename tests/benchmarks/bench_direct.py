@@ -8,7 +8,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import PredictOptions
 from tests.support.backends import TOKEN, running_backend

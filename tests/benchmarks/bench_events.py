@@ -20,7 +20,7 @@ import orjson
 import uvloop
 from websockets.asyncio.client import connect
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks.raw import percentile
 from tests.support.cluster import ADMIN, Process, running_cluster
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import uvloop
 from websockets.asyncio.client import connect
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.benchmarks.counting import StatementCounter
 from tests.support.cluster import ADMIN, Cluster, Process, running_cluster

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.support.cluster import running_cluster
 
 SIZES = (500, 5000)
@@ -21,7 +21,7 @@ LOOKS = 7
 
 def seed(size: int) -> None:
     """That many nodes."""
-    from localai_cluster import names
+    from localai_cluster.kit import names
     from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
 
     first, now = BackendNode.objects.count(), clock.now()

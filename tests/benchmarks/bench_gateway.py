@@ -23,7 +23,7 @@ from uuid import uuid4
 import httpx
 import psycopg
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.definitions.files import Definition, load_options, read

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.support.cluster import running_cluster
 

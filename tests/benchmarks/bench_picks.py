@@ -13,7 +13,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks import planted
 from tests.benchmarks.picking import Figures
 from tests.support.cluster import ROOT, Cluster, running_cluster

@@ -18,7 +18,7 @@ from statistics import mean, median
 
 import httpx
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.definitions.files import load_options, read

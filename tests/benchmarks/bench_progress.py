@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks.raw import percentile
 from tests.support.cluster import running_cluster
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import psycopg
 import uvloop
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.benchmarks.counting import StatementCounter
 from tests.benchmarks.raw import Answer, Connection, percentile
 from tests.support.cluster import ADMIN, TOKEN, Cluster, Process, running_cluster

@@ -17,7 +17,7 @@ import orjson
 import uvloop
 from websockets.asyncio.client import connect
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode

@@ -14,7 +14,7 @@ from typing import cast
 
 import uvloop
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import psycopg
 import uvloop
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import httpx
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.credentials import mint_service
@@ -34,7 +34,7 @@ def set_up(cluster: Cluster) -> None:
 
 def plant(instances: list[str]) -> list[str]:
     """A healthy node for each worker process; answers their ids."""
-    from localai_cluster import names
+    from localai_cluster.kit import names
     from nodes.models import BackendNode
 
     now = clock.now()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 
 @dataclass(frozen=True)

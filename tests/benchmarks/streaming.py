@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import uvloop
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import Message, PredictOptions
 from tests.benchmarks.raw import percentile

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc.aio
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendServicer, add_BackendServicer_to_server
 from localai_cluster.rpc.messages import EmbeddingResult, HealthMessage, PredictOptions, Reply
 

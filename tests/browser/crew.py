@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging.credentials import mint_service
 from localai_cluster.messaging.servers import parse_url
 from tests.browser.fleet import Fleet

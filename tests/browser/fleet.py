@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from localai_cluster import procs
+from localai_cluster.kit import processes
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 
@@ -215,7 +215,7 @@ def seeded(cluster: Cluster, nodes: int, operations: int, seconds: float, *more:
     try:
         yield
     finally:
-        procs.end_child(process.child, procs.group_of(process.child.pid, seconds=10.0))
+        processes.end_child(process.child, processes.group_of(process.child.pid, seconds=10.0))
         cluster.processes.remove(process)
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from rich.console import Console
 
-from localai_cluster import clock
 from localai_cluster.embedded import ui
+from localai_cluster.kit import clock
 from tests.browser import install
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from playwright.sync_api import Page, expect, sync_playwright
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.browser import install
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, sign_in

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import expect
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 from tests.conftest import eventually

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOMS = ("localai_cluster", "nodes", "operations", "tests", "manage.py")
-ALLOWED = {"localai_cluster/clock.py", "tests/checks/clock.py", "tests/unit/test_checks.py"}
+ALLOWED = {"localai_cluster/kit/clock.py", "tests/checks/clock.py", "tests/unit/test_checks.py"}
 
 _SQL_CLOCK = re.compile(
     r"\b(now|clock_timestamp|statement_timestamp|transaction_timestamp|timeofday)\s*\(\s*\)"
@@ -21,7 +21,7 @@ _SQL_WORDS = re.compile(r"\b(select|insert into|update|delete from|where|values)
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of every way to read a clock past `localai_cluster.clock`."""
+    """(line, what) of every way to read a clock past `localai_cluster.kit.clock`."""
     tree = ast.parse(source)
     docstrings = {id(node) for node in _docstrings(tree)}
     for node in ast.walk(tree):

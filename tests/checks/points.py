@@ -1,4 +1,4 @@
-"""Every commit and every message of the rooms below goes through a point (`localai_cluster/points.py`).
+"""Every commit and message of the packages below goes through a point (`localai_cluster/kit/failpoints.py`).
 
 `python -m tests.checks.points [folder]` prints one line a finding and exits 1 if there is any: a transaction
 or a message past the helpers, a write that no registered commit covers, a name that is no literal. `collect`
@@ -30,7 +30,7 @@ ROOMS = (
     "nodes/unloading",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")
-HELPERS = ("localai_cluster/points.py", "localai_cluster/commits.py")
+HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/commit_hooks.py")
 SUFFIXES = {
     "committed": (":before", ":committed"),
     "asked": (":before", ":sent", ":answered"),

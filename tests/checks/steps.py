@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 BIN = Path(sys.executable).parent
 SIDE_BY_SIDE = 2

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
+from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import nkeys, subjects
+from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout, ask
 from localai_cluster.messaging.credentials import (
     Credentials,

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import clock
-from localai_cluster.cluster_settings import load
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
+from localai_cluster.kit import clock, nkeys
+from localai_cluster.kit.cluster_settings import load
+from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import nkeys, subjects
+from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.credentials import mint_service, mint_worker
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import Servers, parse_url
-from localai_cluster.tls import TlsFiles
 from localai_cluster.worker.config import build
 from localai_cluster.worker.config_table import InvalidSettings
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually, free_port

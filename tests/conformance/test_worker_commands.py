@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock, procs
+from localai_cluster.kit import clock, processes
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NotConnected
@@ -183,7 +183,7 @@ async def test_a_process_killed_from_outside_comes_back_elsewhere(node: Node) ->
     """W15: the old port is in quarantine."""
     source = node.worker.source("engine")
     first = await node.install("engine", source, model_id="m")
-    victim = procs.ProcessIdentity.of(node.worker.started("engine", first.address)["pid"])
+    victim = processes.ProcessIdentity.of(node.worker.started("engine", first.address)["pid"])
     assert victim
     os.kill(victim.pid, signal.SIGKILL)
     await eventually(lambda: not victim.alive)

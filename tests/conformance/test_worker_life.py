@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from localai_cluster import clock
-from localai_cluster.fingerprints import grouped
+from localai_cluster.kit import clock
+from localai_cluster.kit.fingerprints import grouped
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.nats import NatsBus

@@ -6,8 +6,8 @@ from uuid import uuid4
 import pytest
 from django.test import Client
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, RevokedSecret
 from nodes.registry import services
 from operations.models import Operation

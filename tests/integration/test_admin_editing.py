@@ -7,8 +7,8 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test import Client
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import services
 from tests.conftest import eventually

@@ -7,9 +7,9 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.fingerprints import grouped
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.fingerprints import grouped
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import services
 from tests.support import api, intents, pages

@@ -11,8 +11,8 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import WORKER, Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeModel, RevokedSecret
 from nodes.registry import services
 from tests.support import api, pages

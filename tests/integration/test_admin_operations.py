@@ -8,7 +8,7 @@ from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
 from django.test import Client
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.wishes import INSTALL

@@ -15,7 +15,8 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, gallery_index
+from localai_cluster import gallery_index
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, inventory, one_node
 from nodes.models import BackendNode, NodeBackend

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.api import plain_commands
 from nodes.api.models import ended
 from nodes.backends import catalogue, intents

@@ -16,8 +16,8 @@ import pytest
 from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster import clock
 from localai_cluster.documents import SchemaView
+from localai_cluster.kit import clock
 from nodes.backends import worker_logs
 from nodes.definitions.files import parse
 from nodes.loading import explaining

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeModel
 from nodes.registry.known import KnownNodes

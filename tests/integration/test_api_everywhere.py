@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp

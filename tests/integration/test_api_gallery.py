@@ -11,8 +11,8 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.conf import settings
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.api import gallery
 from nodes.api.gallery import GalleryApplication
 from nodes.models import BackendNode, NodeConflict

@@ -10,7 +10,7 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import catalogue, known
 from nodes.models import NodeBackend
 from tests.integration.test_api_document import document, fits

@@ -14,9 +14,9 @@ from asgiref.sync import sync_to_async
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock, errors
 from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import heartbeats, services

@@ -8,7 +8,7 @@ from django.db import OperationalError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.api import cluster_backends, installs
 from nodes.backends.intents import Ended, settle
 from nodes.models import BackendNode, PendingBackendOp

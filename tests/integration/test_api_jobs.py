@@ -8,7 +8,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp

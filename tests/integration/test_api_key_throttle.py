@@ -12,9 +12,9 @@ from channels.testing import WebsocketCommunicator
 from django.test import Client
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from localai_cluster.websockets import websocket_application
 from tests.support import api, backends, hot

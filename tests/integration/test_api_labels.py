@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent, NodeLabel
 from nodes.registry import services
 from tests.support import api, hot

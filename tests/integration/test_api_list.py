@@ -10,7 +10,7 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock, names
+from localai_cluster.kit import clock, names
 from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
 from nodes.registry import node_rows
 from tests.support import api

@@ -10,10 +10,10 @@ from django.contrib.auth import get_user_model
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import services
 from tests.support import api

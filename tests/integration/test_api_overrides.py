@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent
 from tests.support import api
 

@@ -20,12 +20,13 @@ from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver
 from django_q.models import Schedule
 
-from localai_cluster import clock, conf, health, raw_routes
+from localai_cluster import health, raw_routes
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import clock, conf
 from localai_cluster.web.middleware import Utf8Only
 from nodes.models import BackendNode
 from operations.models import Operation

@@ -10,9 +10,9 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.utils.dateparse import parse_datetime
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import MAKE_RUN, Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock, errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.registry import services
 from tests.support import api

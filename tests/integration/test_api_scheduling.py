@@ -14,8 +14,8 @@ from django.contrib.auth import get_user_model
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.models import AuditEntry
+from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig
 from nodes.scheduling import boot, store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, MOST_REPLICAS, Rule

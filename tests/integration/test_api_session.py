@@ -14,10 +14,10 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from tests.support import api
 

@@ -7,8 +7,8 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from tests.support import api

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from django.db import OperationalError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
 from nodes.api import engines

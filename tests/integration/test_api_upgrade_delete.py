@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation
 from tests.support import api

@@ -11,9 +11,9 @@ from django.contrib.auth import get_user_model
 from django.db import connections
 from django.test import Client
 
-from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import clock
 from localai_cluster.websockets import websocket_application
 from operations.changes import cursor, events, feed
 from operations.ledger import admission, lease, outcome

@@ -10,8 +10,8 @@ from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.db import OperationalError
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeConflict
 from nodes.registry import heartbeats, services

@@ -15,9 +15,9 @@ import pytest
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock, errors
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel
 from nodes.registry import services
 from tests.support import api

@@ -6,8 +6,8 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
 from nodes.registry import services
 from tests.support import api

@@ -15,9 +15,9 @@ from django.core.cache.backends.redis import RedisCache
 from django.test import Client
 from redis.exceptions import ConnectionError as RedisGone
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication

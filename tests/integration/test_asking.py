@@ -11,7 +11,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from nodes.backends import admission, wishes
 from nodes.backends import intents as intent_rows
 from nodes.backends.intents import Ended

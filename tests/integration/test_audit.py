@@ -12,9 +12,9 @@ from django.db.models import QuerySet
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.models import ApiKey, AuditEntry
+from localai_cluster.kit import clock
 from nodes.backends import admission
 from nodes.backends.wishes import INSTALL
 from nodes.reconcilers import tasks

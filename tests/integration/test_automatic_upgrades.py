@@ -10,8 +10,8 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from nodes.backends import admission, automatic, intents, upgrade_check, upgrade_state, wishes
 from nodes.backends.intents import Ended
 from nodes.backends.upgrade_rules import Offered

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_FINAL, ModelOptions, PredictOptions, StatusResponse

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.generated import backend_pb2 as pb
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from nodes.inference import gbnf

@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 from asgiref.sync import async_to_sync
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeEvent, PendingBackendOp

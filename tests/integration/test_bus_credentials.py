@@ -12,8 +12,7 @@ from django.core.checks import Tags, run_checks
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import errors
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import errors, nkeys
 from nodes.models import BackendNode, BusCredential
 from nodes.reconcilers.revocations import Revocations
 from nodes.registry import bus_credentials, services

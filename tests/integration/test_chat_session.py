@@ -13,10 +13,10 @@ from django.db import DatabaseError
 from django.test import Client
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts import browsers
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.models import BackendNode
 from tests.support import hot

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply
 from nodes.inference import streams
 from tests.support import hot

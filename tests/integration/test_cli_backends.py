@@ -16,7 +16,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import OperationalError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.api import operations
 from nodes.backends import admission, intents, upgrade_state
 from nodes.backends.intents import Ended, Failed

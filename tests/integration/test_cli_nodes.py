@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import MAKE_RUN, WORKER
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
 from nodes.registry import services
 from tests.support import api, command_line

@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.wave_plan import Options

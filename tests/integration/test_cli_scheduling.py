@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 from django.core.management import CommandError
 
-from localai_cluster import clock
 from localai_cluster.accounts.models import AuditEntry
+from localai_cluster.kit import clock
 from nodes.models import ModelSchedulingConfig
 from tests.support import api, command_line
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from nodes.loading import delivery, load, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply
 from localai_cluster.web import wire
 from nodes.inference import streams

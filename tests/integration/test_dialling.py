@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.models import NodeEvent, NodeModel
 from nodes.registry import dialling
 from tests.support import api

@@ -17,7 +17,7 @@ from pytest_django import Settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.asgi import application
-from localai_cluster.clock import now
+from localai_cluster.kit.clock import now
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import ModelOptions
 from nodes.live import rows

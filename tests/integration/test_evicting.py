@@ -13,7 +13,7 @@ import pytest
 from django.db import transaction
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.rpc.errors import BackendError

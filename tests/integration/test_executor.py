@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import OperationalError
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay

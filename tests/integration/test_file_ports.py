@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.reconcilers.file_ports import FilePorts

@@ -11,7 +11,7 @@ import pytest
 from django.db import IntegrityError, OperationalError, transaction
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import PlacementLog, PlacementRecord
 from nodes.placement import sections
 from nodes.placement.sections import Section

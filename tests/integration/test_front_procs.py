@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import clock, procs
+from localai_cluster.kit import clock, processes
 
 HOLDER = """
 import sys
@@ -46,7 +46,7 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 def mark() -> Iterator[str]:
     name = f"test-{os.getpid()}-{os.urandom(4).hex()}"
     yield name
-    procs.sweep(name)
+    processes.sweep(name)
 
 
 def hold(mark: str, *words: str) -> tuple["subprocess.Popen[str]", list[int]]:
@@ -63,11 +63,11 @@ def hold(mark: str, *words: str) -> tuple["subprocess.Popen[str]", list[int]]:
 
 
 def gone(pids: list[int]) -> bool:
-    return not any((found := procs.stat(pid)) and found.running for pid in pids)
+    return not any((found := processes.stat(pid)) and found.running for pid in pids)
 
 
 def carrying(mark: str) -> set[int]:
-    return {one.pid for one in procs.marked(mark)}
+    return {one.pid for one in processes.marked(mark)}
 
 
 @pytest.mark.parametrize("kind", ["forks", "deaf", "session", "forks,deaf,session"])
@@ -87,14 +87,14 @@ def test_a_child_that_was_never_registered_is_found_by_its_mark(mark: str) -> No
 
 
 def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) -> None:
-    with procs.Guardian(mark) as guardian:
-        child = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **guardian.env})
+    with processes.Guardian(mark) as guardian:
+        child = processes.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **guardian.env})
         guardian.add(child.pid)
         first = guardian.pid
         until(lambda: _ignores(first, signal.SIGTERM))
         os.kill(first, signal.SIGTERM)
         os.kill(first, signal.SIGINT)
-        assert procs.ProcessIdentity.of(first)
+        assert processes.ProcessIdentity.of(first)
         os.kill(first, signal.SIGKILL)
         until(lambda: guardian.pid != first)
     # The successor was told the whole list, so closing it ends the child.
@@ -104,13 +104,13 @@ def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) ->
 def test_guardians_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
     """The first at once, the next after a while; each is reported, and closing waits for none of it."""
     codes: list[int] = []
-    with procs.Guardian(mark, replaced=codes.append) as guardian:
+    with processes.Guardian(mark, replaced=codes.append) as guardian:
         os.kill(guardian.pid, signal.SIGKILL)
         until(lambda: len(codes) == 1)
         begun = clock.monotonic()
         os.kill(guardian.pid, signal.SIGKILL)
         until(lambda: len(codes) == 2)
-        assert clock.monotonic() - begun >= procs.FIRST_DELAY
+        assert clock.monotonic() - begun >= processes.FIRST_DELAY
         os.kill(guardian.pid, signal.SIGKILL)
     assert codes == [-signal.SIGKILL] * 2
 
@@ -123,19 +123,19 @@ def _ignores(pid: int, number: int) -> bool:
 
 
 def test_a_discarded_group_is_left_alone(mark: str) -> None:
-    child = procs.spawn(["sleep", "1000"])
-    with procs.Guardian(mark) as guardian:
+    child = processes.spawn(["sleep", "1000"])
+    with processes.Guardian(mark) as guardian:
         guardian.add(child.pid)
         guardian.discard(child.pid)
     assert child.poll() is None
-    assert procs.end_child(child, procs.group_of(child.pid))
+    assert processes.end_child(child, processes.group_of(child.pid))
 
 
 def test_a_foreign_process_with_a_used_number_is_not_touched() -> None:
-    child = procs.spawn(["sleep", "1000"])
-    found = procs.stat(child.pid)
+    child = processes.spawn(["sleep", "1000"])
+    found = processes.stat(child.pid)
     assert found
-    assert procs.end(procs.Group(child.pid, found.start - 1))
+    assert processes.end(processes.Group(child.pid, found.start - 1))
     assert child.poll() is None
     child.kill()
     child.wait()
@@ -143,7 +143,7 @@ def test_a_foreign_process_with_a_used_number_is_not_touched() -> None:
 
 def test_end_waits_politely_then_kills_and_tells_which(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
-    child = procs.spawn(["/bin/sh", "-c", f"trap '' TERM; : > {ready}; while :; do sleep 0.05; done"])
+    child = processes.spawn(["/bin/sh", "-c", f"trap '' TERM; : > {ready}; while :; do sleep 0.05; done"])
     until(ready.exists)
-    assert not procs.end_child(child, procs.group_of(child.pid, seconds=0.2))
+    assert not processes.end_child(child, processes.group_of(child.pid, seconds=0.2))
     assert child.returncode == -signal.SIGKILL

@@ -19,12 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from localai_cluster import clock, procs
 from localai_cluster.embedded import folder_identity, lock, manage, package, prepare, requests, run, worker
 from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import clock, nkeys, processes
 from tests.support.certificates import Authority
 
 ROOT = Path(run.__file__).resolve().parents[2]
@@ -79,7 +78,9 @@ def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
 
 def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":
     """A killed run: its record in the lock of `folder`, and a process with its mark."""
-    process = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: mark})
+    process = processes.spawn(
+        ["sleep", "1000"], env={"PATH": os.environ["PATH"], processes.MARK_VARIABLE: mark}
+    )
     (folder / "run.lock").write_text(json.dumps({"pid": 4194305, "port": 1, "mark": mark}))
     return process
 

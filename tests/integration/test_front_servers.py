@@ -23,15 +23,14 @@ import pytest
 import redis
 from nats.aio.client import Client
 
-from localai_cluster import clock, procs
-from localai_cluster.cluster_settings import load
 from localai_cluster.embedded import secrets as secret_files
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, binary
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import clock, nkeys, processes
+from localai_cluster.kit.cluster_settings import load
 from localai_cluster.messaging.credentials import Credentials, mint_service, mint_worker
 from localai_cluster.messaging.nats import complaint
 from localai_cluster.messaging.servers import parse_url
@@ -332,9 +331,9 @@ def test_a_guardian_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
     with owner:
         assert owner.stdout
         pid = int(owner.stdout.readline())
-        assert procs.ProcessIdentity.of(pid)
+        assert processes.ProcessIdentity.of(pid)
         owner.kill()
-    assert wait_for(lambda: procs.ProcessIdentity.of(pid) is None, 120)
+    assert wait_for(lambda: processes.ProcessIdentity.of(pid) is None, 120)
     assert "database system is shut down" in (tmp_path / "postgres.log").read_text()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import procs
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
@@ -21,6 +20,7 @@ from localai_cluster.embedded.supervisor import (
     how_it_ended,
     next_delay,
 )
+from localai_cluster.kit import processes
 
 SLEEPER = "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.02; done"
 DEAF = "trap '' TERM; echo up; while :; do sleep 0.02; done"
@@ -32,13 +32,13 @@ def output() -> io.StringIO:
 
 
 @pytest.fixture
-def guardian() -> Iterator[procs.Guardian]:
-    with procs.Guardian() as one:
+def guardian() -> Iterator[processes.Guardian]:
+    with processes.Guardian() as one:
         yield one
 
 
 @pytest.fixture
-def supervisor(output: io.StringIO, guardian: procs.Guardian) -> Iterator[Supervisor]:
+def supervisor(output: io.StringIO, guardian: processes.Guardian) -> Iterator[Supervisor]:
     one = Supervisor(Log(output), guardian)
     yield one
     one.hurry()
@@ -89,7 +89,7 @@ def test_what_a_killed_child_has_started_goes_with_it(
     note.unlink()
     os.kill(supervisor.pids()["tasks"], signal.SIGKILL)
     assert wait_for(says(output, "tasks restarted"), 60)
-    found = procs.stat(grandchild)
+    found = processes.stat(grandchild)
     assert found is None or not found.running or found.session != grandchild
 
 

@@ -14,7 +14,7 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError
 from pytest_django import Settings
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
 from nodes.inference import gateway

@@ -16,7 +16,7 @@ from django.db import connection, transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.replicas import snapshot, statements
 from nodes.routing.request import InferenceRequest, Replica

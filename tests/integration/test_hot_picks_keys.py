@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import User
 
-from localai_cluster import clock
 from localai_cluster.accounts import credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.accounts.principals import ANONYMOUS
+from localai_cluster.kit import clock
 from nodes.routing.request import InferenceRequest
 from tests.support import hot
 

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from django.db import connection
 
-from localai_cluster import clock, procs
+from localai_cluster.kit import clock, processes
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks
@@ -278,7 +278,7 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
                 os.kill(backend, signal.SIGCONT)
 
             async def ended() -> bool:
-                return procs.stat(backend) is None
+                return processes.stat(backend) is None
 
             async def right() -> bool:
                 await picker.settle()

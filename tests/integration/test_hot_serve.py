@@ -18,7 +18,7 @@ import httpx
 import pytest
 from django.db import connection
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 from nodes.models import NodeModel, WebProcess
 from operations.models import Operation
 from tests.conftest import eventually

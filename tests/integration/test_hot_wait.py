@@ -13,9 +13,9 @@ import pytest
 from django.contrib.auth.models import User
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors, principals
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from nodes.inference import gateway
 from nodes.loading.load import KIND, key
 from nodes.models import BackendNode, NodeEvent

@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import pytest
 
-from localai_cluster import errors
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import errors
 from nodes.models import (
     BackendNode,
     NodeConflict,

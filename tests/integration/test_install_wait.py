@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.models import Operation, TargetStatus

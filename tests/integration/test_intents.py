@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import InstalledBackend
 from nodes.backends import admission, intents, inventory
 from nodes.backends.intents import MOST_ATTEMPTS, PER_NODE, Ended, Failed, Intent, PutBack, Settlement

@@ -19,8 +19,9 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core.management import call_command
 
-from localai_cluster import clock, join_script
+from localai_cluster import join_script
 from localai_cluster.accounts import actors, principals
+from localai_cluster.kit import clock
 from nodes.registry import joining
 from tests.conftest import eventually
 from tests.support import api

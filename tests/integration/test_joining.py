@@ -15,9 +15,9 @@ from django.contrib.auth import get_user_model
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent
 from nodes.reconcilers import tasks

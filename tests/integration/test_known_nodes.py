@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 
-from localai_cluster import cancel, clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import cancellation, clock
 from nodes.api.heartbeats import Gate, HeartbeatApplication
 from nodes.inference import gateway
 from nodes.models import BackendNode
@@ -162,5 +162,5 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
         await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
         assert await clock.wait_until(forgotten, timeout=60)
     finally:
-        await cancel.end(listening)
+        await cancellation.end(listening)
         memory.forget("")

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from operations.changes import feed
 from operations.ledger import admission, lease, outcome
 from operations.ledger.fence import LeaseLost

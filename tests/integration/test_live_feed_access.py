@@ -13,9 +13,9 @@ from django.contrib.sessions.models import Session
 from django.db import connections
 from django.test import Client
 
-from localai_cluster import cancel, clock
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
+from localai_cluster.kit import cancellation, clock
 from localai_cluster.web import sockets
 from localai_cluster.websockets import websocket_application
 from nodes.inference import gateway
@@ -95,7 +95,7 @@ async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     listening = asyncio.create_task(gateway._listen(Hints()))
     await asyncio.wait_for(heard.wait(), 60)
     yield
-    await cancel.end(listening)
+    await cancellation.end(listening)
 
 
 async def test_an_access_that_ends_while_the_socket_opens_closes_it_at_once(
@@ -179,7 +179,7 @@ async def test_what_was_missed_while_no_one_listened_is_looked_at(
     await sync_to_async(get_user_model().objects.filter(pk=user.pk).update)(is_active=False)
     heard = asyncio.create_task(gateway._listen(Hints()))
     assert await page.closed() == 4401
-    await cancel.end(heard)
+    await cancellation.end(heard)
 
 
 async def test_a_revoked_key_and_a_lost_role_close_the_socket(

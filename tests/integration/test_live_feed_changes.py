@@ -7,7 +7,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import transaction
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
 from nodes.backends.upgrade_rules import Offered
 from nodes.live import topics

@@ -6,7 +6,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError
 
-from localai_cluster import clock, disk
+from localai_cluster.kit import clock, disk
 from nodes.live import watch as watching
 from operations.changes import cursor, fanout
 from operations.executor import controllers

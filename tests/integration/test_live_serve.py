@@ -14,8 +14,8 @@ from django.db import connection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from localai_cluster import clock, names
 from localai_cluster.accounts.session_store import SessionStore
+from localai_cluster.kit import clock, names
 from nodes.backends.intents import Ended, settle
 from nodes.models import BackendNode, NodeLabel
 from tests.integration.test_hot_serve import ADMIN, serving

@@ -12,10 +12,10 @@ from django.db import connection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
-from localai_cluster.locks import Lock
+from localai_cluster.kit import clock
+from localai_cluster.kit.locks import Lock
 from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import tasks
 from nodes.reconcilers.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness

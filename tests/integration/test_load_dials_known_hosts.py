@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock, names
+from localai_cluster.kit import clock, names
 from localai_cluster.messaging import messages as m
 from nodes.models import NodeEvent
 from operations.executor.work import Postpone

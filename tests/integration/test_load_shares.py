@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from django.db import transaction
 
-from localai_cluster import clock, conf, errors
+from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.definitions.files import Definition, parse

@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode

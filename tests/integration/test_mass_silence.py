@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from nodes.backends import inventory

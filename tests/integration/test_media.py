@@ -17,8 +17,9 @@ import openai
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock, raw_routes
+from localai_cluster import raw_routes
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
 from nodes.inference import audio_transcriptions, endpoint
 from nodes.models import BackendNode

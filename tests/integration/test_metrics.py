@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 from pytest_django.fixtures import DjangoAssertNumQueries
 
-from localai_cluster import clock, conf, listening, row_metrics
+from localai_cluster import row_metrics
 from localai_cluster.accounts import principals
-from localai_cluster.addresses import Address
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock, conf, listening
+from localai_cluster.kit.addresses import Address
 from localai_cluster.management.commands import qcluster
 from localai_cluster.metrics import exposed
 from localai_cluster.row_metrics import RowReader

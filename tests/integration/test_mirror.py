@@ -10,7 +10,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeLabel, NodeModel
 from nodes.placement.choose import NOTHING, Need, choose
 from nodes.placement.explain import FleetView

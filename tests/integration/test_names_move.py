@@ -6,7 +6,7 @@ import pytest
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from localai_cluster import names
+from localai_cluster.kit import names
 from nodes.models import BackendNode
 from tests.support import api
 

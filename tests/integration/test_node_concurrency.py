@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from localai_cluster import errors
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import errors
 from nodes.models import (
     BackendNode,
     NodeConflict,

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.principals import hash_secret
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
 from nodes.placement.choose import refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness

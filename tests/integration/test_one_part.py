@@ -4,7 +4,7 @@ from uuid import uuid4
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.intents import Ended
 from nodes.backends.wave_plan import Options

@@ -10,7 +10,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Ended, Failed, Settlement

@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from operations.changes import cursor, feed
 from operations.ledger import admission, lease, outcome
 from operations.ledger.fence import LeaseLost

@@ -10,8 +10,8 @@ from uuid import UUID, uuid4
 import pytest
 from django.db import IntegrityError, transaction
 
-from localai_cluster import errors
 from localai_cluster.accounts import actors
+from localai_cluster.kit import errors
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent
 from nodes.reconcilers import tasks
 from nodes.registry import joining, services

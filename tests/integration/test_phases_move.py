@@ -8,7 +8,7 @@ import pytest
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import NodeModel
 from nodes.replicas import load_ends, stops
 from operations.models import Operation

@@ -13,7 +13,7 @@ from django.db import IntegrityError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.replicas import statements
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX

@@ -11,9 +11,9 @@ from uuid import UUID, uuid4
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock, errors
 from localai_cluster.asgi import application
-from localai_cluster.errors import Unavailable
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
 from nodes.loading import another, load

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from django.db import OperationalError, connection
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from operations.changes import events, feed
 from operations.executor.executor import Executor
 from operations.executor.leases import LeaseKeeper

@@ -7,8 +7,8 @@ import pytest
 from django.db import IntegrityError, transaction
 from django.db.models import Model
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import STATIC_KEY
+from localai_cluster.kit import clock
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,

@@ -8,8 +8,8 @@ from asgiref.sync import sync_to_async
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, errors, logs
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock, errors, logs
 from nodes.api import registrations
 from nodes.api.registrations import Registrar
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel

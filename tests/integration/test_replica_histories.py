@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,

@@ -10,8 +10,8 @@ from uuid import uuid4
 import pytest
 from django.db import IntegrityError, transaction
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode

@@ -14,9 +14,9 @@ from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import actors
-from localai_cluster.locks import Lock, try_lock_across
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode

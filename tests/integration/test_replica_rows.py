@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, transaction
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import services
 from nodes.replicas import finders, hooks, retire, slots, snapshot

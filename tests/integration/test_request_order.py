@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from django.db import IntegrityError
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from nodes.backends import admission, intents, waits, wishes
 from nodes.backends.intents import Ended, Intent, PutBack
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp

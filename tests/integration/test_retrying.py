@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import pytest
 from django.db import connection, transaction
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from operations.ledger import retention
 from operations.models import Operation, OperationTarget
 from tests.support import api

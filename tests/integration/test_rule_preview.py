@@ -13,7 +13,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import ModelSchedulingConfig, NodeLabel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
 from nodes.scheduling import store

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 from django_q.models import OrmQ, Schedule
 
-from localai_cluster import clock, periodic
-from localai_cluster.periodic import Recurring
+from localai_cluster.kit import clock, periodic
+from localai_cluster.kit.periodic import Recurring
 from nodes.reconcilers.schedules import SCHEDULES
 from operations.reconcilers.schedules import SCHEDULES as LEDGER_SCHEDULES
 

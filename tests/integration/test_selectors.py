@@ -7,8 +7,8 @@ from django.core.exceptions import ValidationError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
 from nodes.registry import services
 from tests.support import api

@@ -6,10 +6,10 @@ from uuid import uuid4
 
 import pytest
 
-from localai_cluster import errors
 from localai_cluster.accounts.actors import MAKE_RUN
 from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import errors
 from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
 from nodes.registry import services
 from nodes.registry.claims import MOST_CONFLICTS, MOST_INSTANCES

@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
 from nodes.registry import services
 from tests.support.fleet import (

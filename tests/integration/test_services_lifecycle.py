@@ -11,8 +11,8 @@ from uuid import uuid4
 import pytest
 from django.conf import settings
 
-from localai_cluster import errors
 from localai_cluster.accounts import actors
+from localai_cluster.kit import errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import services
 from nodes.registry.change import columns, facts_of

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from django.contrib.auth import get_user_model
 
-from localai_cluster import errors
 from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.kit import errors
 from nodes.backends.one_node import find_node
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import actors
-from localai_cluster.logs import request_id
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.logs import request_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent
 from nodes.reconcilers import tasks
 from nodes.registry import services, timeline

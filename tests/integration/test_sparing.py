@@ -12,7 +12,7 @@ import pytest
 from django.conf import settings
 from django.db import OperationalError
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout

@@ -13,7 +13,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import FileHash
 from nodes.registry.http_client import client_of
 from nodes.staging import hashes, transfer

@@ -9,8 +9,8 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 
-from localai_cluster import clock
-from localai_cluster.locks import Lock
+from localai_cluster.kit import clock
+from localai_cluster.kit.locks import Lock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, RequestTimeout

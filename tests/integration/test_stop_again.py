@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.loading.stopping import Stopper
 from nodes.models import NodeModel

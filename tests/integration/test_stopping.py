@@ -12,9 +12,9 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout

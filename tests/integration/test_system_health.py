@@ -9,11 +9,12 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django_q.models import OrmQ, Schedule, Task
 
-from localai_cluster import clock, disk, health, periodic, system_health
+from localai_cluster import health, system_health
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.accounts.session_store import SessionStore
-from localai_cluster.periodic import Recurring
+from localai_cluster.kit import clock, disk, periodic
+from localai_cluster.kit.periodic import Recurring
 from nodes.live import watch
 from nodes.models import WebProcess
 from operations.executor import controllers

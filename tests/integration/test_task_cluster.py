@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from localai_cluster import procs
+from localai_cluster.kit import processes
 from operations.changes.events import conninfo
 from tests.conftest import eventually
 from tests.support.cluster import ROOT
@@ -23,9 +23,9 @@ WORKER, MONITOR = 0, 2
 
 def guarded(first: int) -> list[int]:
     """The process ids of what the sentinel guards, once all of it runs."""
-    assert procs.stat(first)
-    for sentinel in [one.pid for one in procs.processes() if one.parent == first]:
-        found = sorted(one.pid for one in procs.processes() if one.parent == sentinel)
+    assert processes.stat(first)
+    for sentinel in [one.pid for one in processes.processes() if one.parent == first]:
+        found = sorted(one.pid for one in processes.processes() if one.parent == sentinel)
         if len(found) == PROCESSES:
             return found
     return []
@@ -48,7 +48,7 @@ def started() -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
 
     yield start
     for child in running:
-        procs.end_child(child, procs.group_of(child.pid, seconds=0))  # type: ignore[arg-type]
+        processes.end_child(child, processes.group_of(child.pid, seconds=0))  # type: ignore[arg-type]
         child.communicate()
 
 
@@ -62,7 +62,7 @@ def test_a_killed_process_ends_the_task_cluster_so_that_it_is_started_anew(
     os.kill(before[victim], signal.SIGKILL)
     eventually(lambda: child.poll() is not None, seconds=10, what="it ends")
     assert child.returncode == 1
-    assert not [one for one in procs.processes() if one.pid in before]
+    assert not [one for one in processes.processes() if one.pid in before]
 
 
 def test_a_stop_right_after_a_kill_is_quick(started: Callable[[], "subprocess.Popen[str]"]) -> None:
@@ -72,7 +72,7 @@ def test_a_stop_right_after_a_kill_is_quick(started: Callable[[], "subprocess.Po
     os.kill(before[WORKER], signal.SIGKILL)
     child.terminate()
     eventually(lambda: child.poll() is not None, seconds=8, what="it ends")
-    assert not [one for one in procs.processes() if one.pid in before]
+    assert not [one for one in processes.processes() if one.pid in before]
 
 
 def test_an_orderly_stop_has_status_0(started: Callable[[], "subprocess.Popen[str]"]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from localai_cluster.web import bodies
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.inference import gateway

@@ -16,7 +16,7 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, images, inventory, upgrade_check, upgrade_state
 from nodes.backends.upgrade_rules import Offered

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NoResponders, NotConnected, RequestTimeout

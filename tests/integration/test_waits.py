@@ -6,7 +6,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, waits
 from nodes.backends.wave_plan import Options
 from nodes.backends.wishes import INSTALL, UPGRADE, Asked, Wish

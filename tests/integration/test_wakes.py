@@ -10,8 +10,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import clock
 from localai_cluster.management.commands import controller
 from nodes.backends.intents import Failed, settle
 from nodes.loading import load, needs

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock, errors
 from nodes.backends import admission, intents, wave_requests, wishes
 from nodes.backends.intents import Ended, PutBack
 from nodes.backends.wave_plan import Options

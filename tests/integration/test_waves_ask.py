@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.intents import Ended, PutBack
 from nodes.backends.wishes import UPGRADE, Asked, Wish

@@ -7,7 +7,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.intents import Failed, PutBack
 from nodes.backends.wishes import Asked

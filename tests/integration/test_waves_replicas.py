@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 from django.db import transaction
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.intents import Intent
 from nodes.models import BackendNode, NodeModel

@@ -23,11 +23,11 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from examples.demo.client import Target, ask
-from localai_cluster import clock, procs
 from localai_cluster.embedded.layout import EXAMPLES, ROOT
 from localai_cluster.embedded.resources import SetupError, free_port
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
+from localai_cluster.kit import clock, processes
 from tests.measure.table import Measured, show
 
 FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
@@ -48,7 +48,7 @@ _MANY_TEXTS, _CLIENTS = 64, 4
 class Run:
     """`make run` in `tree`, timed from the command to "ready" and from the signal to the end."""
 
-    def __init__(self, tree: Path, guardian: procs.Guardian, **more: str) -> None:
+    def __init__(self, tree: Path, guardian: processes.Guardian, **more: str) -> None:
         self.tree, self.log = tree, tree.parent / "run.log"
         self.port = free_port()
         self._guardian = guardian
@@ -56,7 +56,7 @@ class Run:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
         environ |= {"PORT": str(self.port), "CLUSTER_DATA_DIR": str(tree / "data"), **guardian.env, **more}
         with self.log.open("wb") as file:
-            self._child = procs.spawn(
+            self._child = processes.spawn(
                 ["make", "run"], env=environ, cwd=tree, stdout=file, stderr=subprocess.STDOUT
             )
         guardian.add(self._child.pid, seconds=60)
@@ -87,7 +87,7 @@ class Run:
     def web_pid(self) -> int:
         """The process id of the web process."""
         mark = json.loads((self.tree / "data" / "run.lock").read_text())["mark"]
-        return next(one.pid for one in procs.marked(f"{mark}/web"))
+        return next(one.pid for one in processes.marked(f"{mark}/web"))
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def measure(console: Console) -> list[Measured]:
     """All figures, in the order in which a new user meets them."""
     request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
     found = []
-    with fresh_tree() as tree, procs.Guardian() as guardian:
+    with fresh_tree() as tree, processes.Guardian() as guardian:
         console.print("first run, including installation …")
         run = Run(tree, guardian)
         found.append(Measured("first run until ready", run.wait_ready(2 * FIRST_RUN), FIRST_RUN))

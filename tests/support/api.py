@@ -13,9 +13,9 @@ from django.db import connection
 from django.http import HttpResponse
 from django.test import Client
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.kit import clock
 from nodes.api.registrations import RegistrationApplication
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import services

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from localai_cluster.clock import wait_until
+from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.rpc.messages import ModelOptions

@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import psycopg
 
-from localai_cluster import clock, procs
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
 from tests.support.environment import HOME
 
@@ -89,7 +89,7 @@ class Cluster:
     processes: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.guardian = procs.Guardian()
+        self.guardian = processes.Guardian()
         self.postgres = EmbeddedPostgres(self.home / "pg")
         self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
         self.nats = EmbeddedNats(
@@ -158,7 +158,7 @@ class Cluster:
         """Starts a long-running process in its own session."""
         log = self.home / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as file:
-            child = procs.spawn(
+            child = processes.spawn(
                 [sys.executable, *argv],
                 env={**self.environment, **env},
                 cwd=ROOT,
@@ -241,8 +241,8 @@ class Cluster:
     def stop(self) -> None:
         """Stops everything, newest first."""
         for process in reversed(self.processes):
-            group = procs.group_of(process.child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
-            procs.end_child(process.child, group)
+            group = processes.group_of(process.child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
+            processes.end_child(process.child, group)
         for server in (self.nats, self.valkey, self.postgres):
             server.stop()
         self.guardian.close()
@@ -262,7 +262,7 @@ def migrated_data() -> Path:
 def is_whole(process: Process) -> bool:
     """Whether all processes of a django-q2 cluster are there; fails at once if it ended."""
     assert process.alive, process.story()
-    return sum(one.session == process.child.pid for one in procs.processes()) >= TASK_PROCESSES
+    return sum(one.session == process.child.pid for one in processes.processes()) >= TASK_PROCESSES
 
 
 def is_ready(process: Process) -> bool:

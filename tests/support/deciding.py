@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from uuid import UUID, uuid4
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.placement.choose import NOTHING, Candidate
 from nodes.placement.coded import sections
 from nodes.placement.explain import FleetView

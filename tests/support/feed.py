@@ -9,9 +9,9 @@ from django.contrib.auth import get_user_model
 from django.db import connections
 from django.test import Client
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.kit import clock
 from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import services

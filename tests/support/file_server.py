@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from localai_cluster.addresses import parse
+from localai_cluster.kit.addresses import parse
 from nodes.registry.dialling import Contact, HttpServer
 
 TOKEN = "t" * 32

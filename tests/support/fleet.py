@@ -10,7 +10,7 @@ from django.db import connection
 
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import heartbeats, services
 from nodes.registry.heartbeats import Beat

@@ -36,7 +36,7 @@ def _become(argv: list[str], env: Mapping[str, str], log: str) -> None:
     from django.core.management import execute_from_command_line
     from django.utils.module_loading import import_string
 
-    from localai_cluster import points
+    from localai_cluster.kit import failpoints
 
     os.setsid()
     target = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -45,7 +45,7 @@ def _become(argv: list[str], env: Mapping[str, str], log: str) -> None:
     os.environ.update(env)
     code = 0
     try:
-        points.arm()
+        failpoints.arm()
         if argv[0] == CALL:
             import_string(argv[1])()
         else:

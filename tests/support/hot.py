@@ -12,8 +12,8 @@ from django.contrib.auth.models import User
 from django.db import connection
 from psycopg.conninfo import make_conninfo
 
-from localai_cluster import clock, conf
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.kit import clock, conf
 from localai_cluster.rpc.client import ClientPool
 from nodes.inference import gateway
 from nodes.loading.wait import Loads

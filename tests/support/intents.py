@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.backends import admission, commands, intent_queue, intents, wishes

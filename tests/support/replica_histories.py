@@ -21,7 +21,7 @@ from uuid import UUID
 import pytest
 from django.db import connection, connections
 
-from localai_cluster import clock, points
+from localai_cluster.kit import clock, failpoints
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
@@ -403,8 +403,8 @@ def played(world: World) -> Iterator[None]:
     patches: Mapping[tuple[Any, str], Any] = {
         (clock, "now"): world.now,
         (clock, "monotonic"): world.monotonic,
-        (points, "armed"): lambda: True,
-        (points, "passed"): passed,
+        (failpoints, "armed"): lambda: True,
+        (failpoints, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
         (stopping, "in_thread"): _in_thread,
         (stopping.log, "warning"): warning,

@@ -11,8 +11,8 @@ from uuid import UUID, uuid4
 import psycopg
 from django.db import connection, transaction
 
-from localai_cluster import clock
 from localai_cluster.accounts import actors
+from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.backends.one_node import CommandFailed
 from nodes.loading import load

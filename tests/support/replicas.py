@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId

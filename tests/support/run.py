@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo.client import Target
-from localai_cluster import procs
 from localai_cluster.embedded.run import answers, find_node
+from localai_cluster.kit import processes
 from tests.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ class Run:
         """The first process of each child, told by its mark and its session."""
         found = {}
         for name in CHILDREN:
-            for one in procs.marked(f"{self.mark}/{name}"):
+            for one in processes.marked(f"{self.mark}/{name}"):
                 if one.session == one.pid and (name != "postgres" or one.parent == self.process.pid):
                     found[name] = one.pid
         return found
@@ -81,7 +81,7 @@ class Run:
 def touching(data: Path) -> dict[int, str]:
     """Processes that work in `data`, name it in their arguments or carry it in their environment."""
     found = {}
-    for one in procs.processes():
+    for one in processes.processes():
         place = Path("/proc", str(one.pid))
         try:
             words = (place / "cmdline").read_bytes()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from localai_cluster.asgi import application
-from localai_cluster.connections import BoundedHead
+from localai_cluster.kit.connections import BoundedHead
 
 
 @asynccontextmanager

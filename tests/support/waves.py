@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.intents import Ended, Intent
 from nodes.backends.wave_plan import Options

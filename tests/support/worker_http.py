@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from localai_cluster import clock
-from localai_cluster.listening import serving
+from localai_cluster.kit import clock
+from localai_cluster.kit.listening import serving
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication

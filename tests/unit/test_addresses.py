@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import addresses
+from localai_cluster.kit import addresses
 
 GOOD = {
     "gpu-1:7001": ("gpu-1:7001", "dns:///gpu-1:7001"),

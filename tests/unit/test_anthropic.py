@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.errors import (
+from localai_cluster.kit.errors import (
     ClusterError,
     Forbidden,
     InvalidInput,

@@ -9,9 +9,9 @@ from django.db import IntegrityError, InterfaceError, OperationalError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import errors
 from localai_cluster.accounts.credentials import offered
 from localai_cluster.accounts.principals import hash_secret, same
+from localai_cluster.kit import errors
 from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
 from localai_cluster.web.parsers import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures

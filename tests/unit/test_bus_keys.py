@@ -9,8 +9,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.errors import InvalidInput
-from localai_cluster.messaging import nkeys, subjects
+from localai_cluster.kit import nkeys
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.messaging import subjects
 from localai_cluster.messaging.credentials import (
     Credentials,
     account_token,

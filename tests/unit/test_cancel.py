@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from localai_cluster import cancel
+from localai_cluster.kit import cancellation
 from tests.support.cluster import ROOT
 
 
 async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked until it has ended."""
-    monkeypatch.setattr(cancel, "_ASK_AGAIN", 0.01)
+    monkeypatch.setattr(cancellation, "_ASK_AGAIN", 0.01)
     swallowed = 0
 
     async def stubborn() -> None:
@@ -24,7 +24,7 @@ async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPa
 
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
-    await cancel.end(task)
+    await cancellation.end(task)
     assert (task.cancelled(), swallowed) == (True, 3)
 
 
@@ -40,7 +40,7 @@ async def test_how_it_ended_is_no_error() -> None:
     task = asyncio.create_task(failing())
     await asyncio.sleep(0)
     for _ in range(2):
-        await cancel.end(task)
+        await cancellation.end(task)
     assert isinstance(task.exception(), ValueError)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock, names
+from localai_cluster.kit import clock, names
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout

@@ -9,8 +9,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from localai_cluster.accounts.session_store import SessionStore
-from localai_cluster.clock import wait_until
-from localai_cluster.connections import (
+from localai_cluster.kit.clock import wait_until
+from localai_cluster.kit.connections import (
     BODY_SECONDS,
     HEAD_SECONDS,
     LARGEST_HEAD,
@@ -97,7 +97,7 @@ class _Played:
         self.now = 0.0
         self._timers: list[tuple[float, Any, asyncio.Event]] = []
         self._loop = asyncio.get_running_loop()
-        monkeypatch.setattr("localai_cluster.connections.clock.monotonic", lambda: self.now)
+        monkeypatch.setattr("localai_cluster.kit.connections.clock.monotonic", lambda: self.now)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from nodes.definitions.files import Definition, Unusable, load_options, read
 from nodes.definitions.folder import Folder, FolderHangs
 from tests.conftest import eventually

@@ -9,8 +9,8 @@ import pytest
 
 from examples.demo.client import Chat, read_chat
 from examples.demo.figures import compare, cosine, rows
-from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError
+from localai_cluster.kit import clock
 
 EXPECT = {
     "dimensions": 2,

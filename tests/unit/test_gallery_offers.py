@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from localai_cluster import cluster_settings, gallery_index
+from localai_cluster import gallery_index
+from localai_cluster.kit import cluster_settings
 from localai_cluster.messaging.messages import Gallery
 from nodes.backends.install import GalleryOffer, is_loopback, offer
 from tests.support.hostile_yaml import documents

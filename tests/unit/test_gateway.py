@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.rpc.client import ClientPool
 from localai_cluster.rpc.errors import (
     BackendError,

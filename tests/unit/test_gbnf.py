@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from nodes.inference import gbnf, schemas
 from nodes.inference.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
 from nodes.definitions.files import parse
 from nodes.definitions.sizes import ModelFiles

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import errors, names
+from localai_cluster.kit import errors, names
 
 VISIBLE = st.characters(
     codec="utf-8",

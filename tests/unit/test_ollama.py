@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.errors import InvalidInput, Unavailable
+from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.inference import blocks
 from nodes.inference.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
 from nodes.inference.ollama_answers import CHAT, GENERATE, refused

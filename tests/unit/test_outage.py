@@ -12,8 +12,8 @@ from django.db import connections
 from django.utils.module_loading import import_string
 from psycopg import errors
 
-from localai_cluster.outage import OneLineOutages, RepeatLimit, is_outage, left_out_in_an_outage
-from localai_cluster.periodic import Recurring
+from localai_cluster.kit.outage import OneLineOutages, RepeatLimit, is_outage, left_out_in_an_outage
+from localai_cluster.kit.periodic import Recurring
 from nodes.reconcilers import schedules as node_schedules
 from operations.reconcilers import schedules as ledger_schedules
 
@@ -114,7 +114,7 @@ def test_every_recurring_task_leaves_a_run_out(
 def test_an_outage_is_not_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Review X4: a few lines of each kind in a minute; then how many were left out. Others are unaffected."""
     now = [0.0]
-    monkeypatch.setattr("localai_cluster.clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("localai_cluster.kit.clock.monotonic", lambda: now[0])
     stream, log = io.StringIO(), logging.Logger("probe")
     handler = logging.StreamHandler(stream)
     handler.addFilter(RepeatLimit())

@@ -82,7 +82,7 @@ def test_what_has_no_round_is_used_by_nothing() -> None:
 def test_a_kill_needs_the_word_that_it_is_a_test() -> None:
     """The setting alone ends the process with the setting and the fix, before it has done anything."""
     done = subprocess.run(
-        [sys.executable, "-c", "import localai_cluster.points"],
+        [sys.executable, "-c", "import localai_cluster.kit.failpoints"],
         env={"PYTHONPATH": str(ROOT), "CLUSTER_KILL_AT": "ledger.claim:before"},
         capture_output=True,
         text=True,

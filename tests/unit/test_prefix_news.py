@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.replicas import hooks

@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import pytest
 from django.db import DataError, OperationalError
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from operations.executor.recorder import BATCH_EVERY, Batch, Recorder
 from operations.ledger.progress import Attempt, Tick
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.errors import InvalidInput, Unavailable
+from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.inference.generation import Conversation, TextDelta, Usage, folded
 from nodes.inference.responses_answers import DIALECT
 from nodes.inference.responses_items import Item

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.edge import without_slash
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
 from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse, render

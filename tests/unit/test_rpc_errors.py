@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from localai_cluster.errors import InvalidInput, Unavailable
+from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.errors import BackendError, translate
 

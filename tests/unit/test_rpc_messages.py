@@ -3,7 +3,7 @@
 import pytest
 from google.protobuf.message import Message as ProtobufMessage
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc import messages
 from localai_cluster.rpc.messages import (
     ModelOptions,

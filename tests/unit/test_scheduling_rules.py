@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import errors
-from localai_cluster.env import Environment
+from localai_cluster.kit import errors
+from localai_cluster.kit.env import Environment
 from nodes.scheduling import boot
 from nodes.scheduling.rules import MOST_REPLICAS, Rule, check
 

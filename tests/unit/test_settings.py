@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from django.core.checks import run_checks
 
-from localai_cluster import cluster_settings, env
-from localai_cluster.env import weak_secret
+from localai_cluster.kit import cluster_settings, env
+from localai_cluster.kit.env import weak_secret
 
 WRONG = {
     "PORT": "abc",

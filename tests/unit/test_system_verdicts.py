@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.disk import DiskUsage
+from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
 from nodes.registry.mass_silence import Held
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import clock
-from localai_cluster.errors import ClusterError, InvalidInput
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, InvalidInput
 from nodes.inference import templates
 from nodes.inference.generation import Conversation, Utterance
 

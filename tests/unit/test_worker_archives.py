@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localai_cluster.errors import ClusterError
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import backend_store, download, file_copy, unpack
 from localai_cluster.worker.backend_store import BackendStore, read_metadata

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging.credentials import mint_worker
 from localai_cluster.messaging.servers import Servers
 from localai_cluster.worker import bus_credentials

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from localai_cluster import clock, procs
+from localai_cluster.kit import clock, processes
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, Message
@@ -78,7 +78,7 @@ async def test_an_engine_that_cannot_be_killed_keeps_its_files(tmp_path: Path) -
     start = tmp_path / "backends" / "b" / START_FILE
     start.parent.mkdir(parents=True)
     start.touch()
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         supervisor = Unkillable(PortAllocator(43000, 43999), "token", guardian, LogRings(), Exits("h"))
         store = BackendStore(tmp_path / "backends", tmp_path / "system", "default")
         reply = await deleted(store, supervisor)
@@ -92,7 +92,7 @@ async def test_an_engine_launched_while_its_files_go_is_ended_and_reported(tmp_p
     start = tmp_path / "backends" / "b" / START_FILE
     start.parent.mkdir(parents=True)
     start.write_text("#!/bin/sh\nsleep 1000\n")
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         store = BusyStore(tmp_path / "backends", tmp_path / "system", "default")
         store.loop = asyncio.get_running_loop()
         store.supervisor = EngineSupervisor(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import clock, procs
+from localai_cluster.kit import clock, processes
 from localai_cluster.messaging.messages import split_process_key
 from localai_cluster.worker import engines
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
@@ -20,7 +20,7 @@ TOKEN = "token-of-the-registration"
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[EngineSupervisor]:
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings(), Exits("h"))
         yield supervisor
         supervisor.hurry()
@@ -45,7 +45,7 @@ async def test_never_healthy_is_given_up_and_killed(
         await supervisor.start("m#0", "b", start)
     assert supervisor.engines() == []
     child = int((tmp_path / "child").read_text())
-    found = procs.stat(child)
+    found = processes.stat(child)
     assert found is None or not found.running
 
 
@@ -62,7 +62,7 @@ async def test_never_healthy_is_given_up_and_killed(
 )
 async def test_an_engine_listens_where_it_is_reached(tmp_path: Path, advertised: str, bound: str) -> None:
     """D-ENGINE-LOOPBACK (review P13): an engine of this machine only is no open port."""
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         supervisor = EngineSupervisor(
             PortAllocator(46000, 46999), TOKEN, guardian, LogRings(), Exits("h"),
             bind_host=engines.bind_host_for(advertised),
@@ -138,7 +138,7 @@ def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
 async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: bool) -> None:
     """As soon as the process is gone, not once its children are; one that was stopped is no news."""
     exits = Exits("gpu-1")
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, guardian, LogRings(), exits)
         start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
         starting = asyncio.create_task(supervisor.start("m#0", "b", start))

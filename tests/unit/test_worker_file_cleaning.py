@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.worker.files import cleaning
 from localai_cluster.worker.files.cleaning import KEPT, clean
 from localai_cluster.worker.files.keys import Folders

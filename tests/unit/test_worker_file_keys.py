@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import connections
+from localai_cluster.kit import connections
 from localai_cluster.worker.exchange import Refusal
 from localai_cluster.worker.files.keys import LONGEST_NAME, Folders, decoded, locate
 from tests.support.file_client import BEARER, Files

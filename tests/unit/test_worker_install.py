@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import gallery_index
-from localai_cluster.errors import ClusterError, InvalidInput
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable
+from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery, InstallRequest
 from localai_cluster.worker import file_copy

@@ -15,9 +15,9 @@ import pytest
 import websockets
 from websockets.asyncio.client import connect
 
-from localai_cluster import procs
-from localai_cluster.clock import wait_until
-from localai_cluster.listening import serving
+from localai_cluster.kit import processes
+from localai_cluster.kit.clock import wait_until
+from localai_cluster.kit.listening import serving
 from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import build
@@ -135,7 +135,7 @@ async def test_an_endless_line_is_one_line_and_tells_no_part_of_the_token(tmp_pa
     program = f"print('{TOKEN}' * 20000); print('after'); exit(3)"
     start.write_text(f'#!/bin/sh\nexec python3 -c "{program}"\n')
     start.chmod(0o755)
-    with procs.Guardian() as guardian:
+    with processes.Guardian() as guardian:
         supervisor = EngineSupervisor(PortAllocator(44000, 44999), TOKEN, guardian, rings, Exits("h"))
         with pytest.raises(StartFailed):
             await supervisor.start("m#0", "b", start)

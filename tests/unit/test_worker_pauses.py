@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message

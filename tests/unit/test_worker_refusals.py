@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.exits import GIVEN_UP_AFTER, MOST, Exits

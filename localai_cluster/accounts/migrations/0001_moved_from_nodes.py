@@ -6,7 +6,7 @@ import django.db.models.deletion
 from django.conf import settings
 from django.db import migrations, models
 
-import localai_cluster.clock
+import localai_cluster.kit.clock
 
 MOVED = ("apikey", "initialpassword")
 
@@ -52,7 +52,7 @@ class Migration(migrations.Migration):
                         ("key_hash", models.CharField(editable=False, max_length=64, unique=True)),
                         (
                             "created_at",
-                            models.DateTimeField(default=localai_cluster.clock.now, editable=False),
+                            models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False),
                         ),
                         ("revoked_at", models.DateTimeField(blank=True, null=True)),
                         (
@@ -81,7 +81,7 @@ class Migration(migrations.Migration):
                         ),
                         (
                             "created_at",
-                            models.DateTimeField(default=localai_cluster.clock.now, editable=False),
+                            models.DateTimeField(default=localai_cluster.kit.clock.now, editable=False),
                         ),
                         (
                             "user",

@@ -19,12 +19,13 @@ from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import transaction
 
-from localai_cluster import clock, conf, errors, join_script
+from localai_cluster import join_script
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.resources import write_private
-from localai_cluster.env import Environment
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.env import Environment
 from nodes.registry import identity, joining, services
 from nodes.scheduling import boot, store
 from nodes.scheduling.rules import Rule

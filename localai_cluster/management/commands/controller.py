@@ -26,8 +26,10 @@ from django.core.checks import Tags
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
-from localai_cluster import bus_access, clock, conf, periodic, scraping
+from localai_cluster import scraping
+from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.management import schema_version
+from localai_cluster.messaging import bus_access
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics

@@ -14,7 +14,7 @@ from django.core.management.base import BaseCommand, CommandError
 from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import SetupError, private_directory, write_private
 from localai_cluster.embedded.secrets import ensure
-from localai_cluster.messaging.nkeys import Role
+from localai_cluster.kit.nkeys import Role
 
 _SEEDS: dict[str, tuple[Role, str]] = {
     "operator": ("operator", "CLUSTER_NATS_OPERATOR_SEED_FILE"),

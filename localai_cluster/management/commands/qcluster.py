@@ -26,7 +26,8 @@ from django_q.management.commands.qcluster import Command as QCluster
 from django_q.signals import post_execute
 from django_q.utils import get_func_repr
 
-from localai_cluster import conf, scraping
+from localai_cluster import scraping
+from localai_cluster.kit import conf
 from localai_cluster.management import schema_version
 from localai_cluster.management.task_sentinel import CrashOnlySentinel
 from localai_cluster.metrics import passes

@@ -20,7 +20,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from localai_cluster import conf
+from localai_cluster.kit import conf
 
 # Before NumPy is imported: OpenBLAS would start a thread per processor, and we compute no matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -28,10 +28,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import uvicorn
 
 from localai_cluster.asgi import application
-from localai_cluster.connections import BoundedHead, WatchingSocket
 from localai_cluster.edge import Edge
+from localai_cluster.kit.connections import BoundedHead, WatchingSocket
+from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.management import schema_version
-from localai_cluster.tls import TlsFiles
 from nodes.inference import endpoint, gateway, streams
 
 logger = logging.getLogger(__name__)

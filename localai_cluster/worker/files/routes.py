@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from localai_cluster import cancel, clock, regular_files
+from localai_cluster.kit import cancellation, clock, safe_files
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import cleaning, disk, ranges
 from localai_cluster.worker.files.disk import HashStopped
@@ -46,7 +46,7 @@ class FileServer:
         try:
             yield
         finally:
-            await cancel.end(cleaning_up)
+            await cancellation.end(cleaning_up)
             self._threads.stopped.set()
 
     def _create_folders(self) -> None:
@@ -170,7 +170,7 @@ class FileServer:
         except TimeoutError:
             return
         finally:
-            await cancel.end(disconnect)
+            await cancellation.end(disconnect)
         if not remaining:
             await exchange.send(b"", more=False)
 
@@ -186,7 +186,7 @@ class FileServer:
 
 
 def _open(path: Path) -> tuple[BinaryIO, int]:
-    file = regular_files.open_file(path, follow_links=False)
+    file = safe_files.open_file(path, follow_links=False)
     return file, os.fstat(file.fileno()).st_size
 
 

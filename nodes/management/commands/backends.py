@@ -12,8 +12,8 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
 from rest_framework import serializers
 
-from localai_cluster import errors
 from localai_cluster.accounts import audit
+from localai_cluster.kit import errors
 from nodes.api.backend_bodies import bare_name, install_wish
 from nodes.api.cluster_backends import (
     ExternalSerializer,

@@ -13,9 +13,9 @@ from urllib.parse import urlencode
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.http import QueryDict
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
-from localai_cluster.env import parse_duration
+from localai_cluster.kit import clock, errors
+from localai_cluster.kit.env import parse_duration
 from nodes.backends import node_stop
 from nodes.management import join_tokens, lookup, rendering
 from nodes.management.verbs import Add, adder

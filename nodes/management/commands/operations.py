@@ -10,8 +10,8 @@ from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
+from localai_cluster.kit import clock, errors
 from nodes.api import operation_verbs
 from nodes.api.cluster_backends import body_of
 from nodes.api.operations import entry_of, live

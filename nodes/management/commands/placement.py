@@ -15,7 +15,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from rest_framework.exceptions import ValidationError
 
-from localai_cluster import clock, errors
+from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import translated
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import explaining

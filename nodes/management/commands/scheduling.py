@@ -10,8 +10,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
+from localai_cluster.kit import clock, errors
 from nodes.management import lookup, rendering
 from nodes.management.verbs import adder
 from nodes.models import ModelSchedulingConfig, RoutePolicy

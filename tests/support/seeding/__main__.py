@@ -33,7 +33,7 @@ def main() -> int:
     """Runs it; 1 if the database holds nodes and no one said `--force`."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
     django.setup()
-    from localai_cluster import clock
+    from localai_cluster.kit import clock
     from nodes.models import BackendNode
     from tests.support.seeding import nodes, work
 

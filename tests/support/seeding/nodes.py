@@ -12,10 +12,10 @@ from uuid import UUID
 
 from django.db import connection, transaction
 
-from localai_cluster import errors
-from localai_cluster import names as node_names
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.kit import errors
+from localai_cluster.kit import names as node_names
 from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
 from nodes.registry import services
 from nodes.registry.services import Registration

@@ -8,10 +8,9 @@ revocations (`nodes/reconcilers/revocations.py`).
 from dataclasses import replace
 from functools import lru_cache
 
-from localai_cluster import clock, conf
-from localai_cluster.messaging import nkeys
+from localai_cluster.kit import clock, conf, nkeys
+from localai_cluster.kit.nkeys import KeyPair, Role
 from localai_cluster.messaging.credentials import Credentials, mint_service
-from localai_cluster.messaging.nkeys import KeyPair, Role
 from localai_cluster.messaging.servers import Servers, parse_url, url_for_worker
 
 

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from localai_cluster import clock, conf
+from localai_cluster.kit import clock, conf
 
 FULL_BELOW = 32 * 1024 * 1024
 """Free bytes below which PostgreSQL can no longer add a file of its log."""

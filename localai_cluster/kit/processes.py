@@ -3,7 +3,7 @@
 `spawn` starts a child in a session of its own, so that a Ctrl-C meant for the owner does not reach it and one
 signal reaches the child's whole group. A `Guardian` has every child registered and ends them in order if the
 owner dies without cleaning up (`kill -9`). The kernel's parent-death signal is not enough: a `run.sh` that
-forks, a pool's children and `unshare` all lose it. `localai_cluster.guardian` is the guardian process.
+forks, a pool's children and `unshare` all lose it. `process_reaper.py` is the guardian process.
 """
 
 import os
@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from localai_cluster import clock
-from localai_cluster.guardian import (
+from localai_cluster.kit import clock
+from localai_cluster.kit.process_reaper import (
     MARK_VARIABLE,
     SCRIPT,
     Group,

@@ -13,7 +13,7 @@ from django_q.brokers import get_broker
 from django_q.models import OrmQ, Schedule
 from django_q.scheduler import scheduler
 
-from localai_cluster.locks import Lock, try_lock
+from localai_cluster.kit.locks import Lock, try_lock
 
 SILENT_AFTER = 30.0
 """Seconds that a task may wait before the task cluster counts as dead."""

@@ -5,7 +5,7 @@
 
 from django.conf import settings
 
-from localai_cluster.cluster_settings import ClusterSettings
+from localai_cluster.kit.cluster_settings import ClusterSettings
 
 
 def cluster() -> ClusterSettings:

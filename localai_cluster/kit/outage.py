@@ -14,7 +14,7 @@ import django.db
 import psycopg
 import redis.exceptions
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Process reaper: reads `/proc`, ends process groups, and ends the children of a dead owner.
 
-The owner (`localai_cluster.procs.Guardian`) runs this file as a script with a pipe on its standard input and
-registers the groups that it starts. The pipe closes when the owner ends for any reason; then the guardian
-stops the groups that are still registered, the highest rank first, and every other process that carries the
-owner's mark in its environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>` and
-`-<pgid>`. The mark is the script's argument.
+The owner (`localai_cluster.kit.processes.Guardian`) runs this file as a script with a pipe on its standard
+input and registers the groups that it starts. The pipe closes when the owner ends for any reason; then the
+guardian stops the groups that are still registered, the highest rank first, and every other process that
+carries the owner's mark in its environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>`
+and `-<pgid>`. The mark is the script's argument.
 
 The file imports only the standard library and nothing of this package: it runs isolated (`python -I -S`), so
 that it starts in milliseconds and needs no virtual environment, which an upgrade may be replacing.

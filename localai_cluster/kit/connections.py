@@ -14,7 +14,7 @@ from typing import Any, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from localai_cluster import clock
+from localai_cluster.kit import clock
 
 LARGEST_HEAD = 64 * 1024
 """Largest request line with headers, in bytes. A larger one gets 400."""

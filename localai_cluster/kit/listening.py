@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import uvicorn
 from uvicorn.server import ServerState
 
-from localai_cluster.addresses import Address
-from localai_cluster.connections import BoundedHead, WatchingSocket
+from localai_cluster.kit.addresses import Address
+from localai_cluster.kit.connections import BoundedHead, WatchingSocket
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from localai_cluster import clock
-from localai_cluster.messaging import nkeys
-from localai_cluster.tls import TlsFiles, WrongFile
+from localai_cluster.kit import clock, nkeys
+from localai_cluster.kit.tls import TlsFiles, WrongFile
 
 T = TypeVar("T")
 

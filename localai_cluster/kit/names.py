@@ -5,7 +5,7 @@ from functools import cache
 
 from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
 
-from localai_cluster import errors
+from localai_cluster.kit import errors
 
 LONGEST_NAME = 255
 LONGEST_TEXT = 4000

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localai_cluster import addresses
-from localai_cluster.env import Environment, parse_base_url, parse_count, parse_port
-from localai_cluster.tls import TlsFiles
+from localai_cluster.kit import addresses
+from localai_cluster.kit.env import Environment, parse_base_url, parse_count, parse_port
+from localai_cluster.kit.tls import TlsFiles
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 MOST_PRESSURE = 100
 """Highest prefix pressure that a web process reports for a model, and so the highest valid threshold."""
 SERVERS = ("uvicorn", "daphne")

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from django.db import connection, transaction
 
-from localai_cluster import points
+from localai_cluster.kit import failpoints
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
@@ -17,7 +17,7 @@ def committed(point: str) -> AbstractContextManager[None]:
     An outermost transaction passes `:before` when everything is written, and `:committed` before any other
     commit hook runs. One that has written nothing passes neither.
     """
-    return _with_points(point) if points.armed() else transaction.atomic()
+    return _with_points(point) if failpoints.armed() else transaction.atomic()
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def _with_points(point: str) -> Iterator[None]:
 
     def pass_committed() -> None:
         if wrote:
-            points.passed(f"{point}:committed")
+            failpoints.passed(f"{point}:committed")
 
     try:
         with transaction.atomic():
@@ -40,6 +40,6 @@ def _with_points(point: str) -> Iterator[None]:
                 cursor.execute("SELECT pg_current_xact_id_if_assigned() IS NOT NULL")
                 (wrote,) = cursor.fetchone()
             if wrote:
-                points.passed(f"{point}:before")
+                failpoints.passed(f"{point}:before")
     finally:
         _inside.reset(token)

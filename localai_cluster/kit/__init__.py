@@ -1,0 +1,1 @@
+"""Mechanisms that every layer uses: time, names, errors, settings, processes, files and locks."""
