@@ -11,7 +11,7 @@ from typing import Any
 from localai_cluster import system_health
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
 from nodes.api import openapi as api
-from nodes.inference.openapi import ROUTES, error_answers
+from nodes.dialects.openapi import ROUTES, error_answers
 from nodes.live import openapi as live
 from nodes.live import shapes as messages
 

@@ -19,8 +19,8 @@ from localai_cluster.web import wire
 from localai_cluster.web.middleware import BoundedBody, Utf8Only
 from localai_cluster.web.static_files import StaticFiles
 from localai_cluster.websockets import websocket_application
-from nodes.inference import gateway
-from nodes.inference.endpoint import Endpoint
+from nodes.gateway import gateway
+from nodes.gateway.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 

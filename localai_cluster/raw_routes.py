@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from localai_cluster.kit import database_pool
 from localai_cluster.row_metrics import RowReader
 from localai_cluster.scraping import MetricsApplication
 from localai_cluster.web import wire
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
-from nodes.inference import (
+from nodes.dialects import (
     anthropic_answers,
     audio_transcriptions,
     images_generations,
@@ -22,16 +23,15 @@ from nodes.inference import (
     ollama_models,
     text,
 )
-from nodes.inference.anthropic_count import count_tokens
-from nodes.inference.audio_speech import speech
-from nodes.inference.embeddings import embed
-from nodes.inference.endpoint import Endpoint, Handler
-from nodes.inference.models import ONE_MODEL, list_models, one_model
-from nodes.inference.openai_bodies import LARGEST_BODY
-from nodes.inference.rerank import rerank
-from nodes.inference.tokens import detokenize, tokenize
-from nodes.registry import known
-from nodes.routing import pool
+from nodes.dialects.anthropic_count import count_tokens
+from nodes.dialects.audio_speech import speech
+from nodes.dialects.embeddings import embed
+from nodes.dialects.openai_bodies import LARGEST_BODY
+from nodes.dialects.openai_models import ONE_MODEL, list_models, one_model
+from nodes.dialects.rerank import rerank
+from nodes.dialects.tokens import detokenize, tokenize
+from nodes.gateway.endpoint import Endpoint, Handler
+from nodes.registry import identity_cache
 
 _PARAMETER = re.compile(r"\{[^/}]+\}")
 
@@ -96,7 +96,11 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
-    RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared, known.shared())),
+    RawRoute(
+        "POST",
+        "/api/node/{node_id}/heartbeat",
+        HeartbeatApplication(database_pool.shared, identity_cache.shared()),
+    ),
 )
 
 _EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}

@@ -130,9 +130,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
-    from nodes.replicas import fleet_log
+    from nodes.decisions import fleet_snapshots
 
-    fleet_log.forget()
+    fleet_snapshots.forget()
 
 
 def _unusable() -> bool:

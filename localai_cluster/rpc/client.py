@@ -35,7 +35,7 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
-from localai_cluster.rpc.signs import Sign
+from localai_cluster.rpc.probe_results import Sign
 from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
 
 MESSAGE_LIMIT = 50 * 1024 * 1024

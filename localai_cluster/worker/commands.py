@@ -2,7 +2,8 @@
 
 Installs, upgrades and their cancels run concurrently; every other subject handles one message at a time. A
 request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored. A command
-that changes files is not begun if it may have been sent before a pause of this process (`pauses.py`).
+that changes files is not begun if it may have been sent before a pause of this process
+(`pause_detection.py`).
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from localai_cluster.worker.engines import Engine, EngineSupervisor
 from localai_cluster.worker.file_copy import Stopped
 from localai_cluster.worker.install_commands import InstallCommands, report_stopped
 from localai_cluster.worker.names import strip_gallery
-from localai_cluster.worker.pauses import LATE, Pauses
+from localai_cluster.worker.pause_detection import LATE, Pauses
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ OnBytes = Callable[[int, int, str], None]
 
 
 class Stopped(ClusterError):
-    """The install was told to end, because the worker shuts down or it was cancelled (`halting.py`)."""
+    """The install was told to end, because the worker shuts down or it was cancelled (`cancellation.py`)."""
 
     code = "stopped"
     permanent = False

@@ -1,7 +1,7 @@
 """Install and upgrade: the two long commands, run as tasks, possibly received twice (worker.md §8.1, §8.2).
 
 Commands for one backend run one at a time. A command that arrives again while it runs joins the running one.
-A cancel ends it in any step: waiting, downloading, unpacking or starting the engine (`halting.py`).
+A cancel ends it in any step: waiting, downloading, unpacking or starting the engine (`cancellation.py`).
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from localai_cluster.messaging.messages import (
     process_key,
 )
 from localai_cluster.worker.backend_store import BackendStore
+from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.file_copy import Stopped
-from localai_cluster.worker.halting import Command
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.names import folder_name, model_name, printable, strip_gallery
 from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore

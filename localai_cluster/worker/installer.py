@@ -27,6 +27,7 @@ from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import build_selection
 from localai_cluster.worker.backend_store import METADATA_FILE, START_FILE, BackendStore, Metadata, discard
+from localai_cluster.worker.cancellation import Halt, clear_cancellation, in_thread
 from localai_cluster.worker.download import (
     Archive,
     Downloads,
@@ -36,7 +37,6 @@ from localai_cluster.worker.download import (
     sha256_of,
 )
 from localai_cluster.worker.file_copy import ENDED, OnBytes, Stopped, Throttle, copy_tree
-from localai_cluster.worker.halting import Halt, clear_cancellation, in_thread
 from localai_cluster.worker.names import BACKUP, STAGED, folder_name
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.unpack import unpack

@@ -25,8 +25,8 @@ from localai_cluster.worker.bus_credentials import BusCredentials
 from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
+from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
-from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.gpus import GpuReader, Nvml, SimulatedGpus
@@ -37,7 +37,7 @@ from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.pauses import Pauses
+from localai_cluster.worker.pause_detection import Pauses
 from localai_cluster.worker.port_allocator import PortAllocator
 from localai_cluster.worker.port_block import open_probe_listener
 from localai_cluster.worker.progress import ProgressStream

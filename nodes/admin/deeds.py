@@ -21,7 +21,7 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.admin import Observed
 from nodes.admin import words
 from nodes.admin.carry import MOST_AT_ONCE
-from nodes.backends.wishes import Asked
+from nodes.backends.backend_requests import Asked
 
 _MOST_REFUSALS_TOLD = 20
 

@@ -10,7 +10,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.admin import TabularInline
 from nodes.admin.deeds import Deed, DeedAdmin
 from nodes.api import operation_verbs
-from nodes.backends.wishes import Asked
+from nodes.backends.backend_requests import Asked
 from nodes.models import PendingBackendOp
 from operations import targets
 from operations.ledger import admission

@@ -10,9 +10,9 @@ from rest_framework import serializers
 from localai_cluster.kit import errors
 from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from localai_cluster.web.parsers import parse_json
-from nodes.backends import one_node
+from nodes.backends import node_commands
+from nodes.backends.backend_requests import INSTALL, Wish
 from nodes.backends.upgrade_rules import is_image
-from nodes.backends.wishes import INSTALL, Wish
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def install_wish(fields: dict[str, Any], *, force: bool = False) -> Wish:
         raise errors.InvalidInput("backend name or uri required", field="backend")
     return Wish(
         INSTALL,
-        backend or one_node.subject(uri),
+        backend or node_commands.subject(uri),
         gallery=gallery,
         uri=uri,
         name=name,

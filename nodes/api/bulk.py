@@ -21,7 +21,7 @@ from nodes.api.installs import ACCEPTED, accepted, asked_by
 from nodes.api.labels import LABELS
 from nodes.api.lifecycle import DrainRequestSerializer, Fingerprints, NodeIds
 from nodes.backends import bulk_install
-from nodes.backends.wishes import INSTALL
+from nodes.backends.backend_requests import INSTALL
 from nodes.registry import bulk
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
 

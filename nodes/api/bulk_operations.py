@@ -15,7 +15,7 @@ from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated
 from nodes.api.installs import asked_by
 from nodes.api.operation_verbs import again, cancelled
-from nodes.backends.wishes import Asked
+from nodes.backends.backend_requests import Asked
 from operations.ledger import admission
 from operations.models import ACTIVE, Operation, Status
 

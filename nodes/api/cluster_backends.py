@@ -21,10 +21,10 @@ from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import InstallSerializer, bare_name, install_wish
 from nodes.api.installs import SAID, Said, asked_by
-from nodes.backends import catalogue, install, one_node, wave_requests
+from nodes.backends import catalogue, install, node_commands, wave_requests
 from nodes.backends.admission import ask
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
 
@@ -136,7 +136,7 @@ def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
     for id in ids:
         if id not in found:
             raise errors.NotFound(f"node {id} is not registered", field="nodes")
-        if reason := one_node.refusal(found[id]):
+        if reason := node_commands.refusal(found[id]):
             raise errors.Conflict(reason, field="nodes")
     return replace(by, nodes=sorted(found.values(), key=lambda node: node.name))
 

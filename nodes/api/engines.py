@@ -39,14 +39,15 @@ from nodes.api.models import (
     described,
     ended,
 )
-from nodes.backends.one_node import CommandFailed
+from nodes.commands.outcomes import CommandFailed
+from nodes.decisions import placement_snapshot
 from nodes.definitions import folder
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
+from nodes.models.replica import load_key
 from nodes.registry.listing import Parameters
-from nodes.replicas import snapshot
-from nodes.unloading import asking
+from nodes.replicas import unload_requests
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Status
 
@@ -151,12 +152,12 @@ class LoadView(APIView):
         model: str = fields["model"]
         if async_to_sync(folder.find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
-        if snapshot.serving(model):
+        if placement_snapshot.serving(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
             load.KIND,
-            key=load.key(model),
+            key=load_key(model),
             element=model,
             payload={"model": model},
             actor=principal(request).name,
@@ -185,7 +186,9 @@ class ShutdownView(APIView):
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
         fields = validated(BackendModelSerializer, request)
-        return carried_out(request, asking.unload, fields | {"model_name": fields["model"]}, UNLOADED)
+        return carried_out(
+            request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
+        )
 
 
 class MonitorView(APIView):

@@ -8,7 +8,7 @@ from rest_framework.response import Response
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api.base import NODE_ID, NodeView, answered
-from nodes.loading import fitting
+from nodes.loading import fit_check
 
 _MODEL = OpenApiParameter(
     "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
@@ -44,7 +44,7 @@ class FitView(NodeView):
         summary="Show where a model fits",
         tags=["scheduling"],
         parameters=[_MODEL],
-        responses={200: fitting.FIT.ref, **refusals(401, 403, 404, 503)},
+        responses={200: fit_check.FIT.ref, **refusals(401, 403, 404, 503)},
         examples=[answered(_FIT)],
     )
     def get(self, request: Request, model: str) -> Response:
@@ -52,4 +52,4 @@ class FitView(NodeView):
 
         404 for a model that is not defined.
         """
-        return Response(fitting.fit_of(model))
+        return Response(fit_check.fit_of(model))

@@ -21,6 +21,7 @@ from django.db import DatabaseError
 
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.database_pool import UNREACHABLE
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
@@ -32,10 +33,9 @@ from nodes.api import raw
 from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
 from nodes.registry import gpus, heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
-from nodes.registry.known import KnownNodes
+from nodes.registry.identity_cache import KnownNodes
 from nodes.replicas import checks
 from nodes.replicas.statements import Rows
-from nodes.routing.pool import UNREACHABLE
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent
-from nodes.backends import one_node
+from nodes.backends import node_commands
 from nodes.backends.admission import ask
-from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
 
@@ -106,7 +106,7 @@ def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
     backend = validated(BackendSerializer, request)["backend"]
-    return _on_one(request, one_node.find_node(existing(node_id)), Wish(kind, backend))
+    return _on_one(request, node_commands.find_node(existing(node_id)), Wish(kind, backend))
 
 
 class InstallView(NodeView):
@@ -116,7 +116,7 @@ class InstallView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
         wish = install_wish(validated(InstallSerializer, request))
-        return _on_one(request, one_node.find_node(existing(node_id)), wish)
+        return _on_one(request, node_commands.find_node(existing(node_id)), wish)
 
 
 class UpgradeView(NodeView):

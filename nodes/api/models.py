@@ -24,11 +24,12 @@ from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NodeView, answered, existing, sent
-from nodes.backends import one_node
-from nodes.inference import gateway
+from nodes.backends import node_commands
+from nodes.commands.outcomes import CommandFailed
+from nodes.gateway import gateway
 from nodes.models import BackendNode
-from nodes.unloading import asking
-from nodes.unloading.asking import UnloadWish
+from nodes.replicas import unload_requests
+from nodes.replicas.unload_requests import UnloadWish
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -99,7 +100,9 @@ class UnloadModelSerializer(Described, NullIsAbsent):
     """Which model, how long its running requests may take, and whether the answer waits."""
 
     model_name = Text(max_length=LONGEST_MODEL)
-    deadline_seconds = Whole(required=False, allow_null=True, min_value=0, max_value=asking.LONGEST_GRACE)
+    deadline_seconds = Whole(
+        required=False, allow_null=True, min_value=0, max_value=unload_requests.LONGEST_GRACE
+    )
     wait = Flag(required=False, allow_null=True)
 
     @classmethod
@@ -152,7 +155,7 @@ class _ModelView(NodeView):
     ) -> Response:
         """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
         fields = validated(shape, request)
-        node = one_node.find_node(existing(node_id)) if node_id is not None else None
+        node = node_commands.find_node(existing(node_id)) if node_id is not None else None
         return carried_out(request, ask, fields, said, node)
 
 
@@ -176,9 +179,9 @@ def carried_out(
     admission = ask(wish, now=clock.now())
     operation = ended(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
     if operation.status == Status.FAILED:
-        raise one_node.CommandFailed(operation.error)
+        raise CommandFailed(operation.error)
     if operation.status == Status.CANCELLED:
-        raise one_node.CommandFailed(f"cancelled: {operation.message}")
+        raise CommandFailed(f"cancelled: {operation.message}")
     job, finished = str(operation.id), operation.status == Status.COMPLETED
     body = DONE.of(
         message=said[0] if finished else said[1],
@@ -205,7 +208,7 @@ async def _ended(operation_id: UUID, seconds: float) -> Operation:
         while True:
             operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
             if operation is None:
-                raise one_node.CommandFailed("the record of the operation was cleared")
+                raise CommandFailed("the record of the operation was cleared")
             left = until - clock.monotonic()
             if operation.status in TERMINAL or left <= 0:
                 return operation
@@ -223,7 +226,7 @@ class NodeUnloadView(_ModelView):
 
         Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
         """
-        return self.carry_out(request, asking.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
+        return self.carry_out(request, unload_requests.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
 
 
 class NodeDeleteView(_ModelView):
@@ -234,7 +237,7 @@ class NodeDeleteView(_ModelView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Unloads the model from the node and removes its files there; a success where there are none."""
-        return self.carry_out(request, asking.delete, DeleteModelSerializer, DELETE_HERE, node_id)
+        return self.carry_out(request, unload_requests.delete, DeleteModelSerializer, DELETE_HERE, node_id)
 
 
 class ModelUnloadView(_ModelView):
@@ -243,7 +246,7 @@ class ModelUnloadView(_ModelView):
     @described("models_unload", "Unload a model from all nodes", UnloadModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
-        return self.carry_out(request, asking.unload, UnloadModelSerializer, UNLOADED)
+        return self.carry_out(request, unload_requests.unload, UnloadModelSerializer, UNLOADED)
 
 
 class ModelDeleteView(_ModelView):
@@ -254,4 +257,4 @@ class ModelDeleteView(_ModelView):
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
-        return self.carry_out(request, asking.delete, DeleteModelSerializer, DELETED)
+        return self.carry_out(request, unload_requests.delete, DeleteModelSerializer, DELETED)

@@ -26,7 +26,7 @@ from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
-from nodes.loading import fitting, reason_shapes
+from nodes.loading import fit_check, reason_shapes
 from nodes.registry import outcomes, shape
 from nodes.scheduling.shape import RULE, STATE
 
@@ -63,7 +63,7 @@ COMPONENTS: tuple[Named, ...] = (
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,
-    *fitting.COMPONENTS,
+    *fit_check.COMPONENTS,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

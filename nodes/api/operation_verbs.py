@@ -23,7 +23,7 @@ from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confir
 from nodes.api.installs import Said, asked_by
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
-from nodes.backends.wishes import Asked
+from nodes.backends.backend_requests import Asked
 from nodes.loading import load
 from nodes.registry import bulk
 from operations.api.jobs import found

@@ -13,7 +13,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
-from nodes.backends import waits
+from nodes.backends import wait_reasons
 from operations.api import serializers as shapes
 from operations.changes import feed
 from operations.ledger import admission
@@ -23,7 +23,7 @@ from operations.models import Operation
 def live() -> list[dict[str, Any]]:
     """Waiting and running operations, and failures not dismissed yet; least progress first."""
     entries = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
-    waits.annotate(entries, now=clock.now())
+    wait_reasons.annotate(entries, now=clock.now())
     return entries
 
 
@@ -33,7 +33,7 @@ def entry_of(id: UUID) -> dict[str, Any] | None:
     if row is None:
         return None
     entry = feed.as_dict(row, row.targets.all())
-    waits.annotate([entry], now=clock.now())
+    wait_reasons.annotate([entry], now=clock.now())
     return entry
 
 

@@ -17,7 +17,7 @@ from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
-from nodes.loading import explaining, planning
+from nodes.loading import load_explanation, what_if
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
 from nodes.placement.estimate import LARGEST
@@ -149,7 +149,7 @@ class ExplainView(NodeView):
 
         404 for a model that is not defined and has neither replicas nor records.
         """
-        return Response(explaining.explained(model, clock.now()))
+        return Response(load_explanation.explained(model, clock.now()))
 
 
 class PlanNeedSerializer(NullIsAbsent):
@@ -258,19 +258,19 @@ class PlanView(NodeView):
 
 def plan_of(body: dict[str, Any], now: datetime) -> Row:
     """The plan for a checked body; InvalidInput for a model that is not defined, or a rule that cannot be."""
-    nodes = [planning.NewNodes(**group) for group in body.get("nodes", ())]
+    nodes = [what_if.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
         return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
-        wanted = explaining.wanted_of(model)
+        wanted = load_explanation.wanted_of(model)
         if wanted is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
         need, conflicts, backend = wanted.need, wanted.conflicts, wanted.definition.backend
     else:
         asked = body["need"]
-        need = planning.need_for(asked.get("vram", 0), asked.get("disk", 0))
+        need = what_if.need_for(asked.get("vram", 0), asked.get("disk", 0))
         conflicts, backend = frozenset[str](), ""
-    wish = planning.PlanWish(
+    wish = what_if.PlanWish(
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
-    return planning.planned(wish, now)
+    return what_if.planned(wish, now)

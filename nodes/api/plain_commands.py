@@ -20,8 +20,8 @@ from nodes.api.backend_bodies import BACKEND_NAME, bare_name, checked_name
 from nodes.api.cluster_backends import command, started
 from nodes.api.installs import SAID, asked_by
 from nodes.api.models import HOLD, ended
-from nodes.backends.one_node import CommandFailed
-from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Wish
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Wish
+from nodes.commands.outcomes import CommandFailed
 from operations.models import Status
 
 SCHEDULED = Shape(

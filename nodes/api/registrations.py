@@ -18,9 +18,9 @@ from drf_spectacular.utils import OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
+from localai_cluster import bus_access
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors, names
-from localai_cluster.messaging import bus_access
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import body_of, refusal_headers, translated
 from localai_cluster.web.openapi import refusals

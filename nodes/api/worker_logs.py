@@ -15,7 +15,7 @@ from localai_cluster.web.shapes import TEXT, TIME, Shape, field
 from nodes.api.base import MOMENT, NodeView, answered
 from nodes.api.worker_auth import parse_node_id
 from nodes.backends import worker_logs
-from nodes.registry import dialling
+from nodes.registry import dial_targets
 
 LOG_LINE = Shape(
     "LogLine",
@@ -73,7 +73,7 @@ def _asked(node_id: str, question: Any, *about: str) -> Any:
     found = parse_node_id(node_id)
     if found is None:
         raise errors.NotFound("node not found")
-    server = dialling.http_server(found)
+    server = dial_targets.http_server(found)
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)

@@ -2,7 +2,7 @@
 
 `ask` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
 behind them (`precedence.py`), and writes operation, targets and intents. `cancel` is its counterpart.
-Requests are defined in `wishes.py`.
+Requests are defined in `backend_requests.py`.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import stand_in_line
-from nodes.backends import intents, one_node, one_part, waits, wave_requests, waves
+from nodes.backends import intents, node_commands, target_cancellation, wait_reasons, wave_requests, waves
+from nodes.backends.backend_requests import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted
 from nodes.backends.precedence import RequestOrder
-from nodes.backends.wishes import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
-from operations.changes.announce import announce
-from operations.ledger import admission, parts
+from operations.changes.publish import announce
+from operations.ledger import admission, target_changes
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
 
 _RACES = ("operation_one_active_a_key", "intent_once")
@@ -57,9 +57,9 @@ def ask(request: Wish, scope: Asked, *, now: datetime) -> admission.Admission:
 
 def _key(request: Wish, nodes: Sequence[BackendNode]) -> str:
     if len(nodes) == 1:
-        return one_node.key(nodes[0].id, request.backend)
+        return node_commands.key(nodes[0].id, request.backend)
     ids = hashlib.sha256(b"".join(sorted(node.id.bytes for node in nodes))).hexdigest()
-    return f"nodes:{ids[:32]}:{one_node.subject(request.backend)}"
+    return f"nodes:{ids[:32]}:{node_commands.subject(request.backend)}"
 
 
 def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
@@ -81,7 +81,7 @@ def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
     id = uuid4()
     # Targets that are replaced end first, which frees their keys. Events are published last.
     reason = f"superseded by {request.kind} of {request.element} (operation {id})"
-    end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
+    end = target_changes.end(TargetStatus.SUPERSEDED, reason=reason)
     replaced = _replace(
         _unopened_targets_to_replace(request, ids, active), _changes_to_replaced(active, order, end), end, now
     )
@@ -214,16 +214,16 @@ def _new_target(
         return target
     target.intent_id = intent.id
     if intent.lease_until is not None:
-        parts.begin(target, now)
+        target_changes.begin(target, now)
     elif node.status != "healthy":
-        parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
+        target_changes.rest(f"node {node.name} is {node.status}", until=None, node=True)(target, now)
     elif (preceding := order.before(intent)) is not None:
-        reason = f"waits for the {waits.in_words(preceding.op)} of {preceding.backend} on {node.name}"
-        parts.rest(reason, until=None)(target, now)
+        reason = f"waits for the {wait_reasons.in_words(preceding.op)} of {preceding.backend} on {node.name}"
+        target_changes.rest(reason, until=None)(target, now)
     else:
-        parts.rest(intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts)(
-            target, now
-        )
+        target_changes.rest(
+            intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts
+        )(target, now)
     return target
 
 
@@ -256,17 +256,20 @@ def _unopened_targets_to_replace(
 
 
 def _replace(
-    held: Sequence[int], taken_over: Mapping[UUID, parts.Change], end: parts.Change, now: datetime
-) -> parts.Changed:
+    held: Sequence[int],
+    taken_over: Mapping[UUID, target_changes.Change],
+    end: target_changes.Change,
+    now: datetime,
+) -> target_changes.Changed:
     """End targets whose wave has not opened, and those of the operation that the newer one replaces."""
-    changed = parts.change(taken_over, held=dict.fromkeys(held, end), now=now)
+    changed = target_changes.change(taken_over, held=dict.fromkeys(held, end), now=now)
     waves.go_on(changed, now=now)
     return changed
 
 
 def _changes_to_replaced(
-    active: Operation | None, order: RequestOrder, end: parts.Change
-) -> dict[UUID, parts.Change]:
+    active: Operation | None, order: RequestOrder, end: target_changes.Change
+) -> dict[UUID, target_changes.Change]:
     """Return the changes that end the targets of an equal operation on the same nodes, which owns the key.
 
     Different requests have followed it on some node. Its intents continue for the newer operation.
@@ -335,7 +338,7 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         PendingBackendOp.objects.filter(pk__in={intent.id for intent in unshared} - started).delete()
         if node_id is not None:
             note = next(iter(notes.values()), "")
-            return one_part.cancel(operation, node_id, note=note, actor=actor, now=now)
+            return target_cancellation.cancel(operation, node_id, note=note, actor=actor, now=now)
         return admission.cancel(operation_id, actor=actor, now=now, notes=notes)
 
 
@@ -361,7 +364,7 @@ def retry(
             audit.record(admission.changed("tried_at_once", operation), at=now)
         return admission.Admission(operation, created=False)
     nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
-    possible = [node for node in nodes if not one_node.refusal(node)]
+    possible = [node for node in nodes if not node_commands.refusal(node)]
     if not only:
         lacking = unlisted(Wish.of(operation), possible)
         possible = [node for node in possible if node not in lacking] or possible

@@ -17,10 +17,10 @@ from localai_cluster.kit.locks import stand_in_line
 from nodes.backends import installed, upgrade_state
 from nodes.backends.admission import ask
 from nodes.backends.automatic_rules import BackendPlace, UpgradePlan, identity, plan
+from nodes.backends.backend_requests import KINDS, UPGRADE, Asked, LeftOut, Wish
 from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Offered, upgrades
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import KINDS, UPGRADE, Asked, LeftOut, Wish
 from nodes.models import BackendNode, BackendOffer
 from nodes.replicas import upgrade_drains
 from operations.models import Operation

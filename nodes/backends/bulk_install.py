@@ -6,8 +6,8 @@ from datetime import datetime
 from uuid import UUID
 
 from localai_cluster.kit import errors
-from nodes.backends import admission, one_node
-from nodes.backends.wishes import Asked, LeftOut, Wish
+from nodes.backends import admission, node_commands
+from nodes.backends.backend_requests import Asked, LeftOut, Wish
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
 
@@ -42,7 +42,7 @@ def _with_nodes(scope: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, 
         if node is None:
             removed_node = BackendNode(id=id, name=str(id))
             left_out.append(LeftOut(removed_node, "the node is no longer registered", fails=True))
-        elif reason := refusals.get(id) or one_node.refusal(node):
+        elif reason := refusals.get(id) or node_commands.refusal(node):
             left_out.append(LeftOut(node, reason, fails=True))
         else:
             nodes.append(node)

@@ -14,12 +14,12 @@ from localai_cluster.kit import conf
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
-from nodes.backends import inventory, one_node
-from nodes.backends.commands import Worker
-from nodes.backends.flights import OnProgress
+from nodes.backends import inventory, node_commands
 from nodes.backends.intents import Ended, Intent
-from nodes.backends.one_node import Command
-from nodes.backends.outcomes import Done, Outcome, Refused
+from nodes.backends.node_commands import Command
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import Done, Outcome, Refused
+from nodes.commands.shared_commands import OnProgress
 from nodes.models import BackendNode
 
 
@@ -90,7 +90,7 @@ async def _send(
     bus: Bus, intent: Intent, timeout: float, report: OnProgress
 ) -> Outcome[messages.InstallReply]:
     row = intent.row
-    nameless = row.uri and not row.name and row.backend == one_node.subject(row.uri)
+    nameless = row.uri and not row.name and row.backend == node_commands.subject(row.uri)
     request = messages.InstallRequest(
         backend="" if nameless else f"{row.gallery}@{row.backend}" if row.gallery else row.backend,
         backend_galleries=row.galleries or offered_to(intent.node).encoded,

@@ -21,12 +21,14 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import install, intents, one_node, sparing, upgrade_delete
-from nodes.backends.commands import Worker, first
+from nodes.backends import install, intents, node_commands, request_draining, upgrade_delete
+from nodes.backends.batcher import Together
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
-from nodes.backends.one_node import Command, CommandFailed, Unclear
-from nodes.backends.outcomes import (
+from nodes.backends.node_commands import Command, Unclear
+from nodes.commands.commands import Worker, first
+from nodes.commands.outcomes import (
     BusDown,
+    CommandFailed,
     Done,
     NoResponders,
     NotSent,
@@ -37,7 +39,6 @@ from nodes.backends.outcomes import (
     Unheard,
     Unreadable,
 )
-from nodes.backends.together import Together
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.registry import services
 from operations.executor.recorder import Batch, Recorder
@@ -75,7 +76,7 @@ class IntentQueue:
     name = "intents"
     slots = SLOTS
 
-    def __init__(self, bus: Bus, load_elsewhere: sparing.LoadElsewhere) -> None:
+    def __init__(self, bus: Bus, load_elsewhere: request_draining.LoadElsewhere) -> None:
         self._bus, self._load_elsewhere = bus, load_elsewhere
         self._lost: Callable[[Attempt], None] = lambda attempt: None
         self._recorder = Recorder(write_reports, lambda attempt: self._lost(attempt))
@@ -143,7 +144,7 @@ class IntentQueue:
             await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
             measurement.outcome = _event(settlement)
-        await sparing.settled(intent, settlement)
+        await request_draining.settled(intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> None:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
@@ -184,9 +185,11 @@ class IntentQueue:
 
     async def _send(self, intent: Intent, command: Command) -> Outcome[Any] | PutBack:
         def report(event: messages.ProgressEvent) -> None:
-            self._recorder.add((intent.id, intent.fence), one_node.tick(intent.node, event))
+            self._recorder.add((intent.id, intent.fence), node_commands.tick(intent.node, event))
 
-        if (put_back := await sparing.spare(intent, self._recorder, self._load_elsewhere)) is not None:
+        if (
+            put_back := await request_draining.spare(intent, self._recorder, self._load_elsewhere)
+        ) is not None:
             return put_back
         limit = command.limit()
         if intent.row.spares_requests:
@@ -209,7 +212,7 @@ class IntentQueue:
             await asyncio.sleep(LOOK_FOR_PROOF_EVERY)
             reply = await worker.backends()
             if isinstance(reply, Done) and command.proven(
-                intent, one_node.listed(intent.row.backend, reply.reply)
+                intent, node_commands.listed(intent.row.backend, reply.reply)
             ):
                 return Done(None)
 
@@ -280,7 +283,7 @@ async def _restore_replicas(intent: Intent, settlement: Settlement | None = None
     `upgrade_drains.return_forgotten` retries what fails.
     """
     try:
-        await sparing.over(intent, settlement)
+        await request_draining.over(intent, settlement)
     except Exception:
         log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 

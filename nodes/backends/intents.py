@@ -2,7 +2,7 @@
 
 Every function is one short transaction with a constant number of statements for any number of intents. It
 locks intents in the order of their ids, applies the same change to the targets that share them
-(`ledger/parts.py`), and deletes the intents that ended in the same transaction (`waves.conclude`).
+(`ledger/target_changes.py`), and deletes the intents that ended in the same transaction (`waves.conclude`).
 
 An intent is claimed while its node is healthy. A cancelled intent is claimed in any state of its node, so
 that its worker gets the command to stop. An intent that ends leaves its targets with an outcome or a reason:
@@ -23,12 +23,12 @@ from django.db.models.functions import Lower
 from localai_cluster.kit import conf
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import Lock, try_lock
-from nodes.backends import absence, waves
+from nodes.backends import offline_limits, waves
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.models.intent import PendingBackendOpQuerySet
 from operations.changes import events
-from operations.changes.announce import announce
-from operations.ledger import parts
+from operations.changes.publish import announce
+from operations.ledger import target_changes
 from operations.ledger.fence import LeaseLost
 from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Attempt, Tick, update
 from operations.models import Status, TargetStatus, storable
@@ -126,10 +126,10 @@ class Ended:
         return f"failed: {self.error}" if self.error else "done"
 
     @property
-    def change(self) -> parts.Change:
+    def change(self) -> target_changes.Change:
         """The change that ends the targets of the intent."""
         status = TargetStatus.ERROR if self.error else TargetStatus.SUCCESS
-        return parts.end(status, error=self.error, reason=self.reason, attempts=self.attempts)
+        return target_changes.end(status, error=self.error, reason=self.reason, attempts=self.attempts)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _claim(
             row.lease_owner, row.lease_until, row.fence = owner, until, row.fence + 1
         update(rows, ["lease_owner", "lease_until", "fence"])
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
-        changed = parts.change(beginning, now=now)
+        changed = target_changes.change(beginning, now=now)
         announce(changed.operations, changed.parts, changed.moved)
     return rows
 
@@ -207,11 +207,11 @@ def count_pending_by_backend() -> dict[str, int]:
     return dict(rows.annotate(number=Count("pk")))
 
 
-def _start_change(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts.Change:
+def _start_change(row: PendingBackendOp, time_limits: Mapping[str, float]) -> target_changes.Change:
     """Start the target with its deadline, unless the command has to wait for running requests first."""
     if row.spares_requests or row.op not in time_limits:
-        return parts.begin
-    return parts.begin_within(time_limits[row.op])
+        return target_changes.begin
+    return target_changes.begin_within(time_limits[row.op])
 
 
 def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
@@ -274,12 +274,12 @@ def _return_to_queue(
     now: datetime,
     reason: str,
     *,
-    also: Mapping[UUID, parts.Change] | None = None,
+    also: Mapping[UUID, target_changes.Change] | None = None,
 ) -> None:
     for row in rows:
         row.lease_owner, row.lease_until, row.next_retry_at = "", None, now
     update(rows, ["lease_owner", "lease_until", "next_retry_at", "lost_leases"])
-    changes = {row.id: parts.rest(reason, until=now) for row in rows}
+    changes = {row.id: target_changes.rest(reason, until=now) for row in rows}
     waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
 
 
@@ -287,8 +287,10 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
     """Write progress reports; return the attempts that no longer own their intent."""
     held = PendingBackendOp.objects.filter(pk__in={id for id, _ in reports}, lease_until__isnull=False)
     mine = {(id, fence) for id, fence in held.values_list("id", "fence")}
-    changes = {id: parts.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine}
-    parts.happen(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
+    changes = {
+        id: target_changes.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine
+    }
+    target_changes.happen(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
     return reports.keys() - mine
 
 
@@ -302,7 +304,7 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
         since = (row or intent.row).unanswered_since or now
         if row is not None:
             PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
-            parts.happen({row.id: parts.overdue(reason, since)}, now=now)
+            target_changes.happen({row.id: target_changes.overdue(reason, since)}, now=now)
     return since
 
 
@@ -315,7 +317,7 @@ def confirm(intent: Intent) -> None:
 def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
     """Record that the command of an attempt that had to wait for requests is sent now."""
     if _rows_of_attempt(intent).exists():
-        parts.happen({intent.id: parts.time_limit(time_limit)}, now=now)
+        target_changes.happen({intent.id: target_changes.time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:
@@ -351,20 +353,22 @@ def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, n
     """
     with committed("intents.settle"):
         rows = _lock_owned_rows(outcomes)
-        changes: dict[UUID, parts.Change] = {}
+        changes: dict[UUID, target_changes.Change] = {}
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
         for row in rows.values():
             outcome, ticks = outcomes[row.id, row.fence]
             change, ends = _apply_outcome(row, outcome, now)
-            changes[row.id] = parts.both(parts.report(ticks), change)
+            changes[row.id] = target_changes.both(target_changes.report(ticks), change)
             (ended if ends else back).append(row)
         update(back, _PUT_BACK)
         waves.conclude(changes, ended=[row.id for row in ended], now=now)
     return outcomes.keys() - {(row.id, row.fence) for row in rows.values()}
 
 
-def _apply_outcome(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple[parts.Change, bool]:
+def _apply_outcome(
+    row: PendingBackendOp, outcome: Settlement, now: datetime
+) -> tuple[target_changes.Change, bool]:
     """Return the change of the targets, and True if the intent ends.
 
     Update the fields of the row if the intent continues.
@@ -384,7 +388,9 @@ def _apply_outcome(row: PendingBackendOp, outcome: Settlement, now: datetime) ->
     row.lease_owner, row.lease_until, row.last_error = "", None, storable(reason)
     row.next_retry_at = now + timedelta(seconds=pause)
     worker_gone = isinstance(outcome, Failed)
-    return parts.rest(reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=worker_gone), False
+    return target_changes.rest(
+        reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=worker_gone
+    ), False
 
 
 def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
@@ -396,13 +402,15 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
     with committed("intents.settle"):
         waiting = PendingBackendOp.objects.resting().filter(node_id=node_id, node__status="unhealthy")
         due = waiting.filter(next_retry_at__lte=now).select_related("node").order_by("id")
-        changes: dict[UUID, parts.Change] = {}
+        changes: dict[UUID, target_changes.Change] = {}
         ended: list[PendingBackendOp] = []
         back: list[PendingBackendOp] = []
         for row in due.select_for_update(no_key=True, of=("self",)):
             change, ends = _apply_outcome(row, Failed(reason), now)
-            waits = parts.rest(absence.reason_to_wait(row.node, now=now), until=None, node=True)
-            changes[row.id] = change if ends else parts.both(change, waits)
+            waits = target_changes.rest(
+                offline_limits.reason_to_wait(row.node, now=now), until=None, node=True
+            )
+            changes[row.id] = change if ends else target_changes.both(change, waits)
             (ended if ends else back).append(row)
         update(back, _PUT_BACK)
         if changes:
@@ -424,7 +432,7 @@ def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
     with committed("intents.called_off"):
         rows = _lock_owned_rows(notes)
         PendingBackendOp.objects.filter(pk__in=rows).delete()
-        parts.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
+        target_changes.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
 
 
 def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:

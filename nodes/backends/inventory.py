@@ -26,10 +26,10 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstalledBackend
 from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
-from nodes.backends.commands import LIST_TIMEOUT, Worker
-from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.backends.batcher import Together
 from nodes.backends.processes import engines_of
-from nodes.backends.together import Together
+from nodes.commands.commands import LIST_TIMEOUT, Worker
+from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence

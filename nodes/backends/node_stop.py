@@ -13,9 +13,16 @@ from uuid import UUID
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.bus import Bus
-from nodes.backends.commands import Worker
-from nodes.backends.one_node import CommandFailed
-from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import (
+    BusDown,
+    CommandFailed,
+    Done,
+    NoResponders,
+    Refused,
+    StillRunning,
+    Unreadable,
+)
 from nodes.models import BackendNode, NodeEvent, NodeType
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger import admission, outcome

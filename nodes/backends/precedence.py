@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from localai_cluster.kit import errors
-from nodes.backends.wishes import KINDS, Wish
+from nodes.backends.backend_requests import KINDS, Wish
 from nodes.models import PendingBackendOp
 
 _NEXT = timedelta(microseconds=1)

@@ -1,8 +1,8 @@
 """The engines that a worker reports as running, in the form that replicas are compared with."""
 
 from localai_cluster.messaging.messages import process_key
-from nodes.backends.commands import Worker
-from nodes.backends.outcomes import Done
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import Done
 from nodes.replicas.evidence import Running
 
 

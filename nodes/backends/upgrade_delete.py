@@ -14,12 +14,12 @@ from typing import TypeVar
 from localai_cluster.kit import conf
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
-from nodes.backends import install, inventory, one_node
-from nodes.backends.commands import DELETE_TIMEOUT, Worker
-from nodes.backends.flights import OnProgress
+from nodes.backends import install, inventory, node_commands
 from nodes.backends.intents import Ended, Intent, Known
-from nodes.backends.one_node import Command, CommandFailed, Unclear
-from nodes.backends.outcomes import Done, NotSent, Outcome, Refused, StillRunning
+from nodes.backends.node_commands import Command, Unclear
+from nodes.commands.commands import DELETE_TIMEOUT, Worker
+from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
+from nodes.commands.shared_commands import OnProgress
 from nodes.models import BackendNode, NodeBackend
 from nodes.replicas import retire
 from operations.executor.work import in_thread
@@ -43,7 +43,7 @@ async def _send_upgrade(
         return contact
     # A repeated upgrade may meet a half-finished backend; the worker reports the result of that.
     if intent.row.unanswered_since is None:
-        _refuse_useless_upgrade(one_node.listed(backend, contact.reply), backend, node)
+        _refuse_useless_upgrade(node_commands.listed(backend, contact.reply), backend, node)
     request = messages.UpgradeRequest(
         backend=backend,
         backend_galleries=install.offered_to(node).encoded,
@@ -100,7 +100,7 @@ async def _is_installed(bus: Bus, intent: Intent) -> bool:
     contact = await Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance).contact()
     if not isinstance(contact, Done):
         raise Unclear(f"node {intent.node.name} does not say what is installed")
-    return one_node.listed(intent.row.backend, contact.reply) is not None
+    return node_commands.listed(intent.row.backend, contact.reply) is not None
 
 
 def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:

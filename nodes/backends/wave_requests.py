@@ -14,8 +14,8 @@ from nodes.backends.wave_plan import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.replicas import upgrade_drains
 from operations import targets
-from operations.changes.announce import announce
-from operations.ledger import admission, parts
+from operations.changes.publish import announce
+from operations.ledger import admission, target_changes
 from operations.ledger.progress import update
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, Waves
 
@@ -118,8 +118,8 @@ def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str
     operation.waves = Waves.STOPPED
     unopened = [target for target in all_parts if targets.held(target)]
     for target in unopened:
-        parts.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
-    update(unopened, parts.PART)
+        target_changes.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
+    update(unopened, target_changes.PART)
     targets.adopt(operation, all_parts, now)
 
 
@@ -127,11 +127,11 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
     operation.waves = Waves.CONTINUED
     unopened = [target for target in all_parts if targets.held(target)]
     wait_for_turns(unopened, all_parts, now)
-    update(unopened, parts.PART)
+    update(unopened, target_changes.PART)
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)
-    waves.go_on(parts.Changed([operation], by_operation), now=now)
+    waves.go_on(target_changes.Changed([operation], by_operation), now=now)
 
 
 def wait_for_turns(
@@ -141,4 +141,4 @@ def wait_for_turns(
     words = targets.waves_in_words(all_parts)
     for target in held:
         assert target.wave is not None
-        parts.rest(f"waits for {words[target.wave]}", until=None)(target, now)
+        target_changes.rest(f"waits for {words[target.wave]}", until=None)(target, now)

@@ -18,12 +18,12 @@ from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes import events
-from operations.changes.announce import announce
-from operations.ledger import parts
+from operations.changes.publish import announce
+from operations.ledger import target_changes
 from operations.ledger.progress import update
 from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
 
-STATE = [*parts.STATE, "waves", "open_wave"]
+STATE = [*target_changes.STATE, "waves", "open_wave"]
 WISHED = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
 """Payload keys of the operation that become columns of each node's intent."""
 LOOK_AGAIN = timedelta(seconds=15)
@@ -33,20 +33,22 @@ Turn = tuple[Operation, Sequence[OperationTarget]]
 """An operation, and its targets whose wave opens."""
 
 
-def conclude(changes: Mapping[UUID, parts.Change], *, ended: Collection[UUID], now: datetime) -> None:
+def conclude(
+    changes: Mapping[UUID, target_changes.Change], *, ended: Collection[UUID], now: datetime
+) -> None:
     """Apply the changes to the targets of these intents, delete the ended intents, and open the next waves.
 
     The last step of a transaction that has locked the intents.
     """
     with committed("waves.conclude"):
-        changed = parts.change(changes, now=now)
+        changed = target_changes.change(changes, now=now)
         if ended:
             PendingBackendOp.objects.filter(pk__in=ended).delete()
         go_on(changed, now=now)
         announce(changed.operations, changed.parts, changed.moved)
 
 
-def go_on(changed: parts.Changed, *, now: datetime) -> None:
+def go_on(changed: target_changes.Changed, *, now: datetime) -> None:
     """Open the next wave of each locked operation whose open wave has ended; the caller announces."""
     waiting: Sequence[Operation] = changed.operations
     while waiting:
@@ -82,7 +84,7 @@ def _decide_turn(operation: Operation, all_parts: Sequence[OperationTarget], now
     reason = f"the upgrade {' and '.join(ended)}: continue with the next wave, or stop"
     unopened = [target for target in all_parts if targets.held(target)]
     for target in unopened:
-        parts.rest(reason, until=None)(target, now)
+        target_changes.rest(reason, until=None)(target, now)
     _save([operation], {operation.id: all_parts}, unopened, now)
     return None
 
@@ -130,12 +132,12 @@ def attach(
             target.intent_id = intent.id
             status = nodes[target.node_id]
             reason = "queued" if status == "healthy" else f"node {target.node_name} is {status}"
-            parts.rest(reason, until=now, node=status != "healthy")(target, now)
+            target_changes.rest(reason, until=now, node=status != "healthy")(target, now)
         elif target.node_id in registered_ids:
             reason = f"other work on this backend has not ended on {target.node_name}"
-            parts.rest(reason, until=now + LOOK_AGAIN)(target, now)
+            target_changes.rest(reason, until=now + LOOK_AGAIN)(target, now)
         else:
-            parts.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
+            target_changes.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
     _save([operation for operation, _ in turns], all_parts, opening_targets, now)
     events.notify(events.OPERATIONS, f"* {Status.PENDING}")
 
@@ -174,7 +176,7 @@ def _save(
 ) -> None:
     for operation in operations:
         targets.adopt(operation, all_parts[operation.id], now)
-    update(moved, parts.PART)
+    update(moved, target_changes.PART)
     update(operations, STATE)
 
 
@@ -198,6 +200,6 @@ def catch_up(*, now: datetime) -> int:
             turns += [(operation, due)] if due else []
         attach(turns, targets_by_operation, now=now)
         changed = [operation for operation, _ in turns]
-        go_on(parts.Changed(changed, targets_by_operation), now=now)
+        go_on(target_changes.Changed(changed, targets_by_operation), now=now)
         announce(changed, targets_by_operation)
     return sum(len(due) for _, due in turns)

@@ -1,7 +1,7 @@
 """The output of a worker's engines, read and followed over its HTTP server (http-api §2.13).
 
-Only the registered address is dialled (`registry/dialling.py`): redirects are not followed and proxies of the
-environment are not used. The reply is untrusted: its size and time are bounded, and only messages of the
+Only the registered address is dialled (`registry/dial_targets.py`): redirects are not followed and proxies of
+the environment are not used. The reply is untrusted: its size and time are bounded, and only messages of the
 expected shape are forwarded.
 """
 
@@ -18,7 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from localai_cluster.kit import errors
-from nodes.registry.dialling import Contact, HttpServer, NotReachable
+from nodes.registry.dial_targets import Contact, HttpServer, NotReachable
 
 ANSWER_LIMIT = 15.0
 """Seconds for a complete reply (operations-and-ui.md 1.19)."""

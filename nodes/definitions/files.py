@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from localai_cluster.kit import names, safe_files, yaml_text
-from nodes.definitions.answering import SILENT, Answering, answering_of
+from nodes.definitions.use_cases import SILENT, Answering, answering_of
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255

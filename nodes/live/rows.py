@@ -15,12 +15,12 @@ from django.db.models import Aggregate, Count, F, TextField
 from django.db.models.expressions import Combinable
 
 from localai_cluster.web.shapes import Row, text
+from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.placement.reservations import Reservation
 from nodes.registry.node_rows import LabelsOf, skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
-from nodes.replicas import vram
 
 LiveNode = dict[str, Any]
 
@@ -63,7 +63,7 @@ def read() -> dict[str, Raw]:
     """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
     columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_BEHIND.values())
     found = BackendNode.objects.order_by("name").values_list(*columns)
-    reservations = vram.by_node(NodeModel.engines.all())
+    reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
     return {
         (node := columns[0]): Raw(
@@ -110,7 +110,7 @@ def shown(raw: Raw) -> LiveNode:
     node["version_skew"] = skew_of(node)
     return LIVE_NODE.of(
         **node,
-        gpus=vram.shown_gpus(its, raw.reservations),
+        gpus=reserved_memory.shown_gpus(its, raw.reservations),
         labels=orjson.loads(raw.labels) if raw.labels else {},
         models=models,
         model_count=sum(one["state"] == "loaded" for one in models),

@@ -14,7 +14,7 @@ from localai_cluster.kit import errors
 from localai_cluster.web.sockets import FAILED, Ended, Scope
 from nodes.backends import worker_logs
 from nodes.models import BackendNode
-from nodes.registry import dialling
+from nodes.registry import dial_targets
 
 
 async def admit(scope: Scope) -> None:
@@ -31,7 +31,7 @@ async def output(scope: Scope) -> AsyncGenerator[str, None]:
     node, model = _wanted(scope)
     assert node is not None
     try:
-        server = await database_sync_to_async(dialling.http_server)(node)
+        server = await database_sync_to_async(dial_targets.http_server)(node)
         async with contextlib.aclosing(worker_logs.follow(server, model)) as messages:
             async for message in messages:
                 yield message

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from localai_cluster.kit import clock
+from nodes.decisions import decision_log
+from nodes.decisions.decision_log import Decided, Spot
 from nodes.loading.failures import Cause, is_last, refusals
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
-from nodes.replicas import reasons
-from nodes.replicas.reasons import Decided, Spot
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
@@ -30,7 +30,7 @@ async def kept(work: Work, cause: Cause, follows: Follows, slot: Slot | None = N
 
 def _keep(load: UUID, cause: Cause, follows: Exception, spot: Spot | None) -> None:
     operation = Operation.objects.get(pk=load)
-    told = reasons.without_fleet(
+    told = decision_log.without_fleet(
         Ending.WAITING if isinstance(follows, Postpone) else Ending.REFUSED,
         cut(str(follows), LONGEST_SENTENCE),
         cause=cause,
@@ -38,7 +38,7 @@ def _keep(load: UUID, cause: Cause, follows: Exception, spot: Spot | None) -> No
         over=isinstance(follows, Abandoned),
     )
     decided = Decided(operation.element, load, told, None, DecisionKind.ATTEMPT, spot)
-    reasons.record(decided, now=clock.now())
+    decision_log.record(decided, now=clock.now())
 
 
 def _times(payload: Mapping[str, Any], cause: Cause) -> int:

@@ -2,7 +2,7 @@
 
 One load of a model at a time sends files to a node, so no file is written twice at once; other loads wait and
 then find the files on the node. The operation stores the progress: bytes, files, rate. An attempt that ends
-leaves the files that have arrived, and the next attempt continues from them (`nodes/staging`).
+leaves the files that have arrived, and the next attempt continues from them (`transfer.py`).
 """
 
 import asyncio
@@ -12,26 +12,25 @@ from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
 from localai_cluster.kit import clock, conf, errors
-from nodes.backends.commands import unless
+from nodes.commands.commands import unless
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderHangs
 from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.hold import MovingWish
+from nodes.loading.progress_deadline import MovingWish
+from nodes.loading.send_files import Lanes, Sending, Sent
+from nodes.loading.source_files import Changed, aside
+from nodes.loading.staging_plan import MODEL_FILE, FilePlan, Unsendable, plan
+from nodes.loading.transfer import FileRefused, Stalled, Unreachable
+from nodes.loading.upload_meter import Meter
 from nodes.models import BackendNode
 from nodes.placement import deadlines, estimate
 from nodes.placement.choose import disk_words, gib
-from nodes.registry import dialling, file_port
+from nodes.registry import dial_targets, file_port
 from nodes.registry.http_client import client_of
-from nodes.replicas import slots
+from nodes.replicas import slots, staged_files
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
-from nodes.staging import brought
-from nodes.staging.meter import Meter
-from nodes.staging.plan import MODEL_FILE, FilePlan, Unsendable, plan
-from nodes.staging.send import Lanes, Sending, Sent
-from nodes.staging.source import Changed, aside
-from nodes.staging.transfer import FileRefused, Stalled, Unreachable
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 
@@ -153,10 +152,10 @@ async def _send_in_time(attempt: Delivering, planned: FilePlan, lanes: Lanes) ->
 async def _send(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     slot = attempt.slot
     try:
-        server = await in_thread(dialling.http_server, slot.node_id)
+        server = await in_thread(dial_targets.http_server, slot.node_id)
     except errors.NotFound as gone:
         raise WorkerGone(gone.message) from gone
-    except (dialling.NotReachable, dialling.AddressRefused, errors.Conflict) as refusal:
+    except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = Meter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
     meter.waits(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
@@ -182,7 +181,9 @@ async def _send_missing(attempt: Delivering, sending: Sending) -> Sent:
         return sent
     finally:
         present_bytes = sending.meter.current
-        await in_thread(lambda: brought.remember(attempt.slot.node_id, name, present_bytes, now=clock.now()))
+        await in_thread(
+            lambda: staged_files.remember(attempt.slot.node_id, name, present_bytes, now=clock.now())
+        )
 
 
 def _check_room(slot: Slot, missing: int) -> None:

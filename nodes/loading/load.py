@@ -26,48 +26,42 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.backends import admission, install, wishes
-from nodes.backends.commands import Worker, unless
-from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
-from nodes.backends.outcomes import Refused as WorkerRefused
+from nodes.backends import admission, backend_requests, install
+from nodes.commands.commands import Worker, unless
+from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
+from nodes.commands.outcomes import Refused as WorkerRefused
+from nodes.decisions import placement_snapshot
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import attempts, delivery, needs, node_options, pinning, placing
+from nodes.loading import attempts, delivery, gpu_pinning, load_placement, needs, node_options
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.hold import MovingWish
-from nodes.loading.retrying import again, elsewhere
-from nodes.loading.room import Room, made
-from nodes.loading.wish import wish_of
+from nodes.loading.free_memory import Room, made
+from nodes.loading.load_request import wish_of
+from nodes.loading.load_retry import again, elsewhere
+from nodes.loading.progress_deadline import MovingWish
+from nodes.loading.send_files import Lanes
 from nodes.models import BackendNode
 from nodes.placement.choose import gib
 from nodes.placement.deadlines import MARGIN, load_limit
-from nodes.placement.setbacks import Setbacks
+from nodes.placement.node_backoff import Setbacks
 from nodes.placement.tuning import fingerprint
-from nodes.registry import dialling
-from nodes.replicas import load_ends, retire, slots, snapshot
+from nodes.registry import dial_targets
+from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
-from nodes.staging.send import Lanes
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.ledger.progress import Tick
-from operations.models import SHARE, TERMINAL, Operation, Status
+from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
 
 KIND = "model_load"
-ALL = "all"
-"""Key suffix of operations on all replicas of a model."""
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
 _SHARE_OF_INSTALL, _AND_FILES = 0.9, 0.45
 """Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
-
-
-def key(model_name: str, share: str = "0") -> str:
-    """Return the key that a load owns. Requests join the load with suffix 0; `another.py` uses others."""
-    return f"model:{model_name}{SHARE}{share}"
 
 
 @dataclass(frozen=True)
@@ -134,14 +128,16 @@ class LoadModel:
             raise await attempts.kept(work, Cause.UNDEFINED, missing)
         request = wish_of(work.operation)
         name, besides = definition.name, request.besides
-        if not request.another and await in_thread(snapshot.serving, name, besides=besides):
+        if not request.another and await in_thread(placement_snapshot.serving, name, besides=besides):
             return {"already_loaded": True}
-        if not request.another and await in_thread(snapshot.on_its_way, name, besides=besides):
+        if not request.another and await in_thread(placement_snapshot.on_its_way, name, besides=besides):
             # R2.64: no replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
-            outcome = placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            outcome = load_placement.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
             raise await attempts.kept(work, Cause.ON_ITS_WAY, outcome)
-        if request.replaces and await in_thread(snapshot.loaded_by, request.replaces) == revision(definition):
+        if request.replaces and await in_thread(placement_snapshot.loaded_by, request.replaces) == revision(
+            definition
+        ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt = await self._place(work, definition)
         try:
@@ -168,8 +164,8 @@ class LoadModel:
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         files = await self._definitions.sizes.of(definition)
         need = needs.of(definition, files)
-        wanted = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
-        place = await placing.place(self._bus, work, wanted, attempt=attempt_id(work))
+        wanted = load_placement.Wanted(definition, need, await self._definitions.conflicting(definition))
+        place = await load_placement.place(self._bus, work, wanted, attempt=attempt_id(work))
         listed = place.listed
         worker = Worker(
             self._bus,
@@ -267,7 +263,7 @@ class LoadModel:
                 await watch.changed(timeout=_LOOK_AT_CHILD)
         return state
 
-    async def _start_engine(self, attempt: Attempt) -> dialling.Contact:
+    async def _start_engine(self, attempt: Attempt) -> dial_targets.Contact:
         starting = f"starting {attempt.definition.backend} on {attempt.slot.node_name}"
         await attempt.report("loading", starting, time_limit=conf.cluster().install_timeout)
         node = await in_thread(BackendNode.objects.filter(pk=attempt.slot.node_id).first)
@@ -280,7 +276,7 @@ class LoadModel:
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
-            gpus=pinning.gpus_of(attempt.slot),
+            gpus=gpu_pinning.gpus_of(attempt.slot),
         )
         reply = await _start_process(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine has ended.
@@ -288,11 +284,13 @@ class LoadModel:
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         try:
-            engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
-        except dialling.AddressRefused as refused:
+            engine = await in_thread(
+                dial_targets.accept, attempt.slot.node_id, reply.address, now=clock.now()
+            )
+        except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(slots.record_answer, attempt.slot, engine.address)
-        pinning.check(reply, attempt.slot)
+        gpu_pinning.check(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
             retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
@@ -300,14 +298,14 @@ class LoadModel:
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine
 
-    async def _load(self, attempt: Attempt, engine: dialling.Contact, options: Mapping[str, Any]) -> None:
+    async def _load(self, attempt: Attempt, engine: dial_targets.Contact, options: Mapping[str, Any]) -> None:
         limit = load_limit(attempt.payload, conf.cluster().model_load_timeout)
         await attempt.hold.lasts(limit + MARGIN)
         loading = f"loading {attempt.definition.name} on {attempt.slot.node_name}"
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            engine_options = options_from_mapping(pinning.split(options, attempt.slot))
+            engine_options = options_from_mapping(gpu_pinning.split(options, attempt.slot))
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
@@ -373,7 +371,7 @@ async def _start_process(
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
     """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
-    if end := placing.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
+    if end := load_placement.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
         raise end
     await attempt.report("loading", f"{reason}; asking again")
 
@@ -393,8 +391,10 @@ def _admit_install(attempt: Attempt) -> UUID:
     if node is None:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
     operation = attempt.work.operation
-    context = wishes.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
-    request = wishes.Wish(wishes.INSTALL, attempt.definition.backend)
+    context = backend_requests.Asked(
+        [node], actor=operation.actor, request_id=operation.request_id, parent=operation
+    )
+    request = backend_requests.Wish(backend_requests.INSTALL, attempt.definition.backend)
     return admission.ask(request, context, now=clock.now()).operation.id
 
 

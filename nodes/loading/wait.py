@@ -13,18 +13,19 @@ import logging
 import math
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 from django.db import DatabaseError
 
+from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.load import KIND, key
+from nodes.loading.load import KIND
 from nodes.models import BackendNode, NodeEvent
-from nodes.routing.request import InferenceRequest
-from operations.executor.waiting import Hints
+from nodes.models.replica import load_key
+from operations.executor.wake_ups import Hints
 from operations.executor.work import in_thread
 from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
@@ -46,6 +47,23 @@ class StillLoading(Unavailable):
     """The model is still being loaded."""
 
     code = "model_loading"
+
+
+class WaitingRequest(Protocol):
+    """The attributes of an inference request that its wait uses."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def wait_until(self) -> float:
+        """The end of its time to wait, on the monotonic clock."""
+
+    @property
+    def principal(self) -> Principal: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def client_address(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -159,7 +177,7 @@ class Loads:
         self.hints = hints
         self._loads: dict[str, _Load] = {}
 
-    async def wait(self, request: InferenceRequest) -> bool:
+    async def wait(self, request: WaitingRequest) -> bool:
         """Wait until the request should pick again; return True if the load has ended (done or given up).
 
         Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
@@ -187,12 +205,12 @@ class Loads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, request: InferenceRequest) -> _Load:
+    def _begin(self, request: WaitingRequest) -> _Load:
         load = self._loads[request.model] = _Load(_new_turn())
         # The watch keeps no reference to the request, which it may outlive and whose body is large.
         operation_request = admission.OperationRequest(
             KIND,
-            key=key(request.model),
+            key=load_key(request.model),
             element=request.model,
             payload={"model": request.model},
             actor=request.principal.name,
@@ -294,7 +312,7 @@ def _admit(request: admission.OperationRequest) -> Look:
 def _recent_failure(model: str, now: datetime) -> Operation | None:
     """Return the last failure of the load that requests join, within its grace (C33)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
-    failed = Operation.objects.filter(key=key(model), kind=KIND, status=Status.FAILED)
+    failed = Operation.objects.filter(key=load_key(model), kind=KIND, status=Status.FAILED)
     load = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
     return None if load is None or has_other_node_since(load) else load
 
@@ -309,7 +327,7 @@ def has_other_node_since(failure: Operation) -> bool:
 
 def status(model: str, now: datetime) -> Look | None:
     """Return the model's active load, the one that requests join first, or its failure within the grace."""
-    loads = Operation.objects.active().sharing(key(model), model).filter(kind=KIND)
+    loads = Operation.objects.active().sharing(load_key(model), model).filter(kind=KIND)
     load = loads.order_by("key").first() or _recent_failure(model, now)
     return _look(load) if load is not None else None
 

@@ -167,7 +167,7 @@ class BackendNode(models.Model):
     engine_token = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
     """Bearer token of its engines; its worker creates it at each start. A secret: no shape contains it.
 
-    Empty for a stock worker, whose engines expect the registration token (`registry/dialling.py`).
+    Empty for a stock worker, whose engines expect the registration token (`registry/dial_targets.py`).
     """
     joined_with = models.UUIDField(null=True, blank=True, editable=False)
     """Id of the join token that admitted it; null for the registration token and for enrolled nodes."""

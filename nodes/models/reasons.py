@@ -71,7 +71,7 @@ class PlacementRecord(models.Model):
 
 
 class PlacementLog(models.Model):
-    """Decision snapshots: a full one at position 0 of a base, then deltas (`nodes/replicas/fleet_log.py`)."""
+    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`fleet_snapshots.py`)."""
 
     id = models.BigAutoField(primary_key=True)
     base = models.UUIDField(default=uuid.uuid4)

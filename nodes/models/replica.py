@@ -17,6 +17,10 @@ from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 from localai_cluster.kit import clock
 from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
+from operations.models import SHARE
+
+ALL_SUFFIX = "all"
+"""Key suffix of operations on all replicas of a model."""
 
 
 class Phase(models.TextChoices):
@@ -319,3 +323,12 @@ class ReplicaUse(models.Model):
 
     def __str__(self) -> str:
         return f"{self.count}"
+
+
+def load_key(model_name: str, suffix: str = "0") -> str:
+    """Return the key of an operation on the model's replicas.
+
+    Requests join the load with suffix 0, a load of one more replica has another number, and operations on all
+    replicas have `ALL_SUFFIX`.
+    """
+    return f"model:{model_name}{SHARE}{suffix}"

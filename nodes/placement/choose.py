@@ -2,9 +2,9 @@
 
 First, each node that cannot take the replica gets a reason. The nodes without a reason are ranked: fewest
 failures of this load, then nodes without a model of its concurrency groups (R2.82), then R1.70 to R1.72 in
-the order that `nodes/replicas/finders.py` has in SQL: enough memory free, idle, fewest requests, most memory.
-Of nodes that are still equal, those with the backend come first. The decision keeps the reasons of the
-refused nodes, so that the caller can report what is missing.
+the order that `nodes/replicas/replica_queries.py` has in SQL: enough memory free, idle, fewest requests, most
+memory. Of nodes that are still equal, those with the backend come first. The decision keeps the reasons of
+the refused nodes, so that the caller can report what is missing.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from uuid import UUID
 
 from nodes.placement.estimate import UNKNOWN_PAYLOAD
 from nodes.placement.gpus import Rooms, Shares, fit
+from nodes.placement.node_backoff import Setbacks
 from nodes.placement.selector import ANY, Labels, Selector
-from nodes.placement.setbacks import Setbacks
 
 
 class Reason(StrEnum):
@@ -106,7 +106,7 @@ class Candidate:
     """Loaded models that share a concurrency group with this one (R2.81)."""
     has_backend: bool = False
     """True if the model's backend is installed; read for nodes that are otherwise equal
-    (`replicas/installed.py`).
+    (`decisions/installed_preference.py`).
     """
 
     def why_not_alone(self) -> str:

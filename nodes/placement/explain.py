@@ -5,7 +5,7 @@ of the rank in which the best node differs from the second, or what excludes all
 sentence are the number of nodes that each reason excluded, the best nodes with their terms, and the nearest
 misses.
 
-The input of the decision is stored elsewhere (`coded.py`, `sections.py`), because it may be large.
+The input of the decision is stored elsewhere (`coded.py`, `snapshot_sections.py`), because it may be large.
 """
 
 import heapq
@@ -33,8 +33,8 @@ from nodes.placement.choose import (
     shares_of,
 )
 from nodes.placement.evict import Resident
+from nodes.placement.node_backoff import Setbacks
 from nodes.placement.selector import ANY, Selector
-from nodes.placement.setbacks import Setbacks
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""

@@ -8,7 +8,7 @@ from nodes.placement.choose import Candidate, Need, shares_of
 from nodes.placement.evict import Eviction, without
 from nodes.placement.explain import Explanation
 from nodes.placement.gpus import filled, given_back, total
-from nodes.placement.settle import LoadQuestion, Occupants, settle
+from nodes.placement.load_decision import LoadQuestion, Occupants, settle
 
 AllowedNodes = Sequence[Set[UUID] | None]
 """For each replica, the allowed nodes; None: any node."""

@@ -13,12 +13,12 @@ from django.db.models import Exists, OuterRef
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import Lock, try_lock
-from nodes.backends import absence, intents, one_node, waves
+from nodes.backends import intents, node_commands, offline_limits, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
 from nodes.replicas import upgrade_drains
 from operations import targets
-from operations.ledger import parts
+from operations.ledger import target_changes
 from operations.models import OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ def _end_hopeless(now: datetime) -> int:
     resting = PendingBackendOp.objects.resting().exclude(node__status="healthy", node__node_type="backend")
     ended = {}
     for intent in resting.select_related("node"):
-        if reason := one_node.refusal(intent.node):
+        if reason := node_commands.refusal(intent.node):
             ended[intent.id] = Ended(error=f"given up: {reason}")
-        elif (until := absence.gives_up_at(intent.node)) is None or until <= now:
-            ended[intent.id] = Ended(error=absence.reason_to_give_up(intent.node))
+        elif (until := offline_limits.gives_up_at(intent.node)) is None or until <= now:
+            ended[intent.id] = Ended(error=offline_limits.reason_to_give_up(intent.node))
     return intents.end(ended, now=now)
 
 
@@ -89,7 +89,7 @@ def _end_parts_without_intent(now: datetime) -> int:
     open_targets = OperationTarget.objects.filter(intent_id__isnull=False).exclude(status__in=targets.ENDED)
     orphans = dict(open_targets.filter(~Exists(intent)).values_list("intent_id", "node_name"))
     changes = {
-        id: parts.end(TargetStatus.ERROR, error=f"node {name} was removed")
+        id: target_changes.end(TargetStatus.ERROR, error=f"node {name} was removed")
         for id, name in orphans.items()
         if id is not None
     }
@@ -109,22 +109,26 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
         status__in=targets.ENDED
     )
     current = open_targets.values_list("intent_id", "reason", "waits_for_node")
-    changes: dict[UUID, parts.Change] = {}
+    changes: dict[UUID, target_changes.Change] = {}
     for id, reason, waits in current:
         if id is None:
             continue
         intent = intents_by_id[id]
         absent = intent.node.status != "healthy"
-        expected = absence.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
+        expected = (
+            offline_limits.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
+        )
         if waits != absent or (absent and reason != expected):
-            changes[id] = parts.rest(expected, until=None if absent else intent.next_retry_at, node=absent)
+            changes[id] = target_changes.rest(
+                expected, until=None if absent else intent.next_retry_at, node=absent
+            )
     with committed("intents.explain"):
         # An intent that was claimed meanwhile has a running target, which must not return to the queue.
         still_resting = PendingBackendOp.objects.resting().filter(pk__in=changes).order_by("id")
         free = set(
             still_resting.select_for_update(no_key=True, skip_locked=True).values_list("id", flat=True)
         )
-        parts.happen({id: change for id, change in changes.items() if id in free}, now=now)
+        target_changes.happen({id: change for id, change in changes.items() if id in free}, now=now)
 
 
 _STEPS = (

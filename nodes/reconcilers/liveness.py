@@ -8,8 +8,8 @@ marked unhealthy, because nothing listened for its commands, is healthy again af
 the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
 
 A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
-Nodes that fall silent in masses are held for some time (`brake.py`), while a controller pings each of them on
-the bus.
+Nodes that fall silent in masses are held for some time (`mass_disruption.py`), while a controller pings each
+of them on the bus.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from django.db.models import Q
 from localai_cluster.accounts.actors import task
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
-from nodes.reconcilers.brake import NEARLY, Hold, Silence, decide
+from nodes.reconcilers.mass_disruption import NEARLY, Hold, Silence, decide
 from nodes.registry import mass_silence, services
 from nodes.replicas import statements
 

@@ -7,19 +7,18 @@ depends on is not in the rows.
 from dataclasses import dataclass
 from uuid import UUID
 
+from nodes.decisions import decision_log, fleet_snapshots, placement_snapshots
+from nodes.decisions import scale_snapshots as scheduling
+from nodes.decisions.fleet_snapshots import Seen
+from nodes.decisions.snapshot_sections import State
 from nodes.loading import attempts
 from nodes.models import DecisionKind, PlacementRecord
-from nodes.placement import coded
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation
-from nodes.placement.sections import State
-from nodes.placement.settle import settle
+from nodes.placement.load_decision import settle
 from nodes.reconcilers import scale_records
-from nodes.replicas import fleet_log, reasons
-from nodes.replicas.fleet_log import Seen
-from nodes.scheduling import coded as scheduling
+from nodes.replicas import unload_records
 from nodes.scheduling.plan import plan
-from nodes.unloading import records
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def recomputed(record: PlacementRecord) -> Found | None:
         return Found(attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
-    state = fleet_log.recall(Seen(record.base, record.position))
+    state = fleet_snapshots.recall(Seen(record.base, record.position))
     return None if state is None else _from(state, record)
 
 
@@ -51,7 +50,7 @@ def _from(state: State, record: PlacementRecord) -> Found | None:
         case DecisionKind.SCALE:
             return _scaled(state, record)
         case DecisionKind.UNLOAD:
-            words = records.again(state, record.model_name, record.operation_id)
+            words = unload_records.again(state, record.model_name, record.operation_id)
             return None if words is None else Found(Ending.UNLOADING, words, None)
         case DecisionKind.EVICTION:
             return _evicted(state, record)
@@ -64,7 +63,7 @@ def _from(state: State, record: PlacementRecord) -> Found | None:
 
 
 def _settled(state: State, record: PlacementRecord, model: str) -> tuple[Explanation, Eviction | None] | None:
-    known = coded.known(state, str(record.operation_id), model)
+    known = placement_snapshots.known(state, str(record.operation_id), model)
     if known is None:
         return None
     question, decision = known.question, known.question.view.decide()
@@ -80,7 +79,7 @@ def _evicted(state: State, record: PlacementRecord) -> Found | None:
     told, room = settled
     for one in room.victims if room is not None else ():
         if (one.model_name, one.replica_index) == (record.model_name, record.replica_index):
-            return Found(Ending.EVICTED, reasons.eviction_words(model, one), one.node_id)
+            return Found(Ending.EVICTED, decision_log.eviction_words(model, one), one.node_id)
     return Found(told.outcome, told.sentence, told.node.id if told.node else None)
 
 

@@ -22,13 +22,15 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
 from nodes.definitions import folder
-from nodes.loading import another
+from nodes.loading import scale_up
 from nodes.loading.load import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
 from nodes.reconcilers import scale_records
-from nodes.replicas import drains, terminations
+from nodes.replicas import drains, terminations, unload_requests
+from nodes.replicas.unload_requests import UnloadWish
 from nodes.scheduling import passes, pressure
-from nodes.scheduling.picture import (
+from nodes.scheduling.plan import IDLE_FOR, plan
+from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
     Demand,
@@ -43,9 +45,6 @@ from nodes.scheduling.picture import (
     Ruling,
     Unsatisfiable,
 )
-from nodes.scheduling.plan import IDLE_FOR, plan
-from nodes.unloading import asking
-from nodes.unloading.asking import UnloadWish
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = another.under_way(names)
+    loads = scale_up.under_way(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -169,7 +168,7 @@ def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
         case LoadAnother(model, only, reason, pinned, replaces):
-            another.load_another(
+            scale_up.load_another(
                 model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
@@ -212,5 +211,5 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
         wish = UnloadWish(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
-        operation = asking.unload(wish, now=now).operation
+        operation = unload_requests.unload(wish, now=now).operation
         drains.drain_idle(row, operation_id=operation.id, now=now)

@@ -12,10 +12,10 @@ import logging
 
 from django.db import Error as DatabaseError
 
+from localai_cluster import bus_access
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import KeyPair
-from localai_cluster.messaging import bus_access
 from localai_cluster.messaging.credentials import revocations_of, revoking_token
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import passes

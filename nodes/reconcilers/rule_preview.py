@@ -12,18 +12,18 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.web.shapes import Row
-from nodes.loading import planning
-from nodes.loading.explaining import wanted_of
-from nodes.loading.planning import NewNodes, PlanPicture, PlanWish
+from nodes.loading import what_if
+from nodes.loading.load_explanation import wanted_of
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
+from nodes.loading.what_if import NewNodes, PlanPicture, PlanWish
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.placement.choose import NOTHING
 from nodes.placement.explain import SHOWN, Explanation
 from nodes.placement.plan import successive
 from nodes.reconcilers import replicas
-from nodes.scheduling.picture import Demand, Fleet, GiveWay, Host, LoadAnother, Retire, Ruling, Unsatisfiable
 from nodes.scheduling.plan import plan
 from nodes.scheduling.rules import Rule, check
+from nodes.scheduling.snapshot import Demand, Fleet, GiveWay, Host, LoadAnother, Retire, Ruling, Unsatisfiable
 
 _ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
 MOST = 64
@@ -77,7 +77,7 @@ def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Plan
     )
     backend = load_needs.definition.backend if load_needs is not None else ""
     request = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
-    return planning.pictured(request, now, evicts=False)
+    return what_if.pictured(request, now, evicts=False)
 
 
 def _add_new_nodes(fleet: Fleet, picture: PlanPicture) -> Fleet:

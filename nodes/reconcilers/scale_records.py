@@ -7,13 +7,12 @@ afterwards.
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
+from nodes.decisions import decision_log, fleet_snapshots, scale_snapshots
+from nodes.decisions.decision_log import Decided
+from nodes.decisions.fleet_snapshots import Seen
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
-from nodes.replicas import fleet_log, reasons
-from nodes.replicas.fleet_log import Seen
-from nodes.replicas.reasons import Decided
-from nodes.scheduling import coded
-from nodes.scheduling.picture import ClearFlags, Demand, EndPressure, Fleet, Ruling, Unsatisfiable
+from nodes.scheduling.snapshot import ClearFlags, Demand, EndPressure, Fleet, Ruling, Unsatisfiable
 
 
 def keep(
@@ -24,9 +23,11 @@ def keep(
     if not decided:
         return None
     demands_by_model = {ruling.model: demands[ruling.model] for ruling, _ in decided}
-    snapshot = fleet_log.remember(coded.sections(fleet, demands_by_model, now, tick=tick), now=now)
+    snapshot = fleet_snapshots.remember(
+        scale_snapshots.sections(fleet, demands_by_model, now, tick=tick), now=now
+    )
     records = (_new_record(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
-    reasons.record_all(records, now=now)
+    decision_log.record_all(records, now=now)
     return snapshot
 
 
@@ -44,7 +45,7 @@ def keep_refused(
             _new_record(before.model, snapshot, Ending.REFUSED, sentence(after), decided=sentence(before))
             for before, after in refused
         )
-        reasons.record_all(records, now=now)
+        decision_log.record_all(records, now=now)
 
 
 def outcome(ruling: Ruling) -> Ending | None:
@@ -61,4 +62,6 @@ def sentence(ruling: Ruling) -> str:
 
 
 def _new_record(model: str, snapshot: Seen | None, ending: Ending, reason: str, **facts: str) -> Decided:
-    return Decided(model, None, reasons.without_fleet(ending, reason, **facts), snapshot, DecisionKind.SCALE)
+    return Decided(
+        model, None, decision_log.without_fleet(ending, reason, **facts), snapshot, DecisionKind.SCALE
+    )

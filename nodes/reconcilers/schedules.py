@@ -8,7 +8,7 @@ SCHEDULES = [
     # C1. What it asks for is done by controllers, which are on the bus.
     Recurring("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
-    # C1; between two ticks the controllers run the pass after each change (`scaler.py`).
+    # C1; between two ticks the controllers run the pass after each change (`replica_wake_ups.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
     Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),

@@ -17,10 +17,10 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock, conf
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
-from localai_cluster.rpc.signs import Sign
-from nodes.backends.commands import Worker
+from localai_cluster.rpc.probe_results import Sign
 from nodes.backends.processes import engines_of
-from nodes.registry import dialling
+from nodes.commands.commands import Worker
+from nodes.registry import dial_targets
 from nodes.replicas import checks
 from nodes.replicas.evidence import Finding, Suspect, judge, lists
 from operations.executor.work import in_thread
@@ -107,7 +107,7 @@ class StatePass:
         return {one: judge(one, None, port) for one, port in zip(suspects, ports, strict=True)}
 
     async def _port(self, suspect: Suspect) -> Sign:
-        token = dialling.bearer(suspect.engine_token, suspect.weak_identity)
+        token = dial_targets.bearer(suspect.engine_token, suspect.weak_identity)
         async with self._ports:
             return await probe(suspect.address, token, PROBE_TIMEOUT)
 

@@ -9,10 +9,11 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
-from nodes.reconcilers import intents, replicas, stuck
+from nodes.decisions import decision_log, fleet_snapshots
+from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, pending, samples, services, timeline
-from nodes.replicas import checks, fleet_log, reasons, recount
+from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
 
@@ -49,7 +50,7 @@ def state_pass() -> None:
         now = clock.now()
         checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount.recount()
-    if stuck_engines := stuck.tell(now=now):
+    if stuck_engines := stuck_replicas.tell(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
@@ -88,9 +89,12 @@ def prune_timeline() -> None:
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    prunes.append((reasons.prune, _latest(before, reasons.fitting_since(cluster.decision_space))))
+    prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
     prunes.append(
-        (fleet_log.prune, _latest(snapshots_before, fleet_log.fitting_since(cluster.decision_space)))
+        (
+            fleet_snapshots.prune,
+            _latest(snapshots_before, fleet_snapshots.fitting_since(cluster.decision_space)),
+        )
     )
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE:

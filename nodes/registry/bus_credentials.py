@@ -14,8 +14,8 @@ from uuid import UUID
 from django.db.models import F, Value
 from django.db.models.functions import Greatest
 
+from localai_cluster import bus_access
 from localai_cluster.kit import conf, nkeys
-from localai_cluster.messaging import bus_access
 from localai_cluster.messaging.credentials import Credentials, mint_worker
 from nodes.models import BackendNode, BusCredential
 from operations.changes import events

@@ -18,11 +18,12 @@ from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, logs, names
+from nodes.decisions import placement_snapshot
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts
 from nodes.registry.timeline import Entry
-from nodes.replicas import retire, snapshot
+from nodes.replicas import retire
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,9 @@ class Change:
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
             retire.forget(self.node.id)
-        elif which == "all" or (which == "idle" and not any(snapshot.in_flight(self.node.id).values())):
+        elif which == "all" or (
+            which == "idle" and not any(placement_snapshot.in_flight(self.node.id).values())
+        ):
             retire.depart(self.node.id, now=self.now)
 
 

@@ -19,7 +19,7 @@ from django.db.models import F, Q
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
-from nodes.registry import dialling
+from nodes.registry import dial_targets
 from nodes.registry.http_client import CONNECT_LIMIT, client_of, reason_of
 from operations.changes import events
 
@@ -121,12 +121,12 @@ def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
     events.notify(events.NODES, str(node.pk))
 
 
-async def probe(server: dialling.HttpServer) -> str:
+async def probe(server: dial_targets.HttpServer) -> str:
     """Return why the port does not answer, "" if it does. The node's token is not sent.
 
     A worker that reads a large file may be slow to answer: a connection is enough.
     """
-    anonymous = replace(server, contact=dialling.Contact(server.contact.address, ""))
+    anonymous = replace(server, contact=dial_targets.Contact(server.contact.address, ""))
     async with client_of(anonymous) as client:
         try:
             await client.head(_ROUTE, timeout=httpx.Timeout(_ANSWER_LIMIT, connect=CONNECT_LIMIT))
@@ -142,9 +142,9 @@ def sentence(address: str, reason: str) -> str:
     return f"its file port {address} does not answer: {reason}"
 
 
-def server_of(node_id: UUID) -> dialling.HttpServer | None:
+def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
     """Return how to call the node's HTTP server; None for one that must not be called."""
     try:
-        return dialling.http_server(node_id)
+        return dial_targets.http_server(node_id)
     except errors.ClusterError:
         return None

@@ -4,7 +4,7 @@ import os
 
 import httpx
 
-from nodes.registry.dialling import HttpServer
+from nodes.registry.dial_targets import HttpServer
 
 CONNECT_LIMIT = 10.0
 

@@ -11,10 +11,10 @@ import orjson
 from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
 
 from localai_cluster.web.shapes import Row, Shape, Time, text
+from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape, versions
-from nodes.replicas import vram
 
 
 class LabelsOf(Aggregate):
@@ -85,8 +85,8 @@ def _gpus(node_id: UUID) -> list[Row]:
     node = BackendNode.objects.values("gpus", "vram_read_at").filter(pk=node_id).first()
     if node is None or not node["gpus"]:
         return []
-    reservations = vram.by_node(NodeModel.engines.filter(node_id=node_id))
-    return vram.shown_gpus(node, reservations.get(node_id, []))
+    reservations = reserved_memory.by_node(NodeModel.engines.filter(node_id=node_id))
+    return reserved_memory.shown_gpus(node, reservations.get(node_id, []))
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:

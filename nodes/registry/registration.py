@@ -25,7 +25,7 @@ from nodes.registry import (
     budget,
     bus_credentials,
     claims,
-    dialling,
+    dial_targets,
     file_port,
     joining,
     pending,
@@ -360,7 +360,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
 def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
     if registration.node_type == NodeType.AGENT or row.phase == Phase.DEPARTED:
         return False
-    if row.address and not dialling.permitted(
+    if row.address and not dial_targets.permitted(
         row.address, name=registration.name, registered=(registration.address, registration.http_address)
     ):
         return False

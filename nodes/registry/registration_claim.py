@@ -9,7 +9,7 @@ from typing import Any
 
 from localai_cluster.kit import conf, errors, logs, names
 from nodes.models import NodeType
-from nodes.registry import dialling, identity, joining
+from nodes.registry import dial_targets, identity, joining
 from nodes.registry.labels import check_labels
 
 
@@ -83,7 +83,7 @@ def claim(
     """
     names.check_name(registration.name)
     check_labels(registration.labels)
-    dialling.check_registered(
+    dial_targets.check_registered(
         registration.name, registration.address, registration.http_address, source_address
     )
     return Claim(registration, _fingerprint(secret, ticket), instance, source_address, ticket)

@@ -16,9 +16,10 @@ from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.messaging.messages import split_process_key
+from nodes.decisions import reserved_memory
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import hooks, lifecycle, states, vram
+from nodes.replicas import hooks, lifecycle, states
 from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.states import ReplicaEvent
@@ -135,10 +136,10 @@ def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
         row = locked.pop(engine_id, None)
         if row is None:
             return False
-        vram.given_back_beside(row, locked.values(), stop_sent=stop_sent)
+        _return_to_loads(row, locked.values(), stop_sent=stop_sent)
         end_lifeless([row])
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
-            transaction.on_commit(lambda: vram.credit(row, stop_sent=stop_sent), robust=True)
+            transaction.on_commit(lambda: reserved_memory.credit(row, stop_sent=stop_sent), robust=True)
     return True
 
 
@@ -164,7 +165,7 @@ def end(rows: Sequence[NodeModel]) -> None:
 def _release(rows: Sequence[NodeModel]) -> None:
     """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss."""
     for row in rows:
-        vram.release(row.node_id, row.vram_needed, since=row.created_at)
+        reserved_memory.release(row.node_id, row.vram_needed, since=row.created_at)
 
 
 def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
@@ -182,3 +183,22 @@ def _announce(removed: Iterable[Removed]) -> None:
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.told, announced))
         transaction.on_commit(lambda: hooks.announce(announced))
+
+
+def _return_to_loads(gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None) -> None:
+    """Add the memory of an engine that has ended to the readings that these locked loads started from.
+
+    Later readings show that much more free memory; without the correction it would hide the memory of the
+    loads until they have ended. Two kinds of loads stay unchanged: those whose reading is older than the
+    engine's allocation, and those whose reading may be newer than its end. The engine ran until its stop was
+    sent; nothing changes if that time is unknown.
+    """
+    if gone.loaded_at is None or stop_sent is None:
+        return
+    until = stop_sent - reserved_memory.CLOCKS_DIFFER
+    freed = {gpu["index"]: gpu["bytes"] for gpu in gone.gpus}
+    affected_loads = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
+    for row in affected_loads:
+        row.vram_seen += gone.vram_needed
+        row.gpus = [gpu | {"seen": gpu["seen"] + freed.get(gpu["index"], 0)} for gpu in row.gpus]
+    NodeModel.engines.bulk_update(affected_loads, ["vram_seen", "gpus"])

@@ -11,6 +11,9 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit.commit_hooks import committed
+from nodes.decisions import decision_log, reserved_memory
+from nodes.decisions.decision_log import Decided
+from nodes.decisions.reserved_memory import GpuShare
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,
@@ -21,11 +24,9 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NOTHING, Candidate, Need, lowest_free
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, lifecycle, reasons, states, terminations, vram
+from nodes.replicas import eviction, lifecycle, states, terminations
 from nodes.replicas.lifecycle import AttemptId
-from nodes.replicas.reasons import Decided
 from nodes.replicas.states import ReplicaEvent
-from nodes.replicas.vram import GpuShare
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def reserve(
             **memory.columns,
         )
         if why is not None:
-            reasons.record(why.at_index(index), now=now, victims=room.victims if room is not None else ())
+            decision_log.record(
+                why.at_index(index), now=now, victims=room.victims if room is not None else ()
+            )
     return Slot(row.id, view.id, view.name, index, memory.gpus)
 
 
@@ -107,7 +110,7 @@ def _free_index(node: BackendNode, model_name: str) -> int | None:
 
 def _memory(
     node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
-) -> vram.Taken | NoSlot:
+) -> reserved_memory.Taken | NoSlot:
     """Reserve the memory of the locked node that the load takes; the victims of `room` leave the picks then.
 
     Under the node's lock no other load counts on the same bytes: each reserves what it takes.
@@ -118,10 +121,12 @@ def _memory(
             return NoSlot("what should make room there is in use again or kept by its rule")
         soon = eviction.about_to_stop(node.pk, now=now)
     if room is not None and room.victims:
-        if vram.fits(node, need, soon=soon):
+        if reserved_memory.fits(node, need, soon=soon):
             return NoSlot("another load has made room there meanwhile")
         soon = [*soon, *room.victims]
-    memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
+    memory = (
+        reserved_memory.take(node, need, now=now, soon=soon) if need.vram > 0 else reserved_memory.Taken({})
+    )
     if memory is None:
         return NoSlot(RefusalReason.GPUS if node.gpus else RefusalReason.MEMORY)
     if room is not None:

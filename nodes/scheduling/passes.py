@@ -11,7 +11,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling.picture import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
+from nodes.scheduling.snapshot import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
 from operations.ledger.progress import update
 
 _WRITTEN = [

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from nodes.scheduling.picture import (
+from nodes.scheduling.renewal import Renewal
+from nodes.scheduling.rule_context import LOADING, EligibleNodes, RuleContext
+from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
     Demand,
@@ -27,8 +29,6 @@ from nodes.scheduling.picture import (
     Ruling,
     Unsatisfiable,
 )
-from nodes.scheduling.renewal import Renewal
-from nodes.scheduling.scene import LOADING, EligibleNodes, RuleContext
 
 IDLE_FOR = timedelta(minutes=5)
 """Idle time after which a replica may be retired (C2)."""

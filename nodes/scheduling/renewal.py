@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from nodes.scheduling.picture import GiveWay, Host, LoadAnother, Placed
+from nodes.scheduling.snapshot import GiveWay, Host, LoadAnother, Placed
 
 AT_ONCE = 4
 """One in this many replicas is replaced at a time, and at least one."""

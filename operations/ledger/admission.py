@@ -17,7 +17,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import stand_in_line
 from operations import targets
-from operations.changes.announce import announce
+from operations.changes.publish import announce
 from operations.ledger.progress import update
 from operations.models import (
     ACTIVE,

@@ -7,7 +7,7 @@ from uuid import UUID
 from localai_cluster.kit.commit_hooks import committed
 from operations import targets
 from operations.changes import events
-from operations.changes.announce import announce
+from operations.changes.publish import announce
 from operations.ledger.fence import LeaseLost
 from operations.ledger.outcome import finish
 from operations.ledger.progress import update

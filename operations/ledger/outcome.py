@@ -15,7 +15,7 @@ from uuid import UUID
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from operations import targets
-from operations.changes.announce import announce
+from operations.changes.publish import announce
 from operations.ledger.fence import LeaseLost, owned
 from operations.ledger.progress import REPORTED, Tick, catch_up, record
 from operations.models import QUEUED, Operation, OperationTarget, Status, TargetStatus, storable

@@ -15,7 +15,7 @@ from django.db import connection, models
 
 from localai_cluster.kit.commit_hooks import committed
 from operations import targets
-from operations.changes.announce import announce
+from operations.changes.publish import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
 
 Attempt = tuple[UUID, int]

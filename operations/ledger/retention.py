@@ -7,7 +7,7 @@ from django.db.models import Q
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit.commit_hooks import committed
-from operations.changes.announce import announce
+from operations.changes.publish import announce
 from operations.models import Operation, Status
 
 AT_ONCE = 1000

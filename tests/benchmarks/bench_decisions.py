@@ -96,9 +96,9 @@ class Decisions:
     """One decision in each way; the models take turns."""
 
     def __init__(self, models: int) -> None:
+        from nodes.decisions.fleet_cache import Mirror
         from nodes.placement.choose import Need
         from nodes.placement.explain import FleetView
-        from nodes.replicas.mirror import Mirror
 
         self.chance = random.Random(2)
         needs = [Need(vram=self.chance.randrange(1, 40 * GIB)) for _ in range(models)]
@@ -108,11 +108,11 @@ class Decisions:
         self.beaten = clock.monotonic()
 
     def _in_memory(self) -> Any:
-        from nodes.placement.standing import StandingFleet
-        from nodes.replicas import snapshot
+        from nodes.decisions import placement_snapshot
+        from nodes.placement.ranking import StandingFleet
 
         fleet = StandingFleet()
-        for node in snapshot.fleet("any"):
+        for node in placement_snapshot.fleet("any"):
             fleet.put(node)
         return fleet
 
@@ -123,10 +123,10 @@ class Decisions:
 
     def plain(self) -> None:
         """All rows, all nodes."""
-        from nodes.replicas import snapshot
+        from nodes.decisions import placement_snapshot
 
         name, asked = self.turn()
-        replace(asked, nodes=snapshot.fleet(name)).decide()
+        replace(asked, nodes=placement_snapshot.fleet(name)).decide()
 
     def in_memory(self) -> None:
         """The chosen node has a request more, and a tenth of the nodes beats every second."""
@@ -141,22 +141,23 @@ class Decisions:
 
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
-        from nodes.placement.coded import sections
-        from nodes.placement.settle import LoadQuestion, settle
-        from nodes.replicas import fleet_log, reasons
+        from nodes.decisions import decision_log, fleet_snapshots
+        from nodes.decisions.placement_snapshots import sections
+        from nodes.placement.load_decision import LoadQuestion, settle
 
         (name, asked), load = self.turn(), uuid4()
         view, decision = self.mirror.decided(name, asked)
         question = LoadQuestion(view)
-        seen = fleet_log.remember(sections(str(load), name, question), now=clock.now())
+        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
         told = settle(question, decision)
-        reasons.record(reasons.Decided(name, load, told, seen), now=clock.now())
+        decision_log.record(decision_log.Decided(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
-        from nodes.placement.coded import sections
-        from nodes.placement.settle import LoadQuestion, settle
-        from nodes.replicas import fleet_log, reasons, slots
+        from nodes.decisions import decision_log, fleet_snapshots
+        from nodes.decisions.placement_snapshots import sections
+        from nodes.placement.load_decision import LoadQuestion, settle
+        from nodes.replicas import slots
         from nodes.replicas.lifecycle import AttemptId
 
         (name, asked), load = self.turn(), UUID(int=self.chance.getrandbits(128))
@@ -164,7 +165,7 @@ class Decisions:
         assert decision.node is not None
         question = LoadQuestion(view)
         told = settle(question, decision)
-        seen = fleet_log.remember(sections(str(load), name, question), now=clock.now())
+        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
         slots.reserve(
             decision.node,
             name,
@@ -172,7 +173,7 @@ class Decisions:
             backend="b",
             now=clock.now(),
             need=asked.need,
-            why=reasons.Decided(name, load, told, seen),
+            why=decision_log.Decided(name, load, told, seen),
         )
 
 

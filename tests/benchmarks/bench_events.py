@@ -36,7 +36,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
     django.setup()
     from django.db import transaction
 
-    from operations.changes.announce import announce
+    from operations.changes.publish import announce
     from operations.ledger import admission, lease
     from operations.ledger.admission import OperationRequest
     from operations.models import Operation

@@ -78,10 +78,10 @@ async def picker(
     url: str, model: str, by_prefix: bool = False
 ) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
     """The picker of a web process, and how many statements it has made."""
-    from nodes.routing.picks import Picker
-    from nodes.routing.pool import DedicatedConnection, Pool
-    from nodes.routing.prefixes import Prefixes
-    from nodes.routing.request import InferenceRequest
+    from localai_cluster.kit.database_pool import DedicatedConnection, Pool
+    from nodes.gateway.picks import Picker
+    from nodes.gateway.prefixes import Prefixes
+    from nodes.gateway.request import InferenceRequest
 
     class Counting(DedicatedConnection):
         """Counts its statements."""

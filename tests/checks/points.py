@@ -18,16 +18,18 @@ ROOMS = (
     "nodes/backends/admission.py",
     "nodes/backends/intents.py",
     "nodes/backends/intent_queue.py",
-    "nodes/backends/commands.py",
+    "nodes/commands/commands.py",
     "nodes/backends/install.py",
-    "nodes/backends/one_node.py",
-    "nodes/backends/together.py",
+    "nodes/backends/node_commands.py",
+    "nodes/backends/batcher.py",
     "nodes/backends/upgrade_delete.py",
     "nodes/backends/wave_requests.py",
     "nodes/backends/waves.py",
     "nodes/reconcilers/intents.py",
     "nodes/replicas/slots.py",
-    "nodes/unloading",
+    "nodes/replicas/unload.py",
+    "nodes/replicas/unload_records.py",
+    "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")
 HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/commit_hooks.py")
@@ -108,7 +110,7 @@ def around(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute | ast.alias) and _last(node) in _TRANSACTIONS:
             yield node.lineno, "a transaction of its own: use committed(…)"
         elif isinstance(node, ast.Call) and _sends(node) and id(node) not in covered:
-            yield node.lineno, "a message around the points: use points.asked(…) or points.told(…)"
+            yield node.lineno, "a message around the points: use failpoints.asked(…) or failpoints.told(…)"
 
 
 def _last(node: ast.Attribute | ast.alias) -> str:
@@ -122,7 +124,7 @@ def _sends(call: ast.Call) -> bool:
 def _points(call: ast.Call) -> Iterator[tuple[str, str]]:
     """(point, "") of each point that this call passes, or ("", what) of a name that cannot be collected."""
     helper = _name(call.func)
-    of_points = isinstance(call.func, ast.Attribute) and _name(call.func.value) == "points"
+    of_points = isinstance(call.func, ast.Attribute) and _name(call.func.value) == "failpoints"
     if helper in SUFFIXES and call.args and (of_points or helper == "committed"):
         first = call.args[0]
         if isinstance(first, ast.Constant):

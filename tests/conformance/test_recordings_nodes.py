@@ -25,10 +25,10 @@ from pytest_django import Settings
 
 from localai_cluster import raw_routes
 from localai_cluster.asgi import application
+from localai_cluster.kit import database_pool
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import NodeModel
-from nodes.registry import known
-from nodes.routing import pool
+from nodes.registry import identity_cache
 from tests.checks import trace
 from tests.support import api, hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -249,11 +249,11 @@ class Story:
 @asynccontextmanager
 async def web_process() -> AsyncIterator[None]:
     """What heartbeats need of a web process."""
-    await pool.open_shared()
+    await database_pool.open_shared()
     try:
         yield
     finally:
-        await pool.close_shared()
+        await database_pool.close_shared()
 
 
 async def beats_written() -> None:
@@ -271,7 +271,7 @@ async def replay() -> list[str]:
         story = Story(client)
         for entry in exchanges():
             await story.before(entry.key, entry.recorded)
-            known.shared().forget("")  # a web process listens; here nothing does
+            identity_cache.shared().forget("")  # a web process listens; here nothing does
             answer = await story.send(entry.recorded)
             await beats_written()
             found = set(story.differences(entry.recorded, answer))

@@ -9,9 +9,9 @@ import pytest
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.nats import NatsBus
-from nodes.backends import commands
-from nodes.backends.commands import Worker
-from nodes.backends.outcomes import Done, NoResponders, Outcome, Refused, Unheard
+from nodes.commands import commands
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import Done, NoResponders, Outcome, Refused, Unheard
 from tests.conformance.conftest import Play
 from tests.conformance.worker_support import NatsServer, eventually
 from tests.support.simulator import Act, SimulatedWorker

@@ -21,8 +21,8 @@ from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Unauthenticated
-from nodes.backends import commands
-from nodes.backends.outcomes import Done, Refused
+from nodes.commands import commands
+from nodes.commands.outcomes import Done, Refused
 from tests.conformance.worker_support import INBOX, TOKEN, Worker, ask, engines_of, eventually
 
 

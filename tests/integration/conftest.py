@@ -6,9 +6,9 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
 
+from localai_cluster.kit.database_pool import Pool
 from nodes.api.heartbeats import HeartbeatApplication
-from nodes.registry.known import KnownNodes
-from nodes.routing.pool import Pool
+from nodes.registry.identity_cache import KnownNodes
 from operations.changes.events import conninfo
 from tests.support.beating import Counted
 

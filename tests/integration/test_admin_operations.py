@@ -10,8 +10,8 @@ from django.test import Client
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents
+from nodes.backends.backend_requests import INSTALL
 from nodes.backends.intents import Ended, Failed
-from nodes.backends.wishes import INSTALL
 from nodes.models import PendingBackendOp
 from operations.models import Operation
 from tests.support import hot

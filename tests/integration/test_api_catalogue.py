@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster import gallery_index
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from nodes.backends import catalogue, inventory, one_node
+from nodes.backends import catalogue, inventory, node_commands
 from nodes.models import BackendNode, NodeBackend
 from tests.integration.test_api_document import document, fits
 from tests.support import api, backends, hot
@@ -243,7 +243,7 @@ def test_what_runs_on_an_entry(local: Path) -> None:
         "cpu-llama-cpp-development": (False, "", False),
     }
     reply = offered()
-    assert reply["processingBackends"][one_node.key(node.id, "llama-cpp")] == waiting
+    assert reply["processingBackends"][node_commands.key(node.id, "llama-cpp")] == waiting
     assert sorted(reply["taskTypes"].values()) == ["Deletion", "Installation", "Installation", "Waiting"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from localai_cluster.kit import clock
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeModel
-from nodes.registry.known import KnownNodes
+from nodes.registry.identity_cache import KnownNodes
 from nodes.replicas import checks
 from tests.support import api, hot
 from tests.support.beating import Counted, beat, made, now_of

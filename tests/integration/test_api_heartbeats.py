@@ -20,7 +20,7 @@ from localai_cluster.kit import clock, errors
 from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import heartbeats, services
-from nodes.registry.known import KnownNodes
+from nodes.registry.identity_cache import KnownNodes
 from operations.changes.events import NODES, conninfo
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of

@@ -22,7 +22,7 @@ from localai_cluster.web import throttle
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.registry import services
-from nodes.registry.known import KnownNodes
+from nodes.registry.identity_cache import KnownNodes
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 

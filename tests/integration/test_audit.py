@@ -16,7 +16,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.models import ApiKey, AuditEntry
 from localai_cluster.kit import clock
 from nodes.backends import admission
-from nodes.backends.wishes import INSTALL
+from nodes.backends.backend_requests import INSTALL
 from nodes.reconcilers import tasks
 from tests.support import api, hot
 from tests.support.intents import ask, claim

@@ -12,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.backends import admission, automatic, intents, upgrade_check, upgrade_state, wishes
+from nodes.backends import admission, automatic, backend_requests, intents, upgrade_check, upgrade_state
 from nodes.backends.intents import Ended
 from nodes.backends.upgrade_rules import Offered
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
@@ -91,7 +91,7 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
     checked()
     (first,) = follow()
     carried_out(error="no space left")
-    by = wishes.Asked((), actor="ann")
+    by = backend_requests.Asked((), actor="ann")
     again = admission.retry(first.id, asked_by=by, now=clock.now()).operation
     assert (again.actor, set(story(again))) == ("ann", {"a"})
     checked()
@@ -101,8 +101,10 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
 def test_there_are_never_two_operations_for_a_backend() -> None:
     """Someone is at it: the check is followed when that has ended, without another check."""
     a, _ = node("a"), node("b")
-    asked = wishes.Asked([a], actor="ann")
-    theirs = admission.ask(wishes.Wish(wishes.UPGRADE, "echo"), asked, now=clock.now()).operation
+    asked = backend_requests.Asked([a], actor="ann")
+    theirs = admission.ask(
+        backend_requests.Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
+    ).operation
     checked()
     assert follow() == []
     assert carried_out() == ["a"]

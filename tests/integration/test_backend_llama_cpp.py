@@ -15,7 +15,7 @@ import pytest_asyncio
 from localai_cluster.kit import clock
 from localai_cluster.rpc.generated import backend_pb2 as pb
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
-from nodes.inference import gbnf
+from nodes.gateway import gbnf
 from tests.support.backends import ROOT, TOKEN, gallery, running_backend
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"

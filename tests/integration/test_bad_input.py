@@ -13,14 +13,14 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import Reply
-from nodes.inference.audio_speech import SpeechBody
-from nodes.inference.embeddings import EmbeddingsBody
-from nodes.inference.images_generations import ImagesBody
-from nodes.inference.openai_bodies import LARGEST_BODY
-from nodes.inference.openai_chat import ChatBody
-from nodes.inference.openai_completions import CompletionBody
-from nodes.inference.rerank import RerankBody
-from nodes.inference.tokens import DetokenizeBody, TokenizeBody
+from nodes.dialects.audio_speech import SpeechBody
+from nodes.dialects.embeddings import EmbeddingsBody
+from nodes.dialects.images_generations import ImagesBody
+from nodes.dialects.openai_bodies import LARGEST_BODY
+from nodes.dialects.openai_chat import ChatBody
+from nodes.dialects.openai_completions import CompletionBody
+from nodes.dialects.rerank import RerankBody
+from nodes.dialects.tokens import DetokenizeBody, TokenizeBody
 from nodes.models import NodeModel
 from operations.models import Operation
 from tests.support import hot

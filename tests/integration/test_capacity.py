@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.database_pool import Pool
+from nodes.decisions import placement_snapshot, reserved_memory
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
 from nodes.registry import heartbeats
-from nodes.replicas import finders, load_ends, slots, snapshot, vram
+from nodes.replicas import load_ends, replica_queries, slots
 from nodes.replicas.slots import Slot
-from nodes.routing.pool import Pool
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
@@ -32,13 +33,13 @@ def column(node: BackendNode) -> int:
 
 
 def free(node: BackendNode) -> int:
-    (seen,) = snapshot.fleet("any", only=[node.pk])
+    (seen,) = placement_snapshot.fleet("any", only=[node.pk])
     return seen.free_vram
 
 
 def begun(node: BackendNode, model: str, need: int, *, required: bool = False, mark: str = "") -> Slot | None:
     """A load takes its slot."""
-    (view,) = snapshot.fleet(model, only=[node.pk])
+    (view,) = placement_snapshot.fleet(model, only=[node.pk])
     wants = Need(vram=need, vram_required=required)
     slot = slots.reserve(
         view, model, attempt=attempt(mark or f"{model}:1"), backend="b", now=clock.now(), need=wants
@@ -59,14 +60,14 @@ def test_a_reservation_is_one_statement_that_fits_or_changes_nothing(
     node = hot.node(available_vram=16 * GB)
     assert column(node) == 0
     with django_assert_num_queries(1):
-        assert vram.reserve(node.pk, 10 * GB, now=clock.now())
+        assert reserved_memory.reserve(node.pk, 10 * GB, now=clock.now())
     assert column(node) == 10 * GB
     with django_assert_num_queries(1):
-        assert not vram.reserve(node.pk, 7 * GB, now=clock.now())
+        assert not reserved_memory.reserve(node.pk, 7 * GB, now=clock.now())
     with django_assert_num_queries(0):
-        assert vram.reserve(node.pk, 0, now=clock.now())
+        assert reserved_memory.reserve(node.pk, 0, now=clock.now())
     assert column(node) == 10 * GB
-    assert vram.reserve(node.pk, 6 * GB, now=clock.now())
+    assert reserved_memory.reserve(node.pk, 6 * GB, now=clock.now())
     assert api.node(node.pk).updated_at == node.updated_at
 
 
@@ -75,14 +76,14 @@ def test_a_reservation_is_one_statement_that_fits_or_changes_nothing(
 def test_a_release_never_goes_below_zero(django_assert_num_queries: Queries) -> None:
     """More than is reserved is no error; a release of nothing is no statement; `updated_at` stays."""
     node, now = hot.node(available_vram=16 * GB), clock.now()
-    assert vram.reserve(node.pk, 10 * GB, now=now)
+    assert reserved_memory.reserve(node.pk, 10 * GB, now=now)
     with django_assert_num_queries(1):
-        vram.release(node.pk, 4 * GB, since=now)
+        reserved_memory.release(node.pk, 4 * GB, since=now)
     assert column(node) == 6 * GB
-    vram.release(node.pk, 6 * GB, since=now)
-    vram.release(node.pk, 6 * GB, since=now)
+    reserved_memory.release(node.pk, 6 * GB, since=now)
+    reserved_memory.release(node.pk, 6 * GB, since=now)
     with django_assert_num_queries(0):
-        vram.release(node.pk, 0, since=now)
+        reserved_memory.release(node.pk, 0, since=now)
     assert column(node) == 0
     assert api.node(node.pk).updated_at == node.updated_at
 
@@ -95,7 +96,7 @@ def test_a_release_takes_nothing_of_what_others_reserved_after_a_reading() -> No
     BackendNode.objects.filter(pk=node.pk).update(
         reserved_vram=5 * GB, vram_read_at=now + timedelta(seconds=1)
     )
-    vram.release(node.pk, 5 * GB, since=now)
+    reserved_memory.release(node.pk, 5 * GB, since=now)
     assert column(node) == 5 * GB
 
 
@@ -180,7 +181,7 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
         load_ends.end_abandoned("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
-        vram.release(node.pk, 4 * GB, since=clock.now())
+        reserved_memory.release(node.pk, 4 * GB, since=clock.now())
     assert (column(node), free(node)) == (2 * GB, 14 * GB)
 
 
@@ -220,7 +221,7 @@ def test_the_fleet_is_four_queries(django_assert_num_queries: Queries) -> None:
         node = hot.node(f"n{number}", available_vram=16 * GB)
         begun(node, "m", 2 * GB)
     with django_assert_num_queries(4):
-        assert [one.free_vram for one in snapshot.fleet("m")] == [14 * GB] * 5
+        assert [one.free_vram for one in placement_snapshot.fleet("m")] == [14 * GB] * 5
 
 
 RACERS, NODES, EACH, SIZE = 32, 8, 5, 16
@@ -230,7 +231,7 @@ def placed(number: int) -> Slot | Reason:
     """One racer: looks, chooses, takes, and looks again when somebody was faster."""
     need = Need(vram=EACH * GB, vram_required=True)
     while True:
-        decision = choose(snapshot.fleet(f"m{number}"), need=need)
+        decision = choose(placement_snapshot.fleet(f"m{number}"), need=need)
         if decision.node is None:
             assert set(decision.refused.values()) == {Reason.MEMORY}
             return Reason.MEMORY
@@ -274,14 +275,14 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     there = SIZE // EACH
     assert sorted(len([s for s in won if s.node_id == n.pk]) for n in nodes) == [there] * NODES
     assert results[:RACERS].count(Reason.MEMORY) == RACERS - there * NODES
-    assert all(one.free_vram == (SIZE - there * EACH) * GB for one in snapshot.fleet("any"))
+    assert all(one.free_vram == (SIZE - there * EACH) * GB for one in placement_snapshot.fleet("any"))
 
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
         lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
-    assert all(one.free_vram == SIZE * GB for one in snapshot.fleet("any"))
+    assert all(one.free_vram == SIZE * GB for one in placement_snapshot.fleet("any"))
     assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}
 
 
@@ -296,12 +297,12 @@ def test_nodes_with_enough_memory(django_assert_num_queries: Queries) -> None:
     busy = hot.node("busy", available_vram=30 * GB)
     hot.replica(busy)
     with django_assert_num_queries(1):
-        assert names(finders.with_vram(8 * GB)) == ["large", "busy"]
-    assert names(finders.with_vram(8 * GB, only=[small.pk, busy.pk])) == ["busy"]
-    assert not finders.with_vram(8 * GB, only=[small.pk]).exists()
-    assert not finders.with_vram(40 * GB).exists()
+        assert names(replica_queries.with_vram(8 * GB)) == ["large", "busy"]
+    assert names(replica_queries.with_vram(8 * GB, only=[small.pk, busy.pk])) == ["busy"]
+    assert not replica_queries.with_vram(8 * GB, only=[small.pk]).exists()
+    assert not replica_queries.with_vram(40 * GB).exists()
     BackendNode.objects.filter(pk=large.pk).update(reserved_vram=10 * GB)
-    assert names(finders.with_vram(8 * GB)) == ["busy"]
+    assert names(replica_queries.with_vram(8 * GB)) == ["busy"]
 
 
 @pytest.mark.django_db
@@ -313,11 +314,11 @@ def test_idle_nodes(django_assert_num_queries: Queries) -> None:
     hot.replica(second, state="loading", address="")
     hot.replica(third)
     with django_assert_num_queries(1):
-        assert names(finders.idle()) == ["first", "second"]
-    assert names(finders.idle(only=[second.pk, third.pk])) == ["second"]
+        assert names(replica_queries.idle()) == ["first", "second"]
+    assert names(replica_queries.idle(only=[second.pk, third.pk])) == ["second"]
     hot.replica(first)
     hot.replica(second, "other")
-    assert not finders.idle().exists()
+    assert not replica_queries.idle().exists()
 
 
 @pytest.mark.django_db
@@ -331,8 +332,8 @@ def test_least_loaded_nodes(django_assert_num_queries: Queries) -> None:
     hot.replica(three, index=1, in_flight=2, state="unloading")
     hot.replica(same, in_flight=1)
     with django_assert_num_queries(1):
-        assert names(finders.least_loaded()) == ["same", "one", "three"]
-    assert names(finders.least_loaded(only=[one.pk, three.pk])) == ["one", "three"]
+        assert names(replica_queries.least_loaded()) == ["same", "one", "three"]
+    assert names(replica_queries.least_loaded(only=[one.pk, three.pk])) == ["one", "three"]
 
 
 @pytest.mark.django_db
@@ -346,12 +347,16 @@ def test_only_healthy_backend_nodes_are_found() -> None:
     ):
         hot.replica(hot.node(name, available_vram=9, **fields), "m")
     for found in (
-        *(finders.with_vram(1), finders.idle(), finders.least_loaded()),
-        *(finders.with_free_slot("x"), finders.with_model("m"), finders.least_recently_used()),
+        *(replica_queries.with_vram(1), replica_queries.idle(), replica_queries.least_loaded()),
+        *(
+            replica_queries.with_free_slot("x"),
+            replica_queries.with_model("m"),
+            replica_queries.least_recently_used(),
+        ),
     ):
         assert not found.exists()
-    assert finders.capacity("x") == 0
-    assert finders.loaded_count("m") == 4, "R1.66"
+    assert replica_queries.capacity("x") == 0
+    assert replica_queries.loaded_count("m") == 4, "R1.66"
 
 
 @pytest.mark.django_db
@@ -367,14 +372,14 @@ def test_slots_and_capacity(django_assert_num_queries: Queries) -> None:
     hot.replica(over, "m")
     hot.replica(over, "m", index=1)
     with django_assert_num_queries(1):
-        assert names(finders.with_free_slot("m")) == ["empty", "wide"]
+        assert names(replica_queries.with_free_slot("m")) == ["empty", "wide"]
     with django_assert_num_queries(1):
-        assert finders.capacity("m") == 2 + 2
-    assert names(finders.with_free_slot("m", only=[wide.pk, full.pk])) == ["wide"]
-    assert [finders.capacity("m", only=[one.pk]) for one in (wide, full, empty, over)] == [2, 0, 2, 0]
+        assert replica_queries.capacity("m") == 2 + 2
+    assert names(replica_queries.with_free_slot("m", only=[wide.pk, full.pk])) == ["wide"]
+    assert [replica_queries.capacity("m", only=[one.pk]) for one in (wide, full, empty, over)] == [2, 0, 2, 0]
     with django_assert_num_queries(1):
-        assert finders.loaded_count("m") == 3
-    assert finders.loaded_count("nothing") == 0
+        assert replica_queries.loaded_count("m") == 3
+    assert replica_queries.loaded_count("nothing") == 0
 
 
 @pytest.mark.django_db
@@ -386,12 +391,12 @@ def test_nodes_with_a_model(django_assert_num_queries: Queries) -> None:
     hot.replica(two, "m", index=1, in_flight=1)
     last = hot.replica(one, "m", in_flight=2)
     with django_assert_num_queries(1):
-        assert names(finders.with_model("m")) == ["two", "one"]
-    assert names(finders.with_model("m", only=[one.pk])) == ["one"]
-    assert finders.with_model("nothing").first() is None
+        assert names(replica_queries.with_model("m")) == ["two", "one"]
+    assert names(replica_queries.with_model("m", only=[one.pk])) == ["one"]
+    assert replica_queries.with_model("nothing").first() is None
     BackendNode.objects.filter(pk=two.pk).update(unhealthy_at=clock.now())
     last.delete()
-    assert finders.with_model("m").first() is None
+    assert replica_queries.with_model("m").first() is None
 
 
 @pytest.mark.django_db
@@ -405,8 +410,8 @@ def test_the_least_recently_used_replica(django_assert_num_queries: Queries) -> 
     older = hot.replica(here, "older", last_used=hot.EPOCH - timedelta(hours=1))
     oldest = hot.replica(there, "oldest", last_used=hot.EPOCH - timedelta(days=1))
     with django_assert_num_queries(1):
-        assert list(finders.least_recently_used()) == [oldest, older, newer]
-    assert finders.least_recently_used(only=[here.pk]).first() == older
+        assert list(replica_queries.least_recently_used()) == [oldest, older, newer]
+    assert replica_queries.least_recently_used(only=[here.pk]).first() == older
 
 
 ROWS = st.tuples(st.sampled_from(["loaded", "unloading", "loading"]), st.integers(0, 2))
@@ -429,11 +434,11 @@ def test_finders_and_the_pure_choice_have_one_order(
         node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
         for index, (state, requests) in enumerate(replicas):
             hot.replica(node, index=index, state=state, in_flight=requests)
-    seen = snapshot.fleet("another")
+    seen = placement_snapshot.fleet("another")
     roomy = choose(seen, need=Need(vram=least * GB, vram_required=True))
-    assert _ids(roomy.ranked) == [node.pk for node in finders.with_vram(least * GB)]
-    idle = [node.pk for node in finders.idle()]
-    others = [node.pk for node in finders.least_loaded() if node.pk not in idle]
+    assert _ids(roomy.ranked) == [node.pk for node in replica_queries.with_vram(least * GB)]
+    idle = [node.pk for node in replica_queries.idle()]
+    others = [node.pk for node in replica_queries.least_loaded() if node.pk not in idle]
     assert _ids(choose(seen).ranked) == [*idle, *others]
 
 

@@ -12,7 +12,7 @@ from pytest_django import Settings
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply
-from nodes.inference import streams
+from nodes.gateway import streams
 from tests.support import hot
 from tests.support.answering import ASK, CHAT, definitions, play, reply, streamed
 from tests.support.scripted import Refusal, Scripted, Step, words
@@ -128,7 +128,7 @@ def test_a_client_may_leave_at_any_moment(stream: bool) -> None:
                 await work
                 ended.append(answer.whole)
         assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
-        left = [task for task in asyncio.all_tasks() if "nodes.inference" in repr(task)]
+        left = [task for task in asyncio.all_tasks() if "nodes.dialects" in repr(task)]
         assert not left
         return ended
 

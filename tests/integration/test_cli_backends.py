@@ -19,9 +19,9 @@ from django.db import OperationalError
 from localai_cluster.kit import clock
 from nodes.api import operations
 from nodes.backends import admission, intents, upgrade_state
+from nodes.backends.backend_requests import INSTALL, Asked, Wish
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.upgrade_rules import Offered
-from nodes.backends.wishes import INSTALL, Asked, Wish
 from nodes.management import bars, following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.changes import events

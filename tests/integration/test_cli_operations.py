@@ -13,9 +13,9 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents
+from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import INSTALL, UPGRADE, Asked, Wish
 from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger

@@ -14,7 +14,7 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply
 from localai_cluster.web import wire
-from nodes.inference import streams
+from nodes.gateway import streams
 from nodes.models import BackendNode
 from tests.support import hot
 from tests.support.answering import CHAT, DEFINITION, finished, one, play, reply

@@ -11,7 +11,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import errors
 from nodes.models import NodeEvent, NodeModel
-from nodes.registry import dialling
+from nodes.registry import dial_targets
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -30,18 +30,18 @@ def test_a_reply_may_name_what_was_registered_in_any_spelling() -> None:
     """A stock worker replies with the host that it advertises and the engine's port (nats.md §4.1)."""
     node = api.make_node("gpu-1", address="GPU-1.Example:50051")
     for replied in ("GPU-1.Example:50053", "gpu-1.example.:1", "gpu-1.EXAMPLE:65535"):
-        assert dialling.accept(node.id, replied, now=NOW).address == replied
+        assert dial_targets.accept(node.id, replied, now=NOW).address == replied
     assert not NodeEvent.objects.filter(kind="address_refused").exists()
 
 
 def test_ipv6_has_one_spelling() -> None:
     node = api.make_node("gpu-1", address="[2001:db8::1]:50051")
-    assert dialling.accept(node.id, "[2001:DB8:0::1]:7", now=NOW)
+    assert dial_targets.accept(node.id, "[2001:DB8:0::1]:7", now=NOW)
 
 
 def refused(node_id: Any, replied: str, now: datetime = NOW) -> str:
-    with pytest.raises(dialling.AddressRefused) as caught:
-        dialling.accept(node_id, replied, now=now)
+    with pytest.raises(dial_targets.AddressRefused) as caught:
+        dial_targets.accept(node_id, replied, now=now)
     return caught.value.message
 
 
@@ -75,15 +75,15 @@ def test_a_long_or_invisible_address_is_kept_short_and_readable() -> None:
 
 def test_a_reply_of_a_removed_node_is_refused() -> None:
     with pytest.raises(errors.NotFound):
-        dialling.accept(uuid4(), "gpu-1:1", now=NOW)
+        dial_targets.accept(uuid4(), "gpu-1:1", now=NOW)
 
 
 @pytest.mark.usefixtures("listed")
 def test_a_listed_host_holds_for_its_node_only() -> None:
     one = api.make_node("gpu-1", address="gpu-1:50051", http_address="10.0.0.5:50050")
     two = api.make_node("gpu-2", address="gpu-2:50051")
-    assert dialling.accept(one.id, "gpu-1.LAN:7", now=NOW)
-    assert dialling.accept(one.id, "10.0.0.5:7", now=NOW)
+    assert dial_targets.accept(one.id, "gpu-1.LAN:7", now=NOW)
+    assert dial_targets.accept(one.id, "10.0.0.5:7", now=NOW)
     refused(one.id, "gpu-2:7")
     refused(two.id, "10.0.0.5:7")
 
@@ -129,10 +129,10 @@ def test_a_worker_of_another_machine_cannot_register_this_one(told: str) -> None
     """The server would dial its own ports."""
     for address, http, field in ((told, "", "address"), ("gpu-1:1", told, "http_address")):
         with pytest.raises(errors.InvalidInput, match="LOCALAI_ADVERTISE_ADDR") as caught:
-            dialling.check_registered("gpu-1", address, http, "192.0.2.7")
+            dial_targets.check_registered("gpu-1", address, http, "192.0.2.7")
         assert caught.value.field == field
     for own in ("127.0.0.1", "::1", "", own_address()):
-        dialling.check_registered("gpu-1", told, told, own)
+        dial_targets.check_registered("gpu-1", told, told, own)
 
 
 def own_address() -> str:
@@ -173,4 +173,4 @@ def test_no_node_is_a_clouds_metadata_service(host: str, settings: Settings) -> 
     plain = host.lower().strip("[].").removeprefix("::ffff:")
     listed = {"gpu-1": frozenset({plain})}
     settings.CLUSTER = replace(settings.CLUSTER, node_hosts=listed)
-    assert dialling.accept(node.id, f"{host}:50053", now=NOW)
+    assert dial_targets.accept(node.id, f"{host}:50053", now=NOW)

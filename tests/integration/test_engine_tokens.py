@@ -20,10 +20,10 @@ from localai_cluster.asgi import application
 from localai_cluster.kit.clock import now
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import ModelOptions
+from nodes.gateway.request import Replica
 from nodes.live import rows
 from nodes.models import BackendNode, NodeConflict
-from nodes.registry import dialling, services
-from nodes.routing.request import Replica
+from nodes.registry import dial_targets, services
 from tests.support import api, backends, hot, pages
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -147,7 +147,7 @@ def test_engines_tell_the_two_tokens_apart(token: str, status: int, tmp_path: Pa
 )
 def test_a_load_offers_the_same(engine_token: str, weak: bool, offers: str) -> None:
     node = hot.node(engine_token=engine_token, weak_identity=weak)
-    assert dialling.accept(node.id, "127.0.0.1:7001", now=now()).token == offers
+    assert dial_targets.accept(node.id, "127.0.0.1:7001", now=now()).token == offers
 
 
 def test_each_registration_says_what_holds() -> None:
@@ -206,7 +206,7 @@ def test_no_one_is_shown_it(caplog: pytest.LogCaptureFixture) -> None:
         surfaces.append(out.getvalue())
     surfaces += [str(rows.read()), str([rows.shown(raw) for raw in rows.read().values()])]
     claim = services.claim(told, secret=api.SECRET, source_address="")
-    contact, replica = dialling.Contact("h:1", MINE), Replica(node.id, node.id, 0, "m", "h:1", MINE)
+    contact, replica = dial_targets.Contact("h:1", MINE), Replica(node.id, node.id, 0, "m", "h:1", MINE)
     surfaces += [repr(one) for one in (node, told, claim, contact, replica)]
     surfaces.append(caplog.text)
     for model in apps.get_models():

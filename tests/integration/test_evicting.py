@@ -14,26 +14,27 @@ from django.db import transaction
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.database_pool import Pool
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.rpc.errors import BackendError
+from nodes.decisions import placement_snapshot
 from nodes.definitions.files import parse
 from nodes.definitions.folder import Folder
+from nodes.gateway.picks import Picker
+from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.room import what_makes_room
-from nodes.loading.stopping import Stopper
+from nodes.loading.free_memory import what_makes_room
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
-from nodes.placement.settle import LoadQuestion
-from nodes.replicas import eviction, hooks, retire, slots, snapshot, stops, terminations
+from nodes.placement.load_decision import LoadQuestion
+from nodes.replicas import eviction, hooks, retire, slots, stops, terminations
 from nodes.replicas.hooks import Removed
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
-from nodes.routing.picks import Picker
-from nodes.routing.pool import Pool
-from nodes.routing.request import InferenceRequest
+from nodes.replicas.stopper import Stopper
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
 from tests.support import hot
@@ -59,7 +60,7 @@ def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: A
 
 
 def asked(model: str, need: Need) -> LoadQuestion:
-    return LoadQuestion(FleetView(snapshot.fleet(model), need))
+    return LoadQuestion(FleetView(placement_snapshot.fleet(model), need))
 
 
 def placed(number: int, need: Need) -> Slot | Eviction | None:
@@ -162,7 +163,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
 
     def free(available: int) -> int:
         BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
-        return snapshot.fleet("any")[0].free_vram // GB
+        return placement_snapshot.fleet("any")[0].free_vram // GB
 
     try:
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
@@ -243,14 +244,14 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
-    (view,) = snapshot.fleet("m")
+    (view,) = placement_snapshot.fleet("m")
     assert isinstance(
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
-    assert snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
     assert retire.confirm(victim.pk, stop_sent=sent)
-    assert snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
@@ -263,7 +264,7 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     with django_assert_num_queries(3):
         what_makes_room("m", question, question.view.decide())
     with django_assert_num_queries(5):
-        found = snapshot.fleet("m", conflicts={"a", "c"})
+        found = placement_snapshot.fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 

@@ -12,12 +12,12 @@ from django.db import IntegrityError, OperationalError, transaction
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from nodes.decisions import decision_log, fleet_snapshots, placement_snapshot, snapshot_sections
+from nodes.decisions.fleet_snapshots import Seen
+from nodes.decisions.snapshot_sections import Section
 from nodes.models import PlacementLog, PlacementRecord
-from nodes.placement import sections
-from nodes.placement.sections import Section
 from nodes.reconcilers import recomputing, tasks
-from nodes.replicas import fleet_log, reasons, slots, snapshot
-from nodes.replicas.fleet_log import Seen
+from nodes.replicas import slots
 from tests.support import hot
 from tests.support.deciding import decided
 from tests.support.fleet import at_once, unexpected
@@ -29,11 +29,11 @@ MINUTE = timedelta(minutes=1)
 
 
 def remember(now: datetime, **rows: Any) -> Seen:
-    return fleet_log.remember({"nodes": Section(rows)}, now=now)
+    return fleet_snapshots.remember({"nodes": Section(rows)}, now=now)
 
 
 def recalled(seen: Seen) -> Any:
-    state = fleet_log.recall(seen)
+    state = fleet_snapshots.recall(seen)
     return None if state is None else state["nodes"]
 
 
@@ -71,7 +71,7 @@ def test_a_clock_that_was_set_back_and_an_hour_begin_a_base() -> None:
 
 
 def test_a_log_that_has_grown_larger_than_its_base_ends() -> None:
-    now, large = clock.now(), "x" * fleet_log.LEAST_LOG
+    now, large = clock.now(), "x" * fleet_snapshots.LEAST_LOG
     first = remember(now, a="")
     assert remember(now, a=large).base == first.base
     assert remember(now, a="").base != first.base
@@ -124,11 +124,11 @@ def test_a_kill_between_base_and_log_or_between_log_and_record_harms_no_other() 
     """The process that comes next begins a base of its own, and what was written stays as it is."""
     now = clock.now()
     hot.node("a")
-    reasons.record(decided(), now=now)
+    decision_log.record(decided(), now=now)
     unused = remember(now, a=1)
-    fleet_log.forget()  # as in a process that has just begun
+    fleet_snapshots.forget()  # as in a process that has just begun
     hot.node("b")
-    reasons.record(decided(), now=now)
+    decision_log.record(decided(), now=now)
     bases = set(PlacementRecord.objects.values_list("base", flat=True))
     assert len(bases) == 2
     assert unused.base in bases
@@ -144,9 +144,9 @@ def test_two_processes_write_at_once() -> None:
     for number in range(20):
         hot.node(f"n{number}")
         at = number % 2
-        fleet_log._log = logs[at]
-        reasons.record(decided(), now=now)
-        logs[at] = fleet_log._log
+        fleet_snapshots._log = logs[at]
+        decision_log.record(decided(), now=now)
+        logs[at] = fleet_snapshots._log
     assert PlacementLog.objects.values("base").distinct().count() == 2
     records = list(PlacementRecord.objects.order_by("id"))
     assert [recomputing.recomputed(one) for one in records] == [recomputing.said(one) for one in records]
@@ -191,10 +191,10 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, snapshot_retention=86400.0)
     now = clock.now()
     for age in (0, 23, 25):
-        fleet_log.forget()
+        fleet_snapshots.forget()
         told = decided(f"m{age}")
         assert told.seen is not None
-        reasons.record(told, now=now)
+        decision_log.record(told, now=now)
         PlacementLog.objects.filter(base=told.seen.base).update(at=now - timedelta(hours=age))
     tasks.prune_timeline()
     found = {one.model_name: recomputing.recomputed(one) for one in PlacementRecord.objects.all()}
@@ -206,12 +206,12 @@ def test_a_thousand_nodes_are_bounded() -> None:
     """A base of a thousand nodes, and a decision after a beat of one of them."""
     now = clock.now()
     hot.node("a")
-    (view,) = snapshot.fleet("m")
+    (view,) = placement_snapshot.fleet("m")
     nodes = [dataclasses.replace(view, id=UUID(int=n), name=f"node-{n:04}") for n in range(1000)]
-    reasons.record(decided("m", nodes=nodes), now=now)
+    decision_log.record(decided("m", nodes=nodes), now=now)
     nodes[7] = dataclasses.replace(nodes[7], free_vram=5)
-    reasons.record(decided("other", nodes=nodes), now=now)
+    decision_log.record(decided("other", nodes=nodes), now=now)
     base, entry = (len(bytes(row.body)) for row in PlacementLog.objects.order_by("id"))
     assert base < 200_000
     assert entry < 1_000
-    assert sections.restored([b"{}"]) == {}
+    assert snapshot_sections.restored([b"{}"]) == {}

@@ -19,26 +19,27 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import hold, load
-from nodes.loading.another import load_another
-from nodes.loading.hold import MovingWish
-from nodes.loading.room import what_makes_room
-from nodes.loading.stopping import Stopper
+from nodes.decisions import placement_snapshot, reserved_memory
+from nodes.gateway.request import InferenceRequest, Replica
+from nodes.loading import load, progress_deadline
+from nodes.loading.free_memory import what_makes_room
+from nodes.loading.progress_deadline import MovingWish
+from nodes.loading.scale_up import load_another
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
+from nodes.models.replica import load_key
 from nodes.placement.choose import Need, choose
 from nodes.placement.explain import FleetView
-from nodes.placement.settle import LoadQuestion
-from nodes.reconcilers import replicas, stuck, tasks
+from nodes.placement.load_decision import LoadQuestion
+from nodes.reconcilers import replicas, stuck_replicas, tasks
 from nodes.registry import services
-from nodes.replicas import drains, eviction, load_ends, retire, slots, snapshot, terminations, vram
+from nodes.replicas import drains, eviction, load_ends, retire, slots, terminations, unload_requests
 from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
-from nodes.routing.request import InferenceRequest, Replica
+from nodes.replicas.stopper import Stopper
+from nodes.replicas.unload_requests import UnloadWish
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from nodes.unloading import asking
-from nodes.unloading.asking import UnloadWish
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Work, in_thread
@@ -147,13 +148,13 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     node = hot.node()
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
-    assert stuck.tell(now=clock.now()) == 0
+    assert stuck_replicas.tell(now=clock.now()) == 0
     assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
     stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
-    assert stuck.tell(now=clock.now()) == 0
+    assert stuck_replicas.tell(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
-    assert stuck.tell(now=clock.now()) == 0
+    assert stuck_replicas.tell(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
     assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
@@ -163,7 +164,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = snapshot.fleet("echo", only=[node.pk])
+    (view,) = placement_snapshot.fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -180,7 +181,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: snapshot.fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: placement_snapshot.fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -205,7 +206,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return snapshot.fleet("any", only=[node.pk])[0].free_vram // GB
+    return placement_snapshot.fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -243,7 +244,7 @@ def test_what_comes_back_stays_below_a_budget_and_adds_up() -> None:
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8))
     rows = [old(node, "echo", index) for index in range(2)]
     for row in rows:
-        vram.credit(row, stop_sent=clock.now())
+        reserved_memory.credit(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 22
     BackendNode.objects.update(vram_budget_bytes=15 * GB)
@@ -261,7 +262,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
         raise OperationalError("connection lost")
 
     for name in ("credit", "release"):
-        monkeypatch.setattr(vram, name, lost)
+        monkeypatch.setattr(reserved_memory, name, lost)
     node = read_node("one", 2)
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
     row = hot.replica(node, loaded_at=clock.now() if state == "unloading" else None, **fields)
@@ -278,7 +279,7 @@ def test_no_more_comes_back_than_the_node_has() -> None:
     node = read_node("one", 2)
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8), total_vram=24 * GB)
     row = old(node, "echo", size=40)
-    vram.credit(row, stop_sent=clock.now())
+    reserved_memory.credit(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 24
 
@@ -361,7 +362,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = snapshot.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = placement_snapshot.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = what_makes_room(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -391,7 +392,7 @@ def test_an_eviction_a_successor_and_an_unload_never_take_one_replica_twice() ->
     jobs = [
         lambda: placed(1, need),
         lambda: gives_way(row),
-        lambda: asking.unload(UnloadWish("a", "anna", node=node, index=0), now=clock.now()),
+        lambda: unload_requests.unload(UnloadWish("a", "anna", node=node, index=0), now=clock.now()),
     ]
     results = at_once(*jobs)
     assert [one for one in unexpected(results) if "not loaded" not in str(one)] == []
@@ -434,7 +435,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose(snapshot.fleet("echo"))
+    decision = choose(placement_snapshot.fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(
@@ -451,8 +452,8 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
     request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
-        asking.unload(UnloadWish("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load.KIND, key=load.key("m"), element="m", actor="key")
+        unload_requests.unload(UnloadWish("m", "anna"), now=clock.now())
+    joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in lease.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
@@ -506,7 +507,7 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hold, "base", lambda: 60.0)
+    monkeypatch.setattr(progress_deadline, "base", lambda: 60.0)
     asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
     await MovingWish(Work(asked, Recorder(write_batch))).moved(7)

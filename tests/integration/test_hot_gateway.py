@@ -18,9 +18,9 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
-from nodes.inference import gateway
+from nodes.gateway import gateway
+from nodes.gateway.request import Replica
 from nodes.models import NodeModel, ReplicaUse
-from nodes.routing.request import Replica
 from operations.models import Operation
 from tests.support import backends, hot
 
@@ -405,7 +405,7 @@ def test_an_unexpected_error_stays_inside(
     def broken(_: Any) -> Any:
         raise RuntimeError("a secret detail")
 
-    monkeypatch.setattr("nodes.inference.embeddings.parse", broken)
+    monkeypatch.setattr("nodes.dialects.embeddings.parse", broken)
 
     async def scenario(client: hot.Client, _: Any) -> hot.Reply:
         return await reply(

@@ -10,7 +10,7 @@ from localai_cluster.accounts import credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.accounts.principals import ANONYMOUS
 from localai_cluster.kit import clock
-from nodes.routing.request import InferenceRequest
+from nodes.gateway.request import InferenceRequest
 from tests.support import hot
 
 pytestmark = pytest.mark.django_db(transaction=True)

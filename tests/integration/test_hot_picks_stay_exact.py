@@ -12,14 +12,14 @@ import psycopg
 import pytest
 from django.db import connection
 
-from localai_cluster.kit import clock, processes
+from localai_cluster.kit import clock, database_pool, processes
+from nodes.gateway import web_process
+from nodes.gateway.picks import Picker
+from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
-from nodes.routing import pool, process
-from nodes.routing.picks import Picker
-from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.picks import acquire
 
@@ -183,7 +183,7 @@ def test_clean_stop_gives_everything_back() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            heartbeat = process.ProcessHeartbeat(picker, silence_limit=15)
+            heartbeat = web_process.ProcessHeartbeat(picker, silence_limit=15)
             await heartbeat.start()
             await asyncio.gather(*(acquire(picker) for _ in range(5)))
             await heartbeat.stop()
@@ -263,7 +263,7 @@ def test_removal_races_with_picks() -> None:
 def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs enforces no limit of its own; the request goes on over another connection."""
     hot.replica(hot.node())
-    monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(database_pool, "ANSWER_SECONDS", 0.5)
 
     async def scenario() -> None:
         async with hot.picker() as picker:

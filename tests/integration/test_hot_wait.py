@@ -16,9 +16,10 @@ from pytest_django import Settings
 from localai_cluster.accounts import actors, principals
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
-from nodes.inference import gateway
-from nodes.loading.load import KIND, key
+from nodes.gateway import gateway
+from nodes.loading.load import KIND
 from nodes.models import BackendNode, NodeEvent
+from nodes.models.replica import load_key
 from nodes.registry import timeline
 from operations.ledger import admission, lease, outcome
 from operations.ledger.progress import Tick
@@ -98,7 +99,7 @@ def test_one_load_for_everyone() -> None:
 
     run(scenario)
     operation = Operation.objects.get()
-    assert (operation.kind, operation.key, operation.element) == (KIND, key("echo"), "echo")
+    assert (operation.kind, operation.key, operation.element) == (KIND, load_key("echo"), "echo")
     assert operation.payload == {"model": "echo"}
     assert operation.actor == "static-key"
     assert operation.client_address == "192.0.2.7"
@@ -304,7 +305,7 @@ def test_each_request_that_attaches_moves_the_wish_forward(cluster: Callable[...
 def test_another_operation_on_the_model_is_a_503() -> None:
     """A model that is being worked on otherwise is not loadable right now; the answer names what is under
     way."""
-    other = admission.OperationRequest("model_delete", key=key("echo"), element="echo", actor="x")
+    other = admission.OperationRequest("model_delete", key=load_key("echo"), element="echo", actor="x")
     admission.admit(other, now=clock.now())
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
@@ -381,7 +382,7 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     none = {"code": 404, "message": "no load is running for model echo", "type": "not_found_error"}
     assert status(api.admin()) == (404, {"error": none})
     wanted = admission.OperationRequest(
-        KIND, key=key("echo"), element="echo", payload={"model": "echo"}, actor="a"
+        KIND, key=load_key("echo"), element="echo", payload={"model": "echo"}, actor="a"
     )
     admission.admit(wanted, now=clock.now())
     counters = {"progress": 0.0, "bytes_sent": 0, "total_bytes": 0, "file_index": 0, "total_files": 0}

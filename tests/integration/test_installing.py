@@ -13,7 +13,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode, decode_galleries, encode
-from nodes.backends import install, one_node, upgrade_delete
+from nodes.backends import install, node_commands, upgrade_delete
 from nodes.backends.intents import Intent, Known
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
@@ -116,7 +116,7 @@ async def test_progress_is_that_of_the_part_on_its_node(stage: Stage) -> None:
 )
 @pytest.mark.rule("R6.33", "T-MGR-11")
 def test_a_list_proves_only_what_it_did_not_show_before(
-    command: one_node.Command, known: str | None, listed: str | None, proven: bool
+    command: node_commands.Command, known: str | None, listed: str | None, proven: bool
 ) -> None:
     """A backend that was there before, and an upgrade's old version, say nothing of a command under way."""
     row = PendingBackendOp(backend="echo")
@@ -187,12 +187,12 @@ def test_figures_of_progress_are_what_they_can_be(
     event: m.ProgressEvent, phase: str, figures: tuple[int, int, float]
 ) -> None:
     """A worker's numbers are a stranger's."""
-    tick = one_node.tick(hot.node(), event)
+    tick = node_commands.tick(hot.node(), event)
     assert (tick.phase, (tick.current_bytes, tick.total_bytes, tick.percentage)) == (phase, figures)
 
 
 def test_a_label_of_progress_is_a_line_of_text() -> None:
-    tick = one_node.tick(hot.node(), m.ProgressEvent(file_name="a\n\u202e" + "x" * 100_000))
+    tick = node_commands.tick(hot.node(), m.ProgressEvent(file_name="a\n\u202e" + "x" * 100_000))
     assert len(tick.file_name) <= 512
     assert tick.file_name[:4] == "a  x"
     assert tick.message == tick.file_name

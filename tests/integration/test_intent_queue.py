@@ -14,12 +14,12 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, NoResponders, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.backends import admission, install, intent_queue
-from nodes.backends.flights import OnProgress
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
-from nodes.backends.one_node import Command
-from nodes.backends.outcomes import Outcome
-from nodes.loading.elsewhere import load_elsewhere
+from nodes.backends.node_commands import Command
+from nodes.commands.outcomes import Outcome
+from nodes.commands.shared_commands import OnProgress
+from nodes.loading.replacement import load_elsewhere
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.changes import feed

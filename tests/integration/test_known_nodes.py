@@ -11,12 +11,12 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import cancellation, clock
 from nodes.api.heartbeats import Gate, HeartbeatApplication
-from nodes.inference import gateway
+from nodes.gateway import gateway
 from nodes.models import BackendNode
-from nodes.registry import heartbeats, known, services
+from nodes.registry import heartbeats, identity_cache, services
 from nodes.registry.identity import WrongCredential
-from nodes.registry.known import KnownNodes
-from operations.executor.waiting import Hints
+from nodes.registry.identity_cache import KnownNodes
+from operations.executor.wake_ups import Hints
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 
@@ -29,7 +29,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("nodes.registry.known.clock.monotonic", lambda: self.now)
+        monkeypatch.setattr("nodes.registry.identity_cache.clock.monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_beat_of_a_known_node_costs_no_statement(database: Counted, hand
         found = [await gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet)]
         assert found == [None] * 20
         hand.now += 2.0
-    assert database.statements == [known.ALL] * 2
+    assert database.statements == [identity_cache.ALL] * 2
 
 
 @pytest.mark.rule("http-1.2")
@@ -60,7 +60,7 @@ async def test_a_revoked_secret_is_refused_within_five_seconds(database: Counted
     node, gate = await made(), Gate(lambda: database, KnownNodes())
     assert await gate.prove(beat_of(node)) is None
     await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
-    hand.now += known.MAX_AGE - 0.01
+    hand.now += identity_cache.MAX_AGE - 0.01
     assert await gate.prove(beat_of(node)) is None
     hand.now += 0.01
     assert isinstance(await gate.prove(beat_of(node)), WrongCredential)
@@ -120,7 +120,7 @@ async def test_a_fleet_that_changed_is_read_as_a_whole(database: Counted, hand: 
         memory.forget(str(node.id))
     for number, node in enumerate(fleet):
         assert await gate.prove(beat_of(node, f"{number:064x}")) is None
-    assert database.statements == [known.ALL] * 2
+    assert database.statements == [identity_cache.ALL] * 2
 
 
 @pytest.mark.rule("http-1.2")
@@ -141,13 +141,13 @@ async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     gate = Gate(lambda: database, KnownNodes())
     calls = (gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet))
     assert await asyncio.gather(*calls) == [None] * 20
-    assert database.statements == [known.ALL]
+    assert database.statements == [identity_cache.ALL]
 
 
 async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
-    monkeypatch.setattr(known, "MAX_AGE", 600.0)
-    node, memory = await made(), known.shared()
+    monkeypatch.setattr(identity_cache, "MAX_AGE", 600.0)
+    node, memory = await made(), identity_cache.shared()
     listening = asyncio.create_task(gateway._listen(Hints()))
     try:
 

@@ -18,8 +18,8 @@ from localai_cluster.accounts.models import ApiKey, InitialPassword
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.web import sockets
 from localai_cluster.websockets import websocket_application
-from nodes.inference import gateway
-from operations.executor.waiting import Hints
+from nodes.gateway import gateway
+from operations.executor.wake_ups import Hints
 from tests.support import live
 from tests.support.feed import PAGE, Open, process, signed_in, tab
 

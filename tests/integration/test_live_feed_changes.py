@@ -14,8 +14,8 @@ from nodes.live import topics
 from nodes.live import watch as watching
 from nodes.registry import services
 from nodes.scheduling import passes, store
-from nodes.scheduling.picture import Ruling
 from nodes.scheduling.rules import Rule
+from nodes.scheduling.snapshot import Ruling
 from operations.changes import events, feed
 from operations.ledger import admission, lease, outcome
 from operations.ledger.progress import Tick

@@ -15,18 +15,19 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
+from nodes.decisions import placement_snapshot
 from nodes.definitions.files import Definition, parse
-from nodes.loading import load, placing
-from nodes.loading.another import load_another, under_way
-from nodes.loading.elsewhere import load_elsewhere
-from nodes.loading.wish import ANOTHER, wish_of
+from nodes.loading import load, load_placement
+from nodes.loading.load_request import ANOTHER, wish_of
+from nodes.loading.replacement import load_elsewhere
+from nodes.loading.scale_up import load_another, under_way
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
+from nodes.models.replica import load_key
 from nodes.placement.choose import NOTHING, choose
-from nodes.reconcilers import wakes
-from nodes.replicas import slots, snapshot
+from nodes.reconcilers import wake_ups
+from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
-from nodes.unloading import asking
-from nodes.unloading.asking import UnloadWish
+from nodes.replicas.unload_requests import UnloadWish
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Abandoned, Postpone, Work
@@ -51,12 +52,12 @@ def another(model: str = "m", *only: UUID) -> Operation:
 
 def joined(model: str = "m") -> admission.Admission:
     """As a request asks."""
-    request = OperationRequest(load.KIND, key=load.key(model), element=model, actor="key")
+    request = OperationRequest(load.KIND, key=load_key(model), element=model, actor="key")
     return admit(request, now=clock.now())
 
 
 def unloaded(model: str = "m") -> admission.Admission:
-    return asking.unload(UnloadWish(model, "anna"), now=clock.now())
+    return unload_requests.unload(UnloadWish(model, "anna"), now=clock.now())
 
 
 def end(operation: Operation) -> None:
@@ -105,7 +106,7 @@ class TestShares:
     @pytest.mark.parametrize("verb", ["unload", "delete"])
     def test_an_unload_and_the_loads_of_its_model_exclude_each_other(self, verb: str) -> None:
         hot.replica(hot.node(), "m")
-        wish, ask = UnloadWish("m", "anna"), getattr(asking, verb)
+        wish, ask = UnloadWish("m", "anna"), getattr(unload_requests, verb)
         one = another()
         with pytest.raises(errors.Conflict, match=str(one.id)):
             ask(wish, now=clock.now())
@@ -130,8 +131,8 @@ class TestShares:
             results = at_once(*jobs)
             assert unexpected(results) == []
             active = Operation.objects.active()
-            assert set(active.values_list("kind", flat=True)) in ({load.KIND}, {asking.UNLOAD})
-            expected = ["model:m#all"] if active.filter(kind=asking.UNLOAD).exists() else load_keys()
+            assert set(active.values_list("kind", flat=True)) in ({load.KIND}, {unload_requests.UNLOAD})
+            expected = ["model:m#all"] if active.filter(kind=unload_requests.UNLOAD).exists() else load_keys()
             assert sorted(active.values_list("key", flat=True)) == expected
             for operation in active:
                 end(operation)
@@ -159,7 +160,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(snapshot.fleet("m")).node
+                chosen = choose(placement_snapshot.fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -180,7 +181,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = snapshot.fleet("m")
+        (view,) = placement_snapshot.fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -197,7 +198,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = snapshot.fleet("m")
+        (view,) = placement_snapshot.fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -226,12 +227,12 @@ def claimed(operation: Operation) -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work) -> placing.Place:
+async def placed(work: Work) -> load_placement.Place:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    wanted = placing.Wanted(definition(), NOTHING)
-    return await placing.place(bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence))
+    wanted = load_placement.Wanted(definition(), NOTHING)
+    return await load_placement.place(bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence))
 
 
 class TestPlacing:
@@ -283,12 +284,12 @@ class TestPlacing:
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
         outcome.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
-        assert wakes.wake([node.id]) == 0
+        assert wake_ups.wake([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
-        assert wakes.wake([other.id]) == wakes.wake(None) == 0, "the load is not for this node"
+        assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"
         NodeLabel.objects.create(node=node, key="tier", value="fast")
-        assert wakes.wake([other.id]) == 0
-        assert wakes.wake([other.id, node.id]) == 1
+        assert wake_ups.wake([other.id]) == 0
+        assert wake_ups.wake([other.id, node.id]) == 1
 
     def test_the_fleet_is_read_with_the_same_number_of_queries_whatever_its_size(
         self, django_assert_num_queries: Any
@@ -298,8 +299,8 @@ class TestPlacing:
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
-                selector = snapshot.selectors_of(["m", "n"])["m"]
-                seen = snapshot.fleet("m", selector=selector)
+                selector = placement_snapshot.selectors_of(["m", "n"])["m"]
+                seen = placement_snapshot.fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

@@ -21,7 +21,7 @@ from nodes.backends.install import offered_to
 from nodes.definitions.files import Definition, load_options, read
 from nodes.loading import load
 from nodes.loading.failures import refusals
-from nodes.loading.wish import ANOTHER, ONLY
+from nodes.loading.load_request import ANOTHER, ONLY
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
 from operations.executor.recorder import Recorder
 from operations.executor.work import Postpone, Work, in_thread

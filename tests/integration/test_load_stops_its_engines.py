@@ -14,15 +14,16 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
+from nodes.decisions import placement_snapshot
 from nodes.loading import node_options
-from nodes.loading.another import load_another
 from nodes.loading.failures import LoadFailed
-from nodes.loading.stopping import Stopper
-from nodes.loading.wish import ANOTHER
+from nodes.loading.load_request import ANOTHER
+from nodes.loading.scale_up import load_another
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import load_ends, retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
+from nodes.replicas.stopper import Stopper
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.ledger import lease
 from tests.conftest import eventually
@@ -189,7 +190,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(snapshot.fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(placement_snapshot.fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index

@@ -16,15 +16,16 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected, RequestTimeout
 from localai_cluster.rpc.errors import Lost
-from nodes.backends import commands, intents
+from nodes.backends import intents
+from nodes.commands import commands
 from nodes.definitions.folder import Folder
-from nodes.loading import asking, load
+from nodes.loading import load, node_contact
 from nodes.loading.failures import LoadFailed
-from nodes.loading.stopping import Stopper
 from nodes.models import NodeBackend, NodeModel
-from nodes.placement.setbacks import from_payload
+from nodes.placement.node_backoff import from_payload
 from nodes.replicas import retire
-from operations.executor.waiting import Hints
+from nodes.replicas.stopper import Stopper
+from operations.executor.wake_ups import Hints
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.models import Operation
 from tests.support import hot
@@ -183,7 +184,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     stage: Stage, silence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dead nodes that still count as healthy rank first; the one that lives gets the load all the same."""
-    monkeypatch.setattr(asking, "ANSWER_WITHIN", 0.05)
+    monkeypatch.setattr(node_contact, "ANSWER_WITHIN", 0.05)
     dead = [
         *(stage.one, stage.two),
         *[await hot.in_thread(partial(hot.node, f"dead-{number}", available_vram=9)) for number in range(10)],

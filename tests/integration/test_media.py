@@ -21,7 +21,8 @@ from localai_cluster import raw_routes
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
-from nodes.inference import audio_transcriptions, endpoint
+from nodes.dialects import audio_transcriptions
+from nodes.gateway import endpoint
 from nodes.models import BackendNode
 from tests.support import hot
 from tests.support.environment import API_KEY

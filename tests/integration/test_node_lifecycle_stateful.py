@@ -30,12 +30,12 @@ from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit.errors import ClusterError
+from nodes.decisions.placement_snapshot import fleet
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
 from nodes.placement.choose import refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import identity, services
 from nodes.registry.heartbeats import Beat
-from nodes.replicas.snapshot import fleet
 from tests.support.effort import EFFORT
 from tests.support.environment import REGISTRATION_TOKEN
 from tests.support.fleet import ANNA, NOW, ROOT, beat, register, replica

@@ -14,8 +14,9 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
-from nodes.backends import commands, node_stop
-from nodes.backends.one_node import CommandFailed
+from nodes.backends import node_stop
+from nodes.commands import commands
+from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import services
 from operations.executor.operation_queue import write_batch

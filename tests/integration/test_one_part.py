@@ -6,9 +6,9 @@ import pytest
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot

@@ -12,6 +12,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
+from nodes.decisions.placement_snapshot import fleet
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -26,7 +27,6 @@ from nodes.registry import services
 from nodes.registry.services import Running
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.slots import Slot, reserve
-from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
     NOW,
     ROOT,

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
+from nodes.gateway.prefix_statement import EXCHANGE_BY_PREFIX
+from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.replicas import statements
-from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
-from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.picks import raw

@@ -13,20 +13,20 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from nodes.loading import another, load
+from nodes.gateway.prefix_service import PrefixService
+from nodes.gateway.prefix_updates import Given
+from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.prompt_chains import chain
+from nodes.gateway.request import InferenceRequest, Replica
+from nodes.loading import load, scale_up
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
 from nodes.replicas import hooks, retire
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
-from nodes.routing.chains import chain
-from nodes.routing.pool import Pool
-from nodes.routing.prefix_news import Given
-from nodes.routing.prefix_service import PrefixService
-from nodes.routing.prefixes import Prefixes
-from nodes.routing.request import InferenceRequest, Replica
 from nodes.scheduling import pressure, store
 from nodes.scheduling.rules import Rule
 from operations.models import Operation, Status
@@ -285,7 +285,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(another, "load_another", refuse)
+        patched.setattr(scale_up, "load_another", refuse)
         replicas.look(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")

@@ -21,8 +21,9 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
+from nodes.decisions import decision_log, placement_snapshot
 from nodes.definitions.files import Definition, parse
-from nodes.loading import load, placing
+from nodes.loading import load, load_placement
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -33,11 +34,12 @@ from nodes.models import (
     PlacementRecord,
 )
 from nodes.models.reasons import PlacementOutcome
+from nodes.models.replica import load_key
 from nodes.placement.choose import NOTHING, Need
 from nodes.placement.explain import Ending
 from nodes.reconcilers import recomputing, tasks
 from nodes.reconcilers.recomputing import Found
-from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
@@ -70,21 +72,21 @@ def definition() -> Definition:
 
 
 def claimed() -> Work:
-    wanted = admission.OperationRequest(load.KIND, key=load.key("m"), element="m", actor="key")
+    wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
     (mine,) = lease.claim("c", now=now, lease=60, limit=1)
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> placing.Place:
+async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Place:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
             bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    what = placing.Wanted(definition(), need)
-    return await placing.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
+    what = load_placement.Wanted(definition(), need)
+    return await load_placement.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
 
 
 def kept() -> list[PlacementRecord]:
@@ -183,7 +185,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = snapshot.fleet("m")
+        (view,) = placement_snapshot.fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -195,7 +197,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = snapshot.fleet("m")
+        (view,) = placement_snapshot.fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)
@@ -205,7 +207,7 @@ class TestRecords:
         """A wait that goes on is as young as its last look."""
         now = clock.now()
         for age in (0, 29, 31, 50):
-            reasons.record(decided(f"m{age}"), now=now - timedelta(days=age))
+            decision_log.record(decided(f"m{age}"), now=now - timedelta(days=age))
         PlacementRecord.objects.filter(model_name="m50").update(last_at=now)
         tasks.prune_timeline()
         assert {one.model_name for one in kept()} == {"m0", "m29", "m50"}
@@ -253,7 +255,7 @@ class TestExplain:
     def test_a_model_that_never_was_is_404(self) -> None:
         for name in ("nothing", "%00", "org/nothing"):
             assert api.admin().get(f"/api/models/{name}/explain").status_code == 404
-        reasons.record(decided("org/gone"), now=clock.now())
+        decision_log.record(decided("org/gone"), now=clock.now())
         answer = explained("org/gone")
         assert (answer["defined"], answer["next"]["action"]) == (False, "refuse")
         assert answer["next"]["placement"] is None
@@ -314,7 +316,7 @@ class TestExplain:
                 node = hot.node(f"{size}-{number}")
                 NodeLabel.objects.create(node=node, key="tier", value="fast")
                 hot.replica(node, "m")
-                reasons.record(decided("m"), now=clock.now())
+                decision_log.record(decided("m"), now=clock.now())
             explained()  # the mirror reads what is new
             with CaptureQueriesContext(connection) as queries:
                 explained()
@@ -408,7 +410,7 @@ class TestCommandLine:
     def test_it_prints_what_rest_answers(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")
-        reasons.record(decided("m"), now=clock.now())
+        decision_log.record(decided("m"), now=clock.now())
         assert json.loads(run("explain", "m", "--json")) == explained()
         asked = ("--vram", "8", "--replicas", "2", "--node", "2x24GiB", "--selector", "gpu.vram=24GB")
         assert json.loads(run("plan", *asked, "--json")) == planned(
@@ -421,7 +423,7 @@ class TestCommandLine:
     def test_it_reads_as_text(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")
-        reasons.record(decided("m"), now=clock.now())
+        decision_log.record(decided("m"), now=clock.now())
         text = run("explain", "m")
         assert "next request: it is sent to replica 0 on a; requests there: 0" in text
         assert "  not a: no free slot for this model" in text
@@ -441,7 +443,7 @@ class TestCommandLine:
 
 
 def test_the_admin_shows_records_and_changes_none() -> None:
-    reasons.record(decided("m"), now=clock.now())
+    decision_log.record(decided("m"), now=clock.now())
     (row,) = kept()
     client = Client()
     client.force_login(get_user_model().objects.create_superuser("root", password="x"))

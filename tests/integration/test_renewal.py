@@ -13,22 +13,23 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
+from nodes.decisions import placement_snapshot
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
+from nodes.gateway.request import InferenceRequest
 from nodes.loading import load
-from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
-from nodes.placement.settle import LoadQuestion
+from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas
-from nodes.replicas import eviction, finders, slots, snapshot, terminations
-from nodes.routing.request import InferenceRequest
+from nodes.replicas import eviction, replica_queries, slots, terminations
+from nodes.replicas.stopper import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from operations.executor.work import Postpone, Work
 from operations.ledger import lease, outcome
 from operations.models import Operation
@@ -180,7 +181,7 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     one = hot.node("one", max_replicas_per_model=slots, available_vram=free * 2**30)
     former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
     BackendNode.objects.update(vram_read_at=clock.now())
-    view = FleetView(snapshot.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
+    view = FleetView(placement_snapshot.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
     question = LoadQuestion(view, evicts=False)
     decision = view.decide()
     assert decision.node is None
@@ -305,15 +306,15 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
     current = await hot.in_thread(lambda: old(one, 1, config_revision=revision(), in_flight=1))
 
     def seen() -> list[Any]:
-        (view,) = snapshot.fleet("echo")
+        (view,) = placement_snapshot.fleet("echo")
         return [
-            [found.pk for found in finders.with_model("echo")] == [one.pk],
+            [found.pk for found in replica_queries.with_model("echo")] == [one.pk],
             NodeModel.objects.serving().filter(pk=former.pk).exists(),
-            [row.pk for row in finders.least_recently_used([one.pk])] == [former.pk],
-            [row.pk for row in finders.least_recently_used()] == [former.pk],
-            finders.loaded_count("echo"),
+            [row.pk for row in replica_queries.least_recently_used([one.pk])] == [former.pk],
+            [row.pk for row in replica_queries.least_recently_used()] == [former.pk],
+            replica_queries.loaded_count("echo"),
             api.admin().get(f"/api/nodes/{one.pk}").json()["model_count"],
-            (view.taken, finders.capacity("echo")),
+            (view.taken, replica_queries.capacity("echo")),
         ]
 
     async with hot.picker() as picker:

@@ -15,19 +15,20 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
+from nodes.decisions import placement_snapshot
+from nodes.gateway.request import InferenceRequest
 from nodes.loading import load
-from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
-from nodes.models.replica import LOADING_PHASES
+from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import drains as node_drains
 from nodes.registry import services
 from nodes.registry.services import Running
-from nodes.replicas import drains, hooks, load_ends, retire, slots, snapshot, states, terminations
+from nodes.replicas import drains, hooks, load_ends, retire, slots, states, terminations
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.lifecycle import AttemptId, engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
-from nodes.routing.request import InferenceRequest
+from nodes.replicas.stopper import Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, lease
 from operations.models import Operation
@@ -54,14 +55,14 @@ def heard() -> Iterator[list[Removed]]:
 
 def running_load() -> AttemptId:
     """A load that a controller executes."""
-    request = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
+    request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
     admission.admit(request, now=clock.now())
     (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
 
 
 def reserved(node: BackendNode, owner: AttemptId) -> Slot:
-    (view,) = snapshot.fleet("echo", only=[node.pk])
+    (view,) = placement_snapshot.fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot
@@ -198,7 +199,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(he
     assert not await in_thread(ReplicaUse.objects.exists)
     assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
-    (view,) = await in_thread(snapshot.fleet, "echo")
+    (view,) = await in_thread(placement_snapshot.fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))

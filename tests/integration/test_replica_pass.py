@@ -21,18 +21,17 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.definitions import folder
-from nodes.loading import another, load
+from nodes.gateway.request import InferenceRequest
+from nodes.loading import load, scale_up
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.reconcilers import replicas, scaler, tasks
+from nodes.reconcilers import replica_wake_ups, replicas, tasks
 from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
-from nodes.replicas import drains, terminations
-from nodes.routing.request import InferenceRequest
+from nodes.replicas import drains, terminations, unload
 from nodes.scheduling import passes, shape, store
 from nodes.scheduling.cooldowns import clear_cooldowns
-from nodes.scheduling.picture import Ruling, Unsatisfiable
 from nodes.scheduling.rules import Rule
-from nodes.unloading import carry_out
+from nodes.scheduling.snapshot import Ruling, Unsatisfiable
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Work
@@ -123,7 +122,7 @@ def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
-    monkeypatch.setattr(another, "load_another", lambda model, **wish: asked.append(wish["only"]))
+    monkeypatch.setattr(scale_up, "load_another", lambda model, **wish: asked.append(wish["only"]))
     replicas.look(tick=True)
     assert asked == [None]
 
@@ -146,7 +145,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
     for name in ("bad", "m", "worse"):
         rule(2, model=name)
     ModelSchedulingConfig.objects.update(unsatisfiable_ticks=1)
-    ask, asked = another.load_another, []
+    ask, asked = scale_up.load_another, []
 
     def refuses(model: str, **fields: Any) -> Operation:
         asked.append(model)
@@ -156,7 +155,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
             raise ZeroDivisionError
         return ask(model, **fields)
 
-    monkeypatch.setattr(another, "load_another", refuses)
+    monkeypatch.setattr(scale_up, "load_another", refuses)
     replicas.look(tick=True)
     assert asked == ["bad", "m", "m", "worse"]
     assert stored("bad").reason.endswith("2 more; refused: model_unload of bad is in progress")
@@ -307,7 +306,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     bus = PlayedBus()
     stop = subjects.model_stop(str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
-    await asyncio.wait_for(carry_out.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
+    await asyncio.wait_for(unload.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
     (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]
     assert (request.process_key, request.expected_address) == ("m#1", "127.0.0.1:50001")
     assert await hot.in_thread(NodeModel.objects.get) == kept
@@ -438,7 +437,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
             other.execute("SELECT pg_terminate_backend(%s)", [connection.connection.info.backend_pid])
         return Operation.objects.get()
 
-    monkeypatch.setattr(another, "load_another", cut)
+    monkeypatch.setattr(scale_up, "load_another", cut)
     tasks.scale()
     connection.close()
     assert stored().looked_at is None
@@ -471,8 +470,8 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
         return outcome
 
     monkeypatch.setattr(replicas, "look", look)
-    monkeypatch.setattr(scaler, "GATHER", 0.0)
-    made = scaler.Scaler()
+    monkeypatch.setattr(replica_wake_ups, "GATHER", 0.0)
+    made = replica_wake_ups.Scaler()
     running = asyncio.create_task(made.run())
     try:
         made.hint()

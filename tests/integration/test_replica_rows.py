@@ -10,12 +10,13 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster.kit import clock
+from nodes.decisions import placement_snapshot
+from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import services
-from nodes.replicas import finders, hooks, retire, slots, snapshot
+from nodes.replicas import hooks, replica_queries, retire, slots
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
-from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.fleet import approved, register
 from tests.support.replicas import attempt, publish
@@ -35,7 +36,7 @@ def heard() -> Iterator[list[Removed]]:
 
 
 def reserved(node: BackendNode, model: str, mark: str) -> Slot:
-    (view,) = snapshot.fleet(model, only=[node.pk])
+    (view,) = placement_snapshot.fleet(model, only=[node.pk])
     slot = slots.reserve(view, model, attempt=attempt(mark), backend="llama-cpp", now=clock.now())
     assert isinstance(slot, Slot)
     return slot
@@ -127,7 +128,7 @@ def test_removing_all_of_a_node_leaves_other_nodes(heard: list[Removed]) -> None
         assert heard == []
     assert sorted(heard) == [Removed("chat", node.pk, ALL_REPLICAS), Removed("embed", node.pk, ALL_REPLICAS)]
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [kept.pk]
-    assert not finders.with_model("embed").exists()
+    assert not replica_queries.with_model("embed").exists()
 
 
 @pytest.mark.rule("R1.103", "R1.105", "T-REG-71", "T-ADP-6")
@@ -234,9 +235,9 @@ def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
         hot.replica(one, f"is-{state}", state=state)
     hot.replica(away)
     assert set(NodeModel.objects.serving().values_list("pk", flat=True)) == serving
-    assert [node.pk for node in finders.with_model("echo")] == [one.pk, two.pk]
+    assert [node.pk for node in replica_queries.with_model("echo")] == [one.pk, two.pk]
     assert one.replicas.count() == 4
-    assert finders.loaded_count("echo") == 3
+    assert replica_queries.loaded_count("echo") == 3
 
 
 @pytest.mark.rule("R1.84", "T-REG-29", "T-REG-30", "T-REG-32")

@@ -6,7 +6,7 @@ import pytest
 from django.db import IntegrityError
 
 from localai_cluster.kit import clock, errors
-from nodes.backends import admission, intents, waits, wishes
+from nodes.backends import admission, backend_requests, intents, wait_reasons
 from nodes.backends.intents import Ended, Intent, PutBack
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
@@ -108,9 +108,9 @@ def test_a_load_does_not_install_what_a_deletion_waits_to_remove() -> None:
     node = hot.node()
     deletion = ask(DELETE, node)
     load = Operation.objects.create(kind="model_load", key="model:m#0", element="m")
-    asked = wishes.Asked([node], actor="system", parent=load)
+    asked = backend_requests.Asked([node], actor="system", parent=load)
     with pytest.raises(errors.Conflict, match=str(deletion.id)):
-        admission.ask(wishes.Wish(INSTALL, "echo"), asked, now=clock.now())
+        admission.ask(backend_requests.Wish(INSTALL, "echo"), asked, now=clock.now())
     assert ops(node) == ["delete"]
 
 
@@ -145,7 +145,7 @@ def test_a_request_that_waits_says_for_which_one() -> None:
     found = part(upgrade)
     assert (found.reason, found.next_look_at) == ("waits for the removal of echo on one", None)
     entry = {"jobID": str(upgrade.id), "status": "pending", "nodes": [{"node_id": str(node.id)}]}
-    waits.annotate([entry], now=clock.now())
+    wait_reasons.annotate([entry], now=clock.now())
     assert entry["waitsFor"] == "waits for the removal of echo by test on one"
     assert "queuePlace" not in entry
 

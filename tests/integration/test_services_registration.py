@@ -10,12 +10,12 @@ from django.contrib.auth import get_user_model
 from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import errors
-from nodes.backends.one_node import find_node
+from nodes.backends.node_commands import find_node
+from nodes.decisions.placement_snapshot import fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal
 from nodes.registry import services
 from nodes.registry.services import Running
-from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,

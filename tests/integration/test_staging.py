@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from localai_cluster.kit import clock
+from nodes.loading import file_hashes, transfer
+from nodes.loading.send_files import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
+from nodes.loading.source_files import Changed, OpenedFile
+from nodes.loading.staging_plan import FilePlan, LocalFile, plan
+from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable
+from nodes.loading.upload_meter import Meter
 from nodes.models import FileHash
 from nodes.registry.http_client import client_of
-from nodes.staging import hashes, transfer
-from nodes.staging.meter import Meter
-from nodes.staging.plan import FilePlan, LocalFile, plan
-from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
-from nodes.staging.source import Changed, OpenedFile
-from nodes.staging.transfer import FileRefused, Stalled, Transfer, Unreachable
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -465,16 +465,18 @@ async def test_a_hash_is_computed_once_for_a_file_that_stays(
     async with site(tmp_path) as one:
         read: list[int] = []
         right = hashlib.sha256(one.file.read_bytes()).hexdigest()
-        assert (await hashes.hash_of(looked(one), read.append))[0] == right
+        assert (await file_hashes.hash_of(looked(one), read.append))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (SIZE, 0)
-        monkeypatch.setattr(hashes, "_SETTLED_AFTER", -1e9)
+        monkeypatch.setattr(file_hashes, "_SETTLED_AFTER", -1e9)
         for _ in range(2):
-            assert (await hashes.hash_of(looked(one), read.append))[0] == right
+            assert (await file_hashes.hash_of(looked(one), read.append))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (2 * SIZE, 1)
         status = one.file.stat()
         one.file.write_bytes(bytes(SIZE))
         os.utime(one.file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (await hashes.hash_of(looked(one), read.append))[0] == hashlib.sha256(bytes(SIZE)).hexdigest()
+        assert (await file_hashes.hash_of(looked(one), read.append))[0] == hashlib.sha256(
+            bytes(SIZE)
+        ).hexdigest()
         assert (sum(read), await in_thread(FileHash.objects.count)) == (3 * SIZE, 1)
 
 
@@ -486,8 +488,8 @@ async def test_a_file_that_is_being_written_is_not_sent(
         before = looked(one)
         change(one.file)
         with pytest.raises(Changed):
-            await hashes.hash_of(before, lambda count: None)
-        whole, stamp = await hashes.hash_of(looked(one), lambda count: None)
+            await file_hashes.hash_of(before, lambda count: None)
+        whole, stamp = await file_hashes.hash_of(looked(one), lambda count: None)
         now = looked(one)
         one.file.write_bytes(b"something else")
         meter = Meter({"a.gguf": now.size}, "gpu")

@@ -13,13 +13,13 @@ import pytest
 
 from localai_cluster.worker import exchange
 from localai_cluster.worker.files import disk
-from nodes.registry.dialling import Contact, HttpServer
+from nodes.loading import transfer
+from nodes.loading.send_files import Lanes, Sending, Sent
+from nodes.loading.staging_plan import plan
+from nodes.loading.transfer import FileRefused
+from nodes.loading.upload_meter import Meter
+from nodes.registry.dial_targets import Contact, HttpServer
 from nodes.registry.http_client import client_of
-from nodes.staging import transfer
-from nodes.staging.meter import Meter
-from nodes.staging.plan import plan
-from nodes.staging.send import Lanes, Sending, Sent
-from nodes.staging.transfer import FileRefused
 from tests.support import worker_http
 
 pytestmark = pytest.mark.django_db(transaction=True)

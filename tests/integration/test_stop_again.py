@@ -8,10 +8,10 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from nodes.loading.stopping import Stopper
 from nodes.models import NodeModel
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.stopper import Stopper
 from operations.executor.work import in_thread
 from tests.integration.test_going import TERMINATED, bus_of, stops
 from tests.support import hot

@@ -19,13 +19,15 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import drained, load
-from nodes.loading.stopping import CANNOT_TELL, Stopper
+from nodes.decisions import placement_snapshot
+from nodes.loading import load
 from nodes.models import BackendNode, NodeModel
+from nodes.models.replica import load_key
 from nodes.registry import services
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import drained_nodes, retire, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
+from nodes.replicas.stopper import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, lease
 from tests.support import api, hot
@@ -60,7 +62,7 @@ class Stage:
 
     def slot(self, attempt: AttemptId) -> Slot:
         """The slot of an attempt."""
-        (view,) = snapshot.fleet("echo")
+        (view,) = placement_snapshot.fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot
@@ -68,7 +70,7 @@ class Stage:
     def attempt(self) -> AttemptId:
         """An attempt that runs."""
         now = clock.now()
-        request = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
+        request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
         admission.admit(request, now=now)
         (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
         return AttemptId(operation.id, operation.fence)
@@ -301,7 +303,7 @@ class TestDrainedNode:
         """What a drain still waits for must not be stopped."""
 
         def nothing_due() -> bool:
-            return drained.claim(16, now=clock.now()) == []
+            return drained_nodes.claim(16, now=clock.now()) == []
 
         replica = await in_thread(hot.replica, stage.node)
         assert await in_thread(nothing_due)

@@ -16,16 +16,15 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.backends import commands
-from nodes.backends.one_node import CommandFailed
-from nodes.loading.stopping import Stopper
+from nodes.commands import commands
+from nodes.commands.outcomes import CommandFailed
+from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import services
-from nodes.replicas import upgrade_drains
+from nodes.replicas import unload, unload_requests, upgrade_drains
 from nodes.replicas.lifecycle import SERVES
-from nodes.routing.request import InferenceRequest
-from nodes.unloading import asking, carry_out
-from nodes.unloading.asking import DELETE, UNLOAD, UnloadWish
+from nodes.replicas.stopper import Stopper
+from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadWish
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Work, in_thread
@@ -64,7 +63,7 @@ class Stage:
 
     def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
         """The first attempt of an operation of this kind."""
-        ask = asking.unload if kind == UNLOAD else asking.delete
+        ask = unload_requests.unload if kind == UNLOAD else unload_requests.delete
         ask(UnloadWish("echo", "test", grace=grace, **wish), now=clock.now())
         return self.claimed()
 
@@ -79,12 +78,12 @@ class Stage:
         return Work(operation, Recorder(write_batch))
 
     async def carries_out(self, work: Work) -> Mapping[str, Any]:
-        kind = {UNLOAD: carry_out.UnloadModel, DELETE: carry_out.DeleteModel}[work.operation.kind]
+        kind = {UNLOAD: unload.UnloadModel, DELETE: unload.DeleteModel}[work.operation.kind]
         return await asyncio.wait_for(kind(self.bus)(work), 60)
 
     async def fails(self, work: Work) -> str:
         """Soon; what is to succeed has more time than a busy machine needs."""
-        carry_out.STOP_WITHIN, carry_out.SILENT_FOR = 0.2, 0.1
+        unload.STOP_WITHIN, unload.SILENT_FOR = 0.2, 0.1
         with pytest.raises(CommandFailed) as failure:
             await self.carries_out(work)
         return failure.value.message
@@ -94,10 +93,10 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for module, name in ((commands, "PING_EVERY"), (commands, "_ASK_AGAIN"), (commands, "BUS_WAIT")):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(carry_out, "ASK_AGAIN", 0.01)
-    monkeypatch.setattr(carry_out, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(carry_out, "STOP_WITHIN", 60.0)
-    monkeypatch.setattr(carry_out, "SILENT_FOR", 60.0)
+    monkeypatch.setattr(unload, "ASK_AGAIN", 0.01)
+    monkeypatch.setattr(unload, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(unload, "STOP_WITHIN", 60.0)
+    monkeypatch.setattr(unload, "SILENT_FOR", 60.0)
     return Stage()
 
 
@@ -192,7 +191,7 @@ async def test_asking_again_with_a_shorter_deadline_joins_and_hurries(stage: Sta
     running = asyncio.create_task(stage.carries_out(work))
     assert await clock.wait_until(leaves, timeout=30)
     wish = UnloadWish("echo", "test", node=stage.one, grace=0)
-    again = await in_thread(lambda: asking.unload(wish, now=clock.now()))
+    again = await in_thread(lambda: unload_requests.unload(wish, now=clock.now()))
     assert (again.created, again.operation.id) == (False, work.id)
     await asyncio.wait_for(running, 30)
 
@@ -265,7 +264,7 @@ async def test_an_engine_that_another_has_replaced_is_not_stopped(stage: Stage) 
 async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stage: Stage) -> None:
     """Killed between the statement that withdraws and the command: the rows say what is left to do."""
     work = await in_thread(stage.begins)
-    await in_thread(carry_out._begin, work)
+    await in_thread(unload._begin, work)
     assert {state for _, model, state in await rows() if model == "echo"} == {"unloading"}
     again = await in_thread(stage.taken_over)
     assert await stage.carries_out(again) == {"nodes": ["one", "two"]}
@@ -366,7 +365,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_was_not_stopped_serves_again_after_a_cancel(self, stage: Stage) -> None:
         work = await in_thread(stage.begins)
-        await in_thread(carry_out._begin, work)
+        await in_thread(unload._begin, work)
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows(), "its operation is active"
         await in_thread(ended_as_cancelled)
@@ -380,9 +379,9 @@ class TestLeftBehind:
     ) -> None:
         """The one on the node began first; the one of the cluster took its row over, and was cancelled."""
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=index))
-        await in_thread(carry_out._begin, mine)
+        await in_thread(unload._begin, mine)
         other = await in_thread(stage.begins)
-        await in_thread(carry_out._begin, other)
+        await in_thread(unload._begin, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "loaded")}
@@ -393,9 +392,9 @@ class TestLeftBehind:
     async def test_an_unload_of_another_replica_keeps_nothing_out(self, stage: Stage) -> None:
         await in_thread(lambda: hot.replica(stage.one, index=1))
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=1))
-        await in_thread(carry_out._begin, mine)
+        await in_thread(unload._begin, mine)
         other = await in_thread(stage.begins)
-        await in_thread(carry_out._begin, other)
+        await in_thread(unload._begin, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         states = NodeModel.objects.filter(node=stage.one, model_name="echo").order_by("replica_index")
@@ -404,7 +403,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_an_upgrade_has_taken_out_stays_out(self, stage: Stage) -> None:
         work = await in_thread(lambda: stage.begins(node=stage.one))
-        await in_thread(carry_out._begin, work)
+        await in_thread(unload._begin, work)
         mine = NodeModel.objects.filter(node=stage.one, model_name="echo")
         intent = {"backend": "echo", "op": "upgrade", "operation_id": uuid4(), "spares_requests": True}
         lease = {"lease_owner": "c", "lease_until": clock.now() + timedelta(hours=1)}

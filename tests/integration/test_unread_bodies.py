@@ -19,7 +19,7 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.web import bodies
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
-from nodes.inference import gateway
+from nodes.gateway import gateway
 from tests.conftest import eventually
 from tests.support import backends, hot
 from tests.support.environment import API_KEY

@@ -12,8 +12,9 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NoResponders, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode, encode, encode_galleries
-from nodes.backends import commands, intents
+from nodes.backends import intents
 from nodes.backends.intents import Intent
+from nodes.commands import commands
 from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from operations.models import OperationTarget
 from tests.support import hot

@@ -7,9 +7,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
-from nodes.backends import admission, waits
+from nodes.backends import admission, wait_reasons
+from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import INSTALL, UPGRADE, Asked, Wish
 from operations.ledger import admission as ledger
 from operations.models import Operation
 from tests.support import api, hot
@@ -100,4 +100,4 @@ def test_one_operation_is_there_long_after_its_end_and_an_unknown_one_is_said_to
     [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (112, "112th"), (23, "23rd")],
 )
 def test_ordinals(number: int, word: str) -> None:
-    assert waits.ordinal(number) == word
+    assert wait_reasons.ordinal(number) == word

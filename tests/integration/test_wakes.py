@@ -17,10 +17,10 @@ from nodes.backends.intents import Failed, settle
 from nodes.loading import load, needs
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
-from nodes.placement.setbacks import after_failure, into_payload
-from nodes.reconcilers import intents, wakes
+from nodes.placement.node_backoff import after_failure, into_payload
+from nodes.reconcilers import intents, wake_ups
 from nodes.registry import services as registry
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
@@ -81,13 +81,13 @@ def test_work_on_a_backend_waits_for_its_own_node_alone(kind: str) -> None:
     mine, other = offline("mine"), hot.node("other")
     operation = wished.ask(kind, mine)
     for changed in ([other.id], [mine.id]):
-        wakes.wake(changed)
+        wake_ups.wake(changed)
         assert said(operation)[0]
         assert not wished.claim()
     back(mine)
-    wakes.wake([other.id])
+    wake_ups.wake([other.id])
     assert said(operation)[0]
-    wakes.wake([other.id, mine.id])
+    wake_ups.wake([other.id, mine.id])
     assert said(operation) == (False, "queued")
     assert [intent.row.operation_id for intent in wished.claim()] == [operation.id]
 
@@ -115,7 +115,7 @@ def test_an_install_whose_node_was_removed_says_so() -> None:
 def test_a_load_is_woken_by_a_node_that_could_take_it(fields: dict[str, Any], woken: int) -> None:
     operation = waiting(load.KIND, "echo")
     node = hot.node("one", **fields)
-    assert wakes.wake([node.id]) == woken
+    assert wake_ups.wake([node.id]) == woken
     assert is_due(operation) == bool(woken)
 
 
@@ -124,10 +124,10 @@ def test_a_full_node_wakes_no_load_of_that_model_and_more_room_does() -> None:
     node = hot.node("one")
     hot.replica(node, "echo", state="unloading")
     echo, other = waiting(load.KIND, "echo"), waiting(load.KIND, "other")
-    assert wakes.wake([node.id]) == 1
+    assert wake_ups.wake([node.id]) == 1
     assert (is_due(echo), is_due(other)) == (False, True)
     BackendNode.objects.update(max_replicas_per_model=2)
-    assert wakes.wake([node.id]) == 1
+    assert wake_ups.wake([node.id]) == 1
     assert is_due(echo)
 
 
@@ -151,7 +151,7 @@ def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
     operation = waiting(load.KIND, "echo")
     Operation.objects.update(payload=needs.into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
     node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
-    assert wakes.wake([node.id]) == woken
+    assert wake_ups.wake([node.id]) == woken
     assert is_due(operation) == bool(woken)
 
 
@@ -162,7 +162,7 @@ def test_a_look_costs_the_same_for_few_and_for_many_loads() -> None:
         for number in range(count):
             waiting(load.KIND, f"m{Operation.objects.count()}-{number}")
         with CaptureQueriesContext(connection) as context:
-            wakes._loads([node.id])
+            wake_ups._loads([node.id])
         return len(context)
 
     node = hot.node("one", node_type="agent")
@@ -175,8 +175,8 @@ def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed
     operation = waiting(load.KIND, "echo")
     known = after_failure({}, node.id, clock.now() + timedelta(seconds=60))
     Operation.objects.update(payload=into_payload({}, known))
-    assert wakes.wake([node.id]) == 0
-    assert wakes.wake([hot.node("two").id]) == 1
+    assert wake_ups.wake([node.id]) == 0
+    assert wake_ups.wake([hot.node("two").id]) == 1
     assert is_due(operation)
 
 
@@ -188,7 +188,7 @@ def test_a_back_off_is_not_cut_short() -> None:
     assert not settle(failed, now=clock.now())
     waiting(load.KIND, "echo", None, Event.POSTPONE)
     for changed in ([node.id], None):
-        assert wakes.wake(changed) == 0
+        assert wake_ups.wake(changed) == 0
         assert not wished.claim()
 
 
@@ -196,10 +196,10 @@ def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
     """What came while no one listened is found in the rows."""
     mine = offline("mine")
     operation, load_of_it = wished.ask(wished.INSTALL, mine), waiting(load.KIND, "echo")
-    assert wakes.wake(None) == 0
+    assert wake_ups.wake(None) == 0
     assert said(operation)[0]
     back(mine)
-    assert wakes.wake(None) == 1
+    assert wake_ups.wake(None) == 1
     assert is_due(load_of_it)
     assert said(operation) == (False, "queued")
 
@@ -207,14 +207,14 @@ def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
 async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many nodes change within a moment, the rows are looked at once, for all of them."""
     looks: list[Any] = []
-    monkeypatch.setattr(wakes, "wake", looks.append)
+    monkeypatch.setattr(wake_ups, "wake", looks.append)
     nodes = [await hot.in_thread(hot.node, f"n{number}") for number in range(3)]
     told: list[int] = []
 
     async def then() -> None:
         told.append(len(looks))
 
-    heard = wakes.Wakes(then)
+    heard = wake_ups.Wakes(then)
     for _ in range(500):
         for node in nodes:
             heard.changed(str(node.id))
@@ -275,7 +275,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     async def then() -> None:
         """No intent waits."""
 
-    executor, lists, heard, listening = Listener(), Listener(), wakes.Wakes(then), asyncio.Event()
+    executor, lists, heard, listening = Listener(), Listener(), wake_ups.Wakes(then), asyncio.Event()
     hear = heard.changed
 
     def told(node_id: str) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
-from nodes.backends import admission, intents, wave_requests, wishes
+from nodes.backends import admission, backend_requests, intents, wave_requests
+from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, PutBack
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import DELETE, UPGRADE, Asked, Wish
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from nodes.registry import services
@@ -32,7 +32,7 @@ def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
     canary = claimed()["a"]
-    admission.ask(Wish(wishes.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
+    admission.ask(Wish(backend_requests.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
     settled(canary)
     assert story(operation)["b"][2] == "other work on this backend has not ended on b"
     assert again(operation).open_wave == 1

@@ -7,8 +7,8 @@ import pytest
 
 from localai_cluster.kit import clock, errors
 from nodes.backends import admission, intents, wave_requests
+from nodes.backends.backend_requests import UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, PutBack
-from nodes.backends.wishes import UPGRADE, Asked, Wish
 from nodes.models import PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from operations.models import Status, Waves

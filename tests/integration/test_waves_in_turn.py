@@ -9,8 +9,8 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
+from nodes.backends.backend_requests import Asked
 from nodes.backends.intents import Failed, PutBack
-from nodes.backends.wishes import Asked
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from operations.models import Operation, OperationTarget, Status, Waves

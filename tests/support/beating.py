@@ -6,9 +6,9 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 
+from localai_cluster.kit.database_pool import Pool
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode
-from nodes.routing.pool import Pool
 from tests.support import api
 from tests.support.asgi import exchange
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from nodes.inference.generation import Dialect, Generation, Head, Sampling, TextDelta, ToolPiece, Usage
+from nodes.gateway.generation import Dialect, Generation, Head, Sampling, TextDelta, ToolPiece, Usage
 
 TEXTS = st.text(max_size=6)
 PIECES = st.builds(ToolPiece, st.integers(0, 2), st.sampled_from(["", "id"]), st.just("f"), TEXTS)

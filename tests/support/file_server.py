@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from localai_cluster.kit.addresses import parse
-from nodes.registry.dialling import Contact, HttpServer
+from nodes.registry.dial_targets import Contact, HttpServer
 
 TOKEN = "t" * 32
 _WORDS = {200: "OK", 308: "Permanent Redirect", 401: "Unauthorized", 404: "Not Found", 416: "Bad Range"}

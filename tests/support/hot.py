@@ -14,15 +14,15 @@ from psycopg.conninfo import make_conninfo
 
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import clock, conf
+from localai_cluster.kit.database_pool import DedicatedConnection, Pool
 from localai_cluster.rpc.client import ClientPool
-from nodes.inference import gateway
+from nodes.gateway import gateway
+from nodes.gateway.picks import Picker
+from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.web_process import ProcessHeartbeat
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
-from nodes.routing.picks import Picker
-from nodes.routing.pool import DedicatedConnection, Pool
-from nodes.routing.prefixes import Prefixes
-from nodes.routing.process import ProcessHeartbeat
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 from tests.support.replicas import columns

@@ -9,17 +9,18 @@ from django.conf import settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from nodes.backends import admission, commands, intent_queue, intents, wishes
+from nodes.backends import admission, backend_requests, intent_queue, intents
+from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
-from nodes.backends.wishes import Asked, Wish
-from nodes.loading.elsewhere import load_elsewhere
+from nodes.commands import commands
+from nodes.loading.replacement import load_elsewhere
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
 
-INSTALL, UPGRADE, DELETE = wishes.INSTALL, wishes.UPGRADE, wishes.DELETE
+INSTALL, UPGRADE, DELETE = backend_requests.INSTALL, backend_requests.UPGRADE, backend_requests.DELETE
 KINDS = [INSTALL, UPGRADE, DELETE]
 _SUBJECTS = {
     INSTALL: subjects.backend_install,

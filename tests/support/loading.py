@@ -15,11 +15,12 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.definitions.folder import Folder
 from nodes.loading import load
-from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, NodeModel
+from nodes.models.replica import load_key
+from nodes.replicas.stopper import Stopper
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission, lease
 from tests.support import backends, hot
@@ -38,7 +39,7 @@ class Stage:
         now = clock.now()
         request = admission.OperationRequest(
             load.KIND,
-            key=load.key("echo"),
+            key=load_key("echo"),
             element="echo",
             actor="test",
             needed_until=now - timedelta(seconds=1),

@@ -6,8 +6,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from nodes.routing.picks import Picker
-from nodes.routing.request import InferenceRequest, Replica
+from nodes.gateway.picks import Picker
+from nodes.gateway.request import InferenceRequest, Replica
 from tests.support import hot
 
 

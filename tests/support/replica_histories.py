@@ -26,9 +26,8 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
-from localai_cluster.rpc.signs import Sign
-from nodes.loading import stopping
-from nodes.unloading import carry_out
+from localai_cluster.rpc.probe_results import Sign
+from nodes.replicas import stopper, unload
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.operation_queue import write_batch
@@ -406,11 +405,11 @@ def played(world: World) -> Iterator[None]:
         (failpoints, "armed"): lambda: True,
         (failpoints, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
-        (stopping, "in_thread"): _in_thread,
-        (stopping.log, "warning"): warning,
-        (stopping, "probe"): world.probe,
-        (carry_out, "in_thread"): _in_thread,
-        (carry_out, "asyncio"): _Asyncio(),
+        (stopper, "in_thread"): _in_thread,
+        (stopper.log, "warning"): warning,
+        (stopper, "probe"): world.probe,
+        (unload, "in_thread"): _in_thread,
+        (unload, "asyncio"): _Asyncio(),
         (executor_work, "in_thread"): _in_thread,
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -14,19 +14,20 @@ from django.db import connection, transaction
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import BusError, RequestTimeout
-from nodes.backends.one_node import CommandFailed
+from nodes.commands.outcomes import CommandFailed
+from nodes.decisions import placement_snapshot
 from nodes.loading import load
-from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, NodeModel, PhaseReason
+from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.registry import services
-from nodes.replicas import eviction, load_ends, retire, slots, snapshot, statements, terminations
+from nodes.replicas import eviction, load_ends, retire, slots, statements, terminations, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
-from nodes.unloading import asking
-from nodes.unloading.asking import UnloadWish
-from nodes.unloading.carry_out import UnloadModel
+from nodes.replicas.stopper import Stopper
+from nodes.replicas.unload import UnloadModel
+from nodes.replicas.unload_requests import UnloadWish
 from operations.executor.work import Work
 from operations.ledger import admission, lease, outcome
 from operations.ledger.fence import LeaseLost
@@ -80,7 +81,7 @@ class Cluster:
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(load_ends.end_abandoned, model, now=clock.now())
-        views = call(snapshot.fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(placement_snapshot.fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -179,7 +180,7 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load.KIND, key=load.key(model), element=model, actor="test", payload=payload
+            load.KIND, key=load_key(model), element=model, actor="test", payload=payload
         )
         admission.admit_one_more(request, now=clock.now())
 
@@ -190,7 +191,7 @@ class Cluster:
             row = dice.choice(rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
             wish = UnloadWish(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
-            asking.unload(wish, now=clock.now())
+            unload_requests.unload(wish, now=clock.now())
 
     def cancels(self, dice: Random) -> None:
         """Somebody cancels an operation."""

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from nodes.loading import stopping
-from nodes.loading.exact_stop import GONE
-from nodes.loading.exact_stop import stop_exactly as genuine_stop
 from nodes.models import NodeModel, Phase
 from nodes.replicas import (
     drains,
@@ -19,12 +16,15 @@ from nodes.replicas import (
     retire,
     slots,
     statements,
+    stopper,
     stops,
     terminations,
+    unload,
 )
+from nodes.replicas.exact_stop import GONE
+from nodes.replicas.exact_stop import stop_exactly as genuine_stop
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
-from nodes.unloading import carry_out
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -53,8 +53,8 @@ def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
         stopped = await genuine_stop(*arguments)
         return GONE if words in stopped.reason else stopped
 
-    patch.setattr(stopping, "stop_exactly", stop_exactly)
-    patch.setattr(carry_out, "stop_exactly", stop_exactly)
+    patch.setattr(stopper, "stop_exactly", stop_exactly)
+    patch.setattr(unload, "stop_exactly", stop_exactly)
 
 
 def _late_note(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents
+from nodes.backends.backend_requests import UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Intent
 from nodes.backends.wave_plan import Options
-from nodes.backends.wishes import UPGRADE, Asked, Wish
 from nodes.models import BackendNode
 from operations.models import Operation, OperationTarget
 from tests.support import hot

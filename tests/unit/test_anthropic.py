@@ -15,12 +15,12 @@ from localai_cluster.kit.errors import (
     NotFound,
     Unavailable,
 )
-from nodes.inference import blocks
-from nodes.inference.anthropic_answers import DIALECT, refused
-from nodes.inference.anthropic_requests import read
-from nodes.inference.blocks import BlockKind
-from nodes.inference.endpoint import TooLarge
-from nodes.inference.generation import Conversation, TextDelta, ToolPiece, Usage, folded
+from nodes.dialects import blocks
+from nodes.dialects.anthropic_answers import DIALECT, refused
+from nodes.dialects.anthropic_requests import read
+from nodes.dialects.blocks import BlockKind
+from nodes.gateway.endpoint import TooLarge
+from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.reconcilers.brake import HEALING, Hold, Silence, decide
+from nodes.reconcilers.mass_disruption import HEALING, Hold, Silence, decide
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 HOLD = 300.0

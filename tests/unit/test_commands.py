@@ -12,9 +12,9 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.bus import NoResponders as NoListener
 from localai_cluster.messaging.codec import encode
-from nodes.backends import commands
-from nodes.backends.commands import Worker
-from nodes.backends.outcomes import (
+from nodes.commands import commands
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import (
     BusDown,
     Done,
     NoResponders,

@@ -16,7 +16,7 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse
-from nodes.inference import (
+from nodes.dialects import (
     anthropic_answers,
     anthropic_requests,
     audio_speech,
@@ -28,10 +28,17 @@ from nodes.inference import (
     responses_answers,
     responses_requests,
 )
-from nodes.inference.anthropic_requests import MessagesBody
-from nodes.inference.audio_speech import SpeechBody
-from nodes.inference.engine_calls import Reading, named, sampling_options, with_prompt
-from nodes.inference.generation import (
+from nodes.dialects.anthropic_requests import MessagesBody
+from nodes.dialects.audio_speech import SpeechBody
+from nodes.dialects.images_generations import ImagesBody
+from nodes.dialects.ollama_embed import EmbedBody, OlderEmbedBody
+from nodes.dialects.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
+from nodes.dialects.openai_chat import ChatBody
+from nodes.dialects.openai_completions import CompletionBody
+from nodes.dialects.openai_messages import MOST_MESSAGES
+from nodes.dialects.responses_requests import ResponsesBody
+from nodes.gateway.engine_calls import Reading, named, sampling_options, with_prompt
+from nodes.gateway.generation import (
     Conversation,
     Dialect,
     Generation,
@@ -43,14 +50,7 @@ from nodes.inference.generation import (
     folded,
     total,
 )
-from nodes.inference.images_generations import ImagesBody
-from nodes.inference.ollama_embed import EmbedBody, OlderEmbedBody
-from nodes.inference.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
-from nodes.inference.openai_chat import ChatBody
-from nodes.inference.openai_completions import CompletionBody
-from nodes.inference.openai_messages import MOST_MESSAGES
-from nodes.inference.responses_requests import ResponsesBody
-from nodes.inference.schemas import MOST_GRAMMAR
+from nodes.gateway.schemas import MOST_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from nodes.placement import explain, plan
 from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
 from nodes.placement.explain import AROUND, MOST_BYTES, FleetView
+from nodes.placement.load_decision import LoadQuestion
+from nodes.placement.node_backoff import Setback
 from nodes.placement.selector import ANY, Selector
-from nodes.placement.setbacks import Setback
-from nodes.placement.settle import LoadQuestion
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
 
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)

@@ -22,15 +22,15 @@ from localai_cluster.rpc.errors import (
     Refused,
     Rejected,
 )
-from nodes.inference import gateway
-from nodes.inference.gateway import MAX_REPLICAS, Gateway
+from nodes.gateway import gateway
+from nodes.gateway.gateway import MAX_REPLICAS, Gateway
+from nodes.gateway.picks import Picker
+from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.replicas import hooks
-from nodes.routing.picks import Picker
-from nodes.routing.prefixes import Prefixes
-from nodes.routing.request import InferenceRequest, Replica
 from operations.changes.events import NODES, OPERATIONS
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 
 
 class Replicas:

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
+from nodes.decisions.placement_snapshots import known, sections
+from nodes.decisions.reserved_memory import GpuShare
+from nodes.decisions.snapshot_sections import changes, encoded, restored
 from nodes.definitions.files import parse
 from nodes.definitions.sizes import ModelFiles
-from nodes.loading import needs, pinning
+from nodes.loading import gpu_pinning, needs
 from nodes.loading.failures import NodeRefused
 from nodes.placement.choose import Candidate, Need, Reason, choose, refusal, shares_of
-from nodes.placement.coded import known, sections
 from nodes.placement.evict import Guard, Resident, choose_victims, short_of_memory, without
 from nodes.placement.explain import TERMS, FleetView, explain
 from nodes.placement.gpus import SPLIT_OVERHEAD, Rooms, filled, fit, given_back, total
+from nodes.placement.load_decision import LoadQuestion
 from nodes.placement.plan import successive
 from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu
-from nodes.placement.sections import changes, encoded, restored
-from nodes.placement.settle import LoadQuestion
 from nodes.registry import gpus, heartbeats
 from nodes.replicas.slots import Slot
-from nodes.replicas.vram import GpuShare
 from tests.unit.test_placement import view
 
 GIB = 2**30
@@ -299,16 +299,16 @@ def test_an_engine_is_told_its_split_and_a_worker_must_say_what_it_did() -> None
     """No split for one GPU; a worker that names other GPUs, or none, has not done it."""
     plain = {"Model": "m.gguf"}
     two = slot(GpuShare("GPU-b", 12 * GIB), GpuShare("GPU-a", 6 * GIB))
-    assert pinning.gpus_of(two) == ("GPU-b", "GPU-a")
-    assert pinning.split(plain, two)["TensorSplit"] == "12288,6144"
-    assert pinning.split(plain, slot(GpuShare("GPU-b", GIB))) == plain
-    pinning.check(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
-    pinning.check(InstallReply(True), slot())
-    pinning.check(InstallReply(True, gpus=("GPU-b",)), slot())
+    assert gpu_pinning.gpus_of(two) == ("GPU-b", "GPU-a")
+    assert gpu_pinning.split(plain, two)["TensorSplit"] == "12288,6144"
+    assert gpu_pinning.split(plain, slot(GpuShare("GPU-b", GIB))) == plain
+    gpu_pinning.check(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
+    gpu_pinning.check(InstallReply(True), slot())
+    gpu_pinning.check(InstallReply(True, gpus=("GPU-b",)), slot())
     wrong: list[tuple[str, ...]] = [(), ("GPU-a", "GPU-b"), ("GPU-b",), ("GPU-b", "GPU-a", "GPU-c")]
     for told in wrong:
         with pytest.raises(NodeRefused, match="GPUs chosen"):
-            pinning.check(InstallReply(True, gpus=told), two)
+            gpu_pinning.check(InstallReply(True, gpus=told), two)
 
 
 @pytest.mark.parametrize("key", ["main_gpu", "tensor_split"])

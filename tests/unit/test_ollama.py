@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
-from nodes.inference import blocks
-from nodes.inference.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
-from nodes.inference.ollama_answers import CHAT, GENERATE, refused
-from nodes.inference.ollama_requests import REFUSED, read_chat, read_generate
+from nodes.dialects import blocks
+from nodes.dialects.ollama_answers import CHAT, GENERATE, refused
+from nodes.dialects.ollama_requests import REFUSED, read_chat, read_generate
+from nodes.gateway.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import estimate, setbacks
+from nodes.placement import estimate, node_backoff
 from nodes.placement.choose import Candidate, Need, Reason, choose, disk_words, free_index, refusal
+from nodes.placement.node_backoff import Setback
 from nodes.placement.selector import ANY, Selector
-from nodes.placement.setbacks import Setback
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
@@ -233,25 +233,25 @@ def test_a_nodes_rest_doubles_up_to_a_limit_and_delays_no_other() -> None:
     """The back-off belongs to the node: another one that fails for the first time starts at the beginning."""
     one, other, known, rests = UUID(int=1), UUID(int=2), dict[UUID, Setback](), []
     for _ in range(12):
-        known = setbacks.after_failure(known, one, NOW)
+        known = node_backoff.after_failure(known, one, NOW)
         rests.append((known[one].until - NOW).total_seconds())
     assert rests == [1, 2, 4, 8] + [15] * 8
-    known = setbacks.after_failure(known, other, NOW)
-    assert (known[other].times, setbacks.next_end(known, NOW)) == (1, 1)
+    known = node_backoff.after_failure(known, other, NOW)
+    assert (known[other].times, node_backoff.next_end(known, NOW)) == (1, 1)
     later = NOW + timedelta(seconds=1)
-    assert setbacks.resting(known, NOW) == {one, other}
-    assert setbacks.resting(known, later) == {one}
-    assert setbacks.next_end(known, later) == pytest.approx(14)
-    assert setbacks.next_end({}, NOW) is None
+    assert node_backoff.resting(known, NOW) == {one, other}
+    assert node_backoff.resting(known, later) == {one}
+    assert node_backoff.next_end(known, later) == pytest.approx(14)
+    assert node_backoff.next_end({}, NOW) is None
 
 
 def test_setbacks_survive_the_payload() -> None:
     """The next attempt may be another controller's; what else the payload says stays."""
-    known = setbacks.after_failure({}, UUID(int=1), NOW)
-    payload = setbacks.into_payload({"model": "m"}, known)
-    assert setbacks.from_payload(payload) == known
+    known = node_backoff.after_failure({}, UUID(int=1), NOW)
+    payload = node_backoff.into_payload({"model": "m"}, known)
+    assert node_backoff.from_payload(payload) == known
     assert payload["model"] == "m"
-    assert setbacks.from_payload({}) == {}
+    assert node_backoff.from_payload({}) == {}
 
 
 def test_the_reason_names_what_to_do() -> None:

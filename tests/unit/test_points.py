@@ -47,7 +47,7 @@ def test_what_goes_around_the_points_is_found(tmp_path: Path, source: str) -> No
     [
         "def verb(row):\n    with committed('a'):\n        row.save()",
         "def verb(rows):\n    with committed('a'):\n        _step(rows)\n\ndef _step(rows):\n    rows.save()",
-        "async def verb(bus):\n    with points.told('a'):\n        await bus.publish('subject', b'')",
+        "async def verb(bus):\n    with failpoints.told('a'):\n        await bus.publish('subject', b'')",
     ],
 )
 def test_what_goes_through_them_is_left_alone(tmp_path: Path, source: str) -> None:
@@ -62,7 +62,7 @@ def test_the_tree_itself_is_clean() -> None:
 
 def test_a_message_within_a_point_is_covered() -> None:
     """So is one in a nested block."""
-    source = "with points.asked('a'):\n    if True:\n        bus.publish('', b'')"
+    source = "with failpoints.asked('a'):\n    if True:\n        bus.publish('', b'')"
     assert list(around(ast.parse(source))) == []
 
 
@@ -96,10 +96,10 @@ def test_a_process_ends_at_its_point(tmp_path: Path) -> None:
     """Once for each file, at the n-th time, and not before the file is there."""
     gate = tmp_path / "gate"
     code = (
-        "from pathlib import Path; from localai_cluster import points\n"
-        f"points.passed('a'); points.passed('a'); Path({str(gate)!r}).touch()\n"
-        "points.passed('b'); points.passed('a'); print('once', flush=True)\n"
-        "points.passed('a'); print('twice')"
+        "from pathlib import Path; from localai_cluster.kit import failpoints\n"
+        f"failpoints.passed('a'); failpoints.passed('a'); Path({str(gate)!r}).touch()\n"
+        "failpoints.passed('b'); failpoints.passed('a'); print('once', flush=True)\n"
+        "failpoints.passed('a'); print('twice')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.routing.affinity import HALF_LIFE, MOST_HOMES, Affinity, Match, Place
-from nodes.routing.chains import Chain, chain
+from nodes.gateway.affinity import HALF_LIFE, MOST_HOMES, Affinity, Match, Place
+from nodes.gateway.prompt_chains import Chain, chain
 from tests.support.effort import EFFORT
 
 NODES = [UUID(int=number) for number in range(1, 4)]

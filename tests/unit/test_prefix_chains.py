@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
-from nodes.inference import prompt_bytes
-from nodes.inference.generation import Conversation, Utterance
-from nodes.routing.chains import DEPTH, LONGEST, WINDOW, chain
+from nodes.gateway import prompt_bytes
+from nodes.gateway.generation import Conversation, Utterance
+from nodes.gateway.prompt_chains import DEPTH, LONGEST, WINDOW, chain
 
 
 @pytest.mark.rule("R3.4", "nats-7.4", "C40")

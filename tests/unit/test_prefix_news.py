@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NotConnected
+from nodes.gateway import prefix_updates
+from nodes.gateway.prefix_updates import Given, Invalidated, Outbox, hear, read
+from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.prompt_chains import chain
+from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
-from nodes.routing import prefix_news
-from nodes.routing.chains import chain
-from nodes.routing.prefix_news import Given, Invalidated, Outbox, hear, read
-from nodes.routing.prefixes import Prefixes
-from nodes.routing.request import InferenceRequest, Replica
 from tests.support.bus import PlayedBus
 
 NODE = UUID(int=7)
@@ -204,9 +204,9 @@ def test_a_lost_bus_costs_only_the_news() -> None:
         bus = Lost()
         bus.connected, telling = False, Outbox(bus)
         sending = asyncio.create_task(telling.run())
-        for index in range(prefix_news.MOST_WAITING + 5):
+        for index in range(prefix_updates.MOST_WAITING + 5):
             telling.tell(Invalidated("m", NODE, index))
-        assert len(telling._waiting) == prefix_news.MOST_WAITING
+        assert len(telling._waiting) == prefix_updates.MOST_WAITING
         assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
         bus.connected = True
         telling.tell(Invalidated("m", NODE, 1))

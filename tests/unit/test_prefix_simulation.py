@@ -8,8 +8,8 @@ from uuid import UUID
 
 import pytest
 
-from nodes.routing.affinity import Affinity, Place
-from nodes.routing.chains import chain
+from nodes.gateway.affinity import Affinity, Place
+from nodes.gateway.prompt_chains import chain
 from tests.support.policy import Warm, select
 
 REPLICAS, PREFIXES, REMEMBERS, REQUESTS = 8, 24, 4, 6000

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.scheduling.picture import (
+from nodes.scheduling.plan import plan
+from nodes.scheduling.snapshot import (
     Demand,
     Failure,
     Fleet,
@@ -21,7 +22,6 @@ from nodes.scheduling.picture import (
     Ruling,
     Unsatisfiable,
 )
-from nodes.scheduling.plan import plan
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 OLD, NEW = "a" * 64, "b" * 64

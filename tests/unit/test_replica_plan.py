@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.scheduling.picture import (
+from nodes.scheduling.plan import COOLDOWN, plan
+from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
     Demand,
@@ -26,7 +27,6 @@ from nodes.scheduling.picture import (
     Ruling,
     Unsatisfiable,
 )
-from nodes.scheduling.plan import COOLDOWN, plan
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 TICK = timedelta(seconds=30)

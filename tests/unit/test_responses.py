@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
-from nodes.inference.generation import Conversation, TextDelta, Usage, folded
-from nodes.inference.responses_answers import DIALECT
-from nodes.inference.responses_items import Item
-from nodes.inference.responses_requests import LOGPROBS, REFUSED, read
+from nodes.dialects.responses_answers import DIALECT
+from nodes.dialects.responses_items import Item
+from nodes.dialects.responses_requests import LOGPROBS, REFUSED, read
+from nodes.gateway.generation import Conversation, TextDelta, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "input": "hello"}

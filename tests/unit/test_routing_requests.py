@@ -14,7 +14,7 @@ from localai_cluster.edge import without_slash
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
-from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse, render
+from nodes.dialects.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse, render
 
 GOOD: dict[str, Any] = {"model": "m", "input": "a"}
 

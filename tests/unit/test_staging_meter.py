@@ -2,8 +2,8 @@
 
 import pytest
 
+from nodes.loading.upload_meter import Meter
 from nodes.placement import deadlines
-from nodes.staging.meter import Meter
 
 MIB = 2**20
 

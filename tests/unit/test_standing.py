@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.placement import standing
+from nodes.placement import ranking
 from nodes.placement.choose import Candidate, Need, choose, refusal
 from nodes.placement.explain import FleetView
+from nodes.placement.node_backoff import Setback
+from nodes.placement.ranking import Own, StandingFleet
 from nodes.placement.selector import Selector
-from nodes.placement.setbacks import Setback
-from nodes.placement.standing import Own, StandingFleet
 from tests.support.effort import EFFORT
 
 SIZE = 6
@@ -73,7 +73,7 @@ def as_seen(node: Candidate, question: dict[str, Any], own: Own) -> Candidate:
     return replace(node, labels=labels, taken=taken, conflicts=conflicts)
 
 
-@pytest.mark.parametrize("rows", [standing.MOST_ROWS, 1])
+@pytest.mark.parametrize("rows", [ranking.MOST_ROWS, 1])
 @settings(max_examples=150 * EFFORT)
 @given(played=steps, last=st.tuples(questions, owns), chance=st.randoms(use_true_random=False))
 def test_it_answers_as_the_plain_choice(
@@ -81,7 +81,7 @@ def test_it_answers_as_the_plain_choice(
 ) -> None:
     """Nodes come, change and go between questions; neither that nor the order of rows makes a difference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standing, "MOST_ROWS", rows)
+        patch.setattr(ranking, "MOST_ROWS", rows)
         fleet, there = StandingFleet(), dict[UUID, Candidate]()
         for step in [*played, last]:
             if isinstance(step, Candidate):
@@ -108,7 +108,7 @@ def test_only_what_has_changed_is_judged_again(monkeypatch: pytest.MonkeyPatch) 
         judged.append(node.id)
         return plain(node, *given, **options)
 
-    monkeypatch.setattr(standing, "refusal", counted)
+    monkeypatch.setattr(ranking, "refusal", counted)
     fleet = StandingFleet()
     nodes = [
         Candidate(UUID(int=number), f"n{number:02}", "backend", "healthy", number, 0, 0, frozenset(), 1)

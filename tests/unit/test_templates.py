@@ -10,8 +10,8 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
-from nodes.inference import templates
-from nodes.inference.generation import Conversation, Utterance
+from nodes.gateway import templates
+from nodes.gateway.generation import Conversation, Utterance
 
 ASKED = Conversation((Utterance("user", "hello"),))
 

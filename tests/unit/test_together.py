@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from django.db import DataError
 
-from nodes.backends.together import Together
+from nodes.backends.batcher import Together
 
 
 async def test_a_writer_outlives_an_error_that_is_not_the_databases() -> None:

@@ -50,4 +50,4 @@ def test_only_the_gateway_makes_a_pool_and_nothing_else_says_counted() -> None:
             counted = named == "BackendClient" and any(key.arg == "counted" for key in call.keywords)
             if named == "ClientPool" or counted:
                 makes.add(path.relative_to(ROOT).as_posix())
-    assert makes == {"nodes/inference/gateway.py", "localai_cluster/rpc/client.py"}
+    assert makes == {"nodes/gateway/gateway.py", "localai_cluster/rpc/client.py"}

@@ -10,8 +10,8 @@ import pytest
 from localai_cluster.kit import clock, processes
 from localai_cluster.messaging.messages import split_process_key
 from localai_cluster.worker import engines
+from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
-from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 

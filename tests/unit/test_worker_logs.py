@@ -22,8 +22,8 @@ from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import build
 from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
-from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication

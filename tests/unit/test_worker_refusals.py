@@ -11,7 +11,7 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
-from localai_cluster.worker.exits import GIVEN_UP_AFTER, MOST, Exits
+from localai_cluster.worker.engine_exits import GIVEN_UP_AFTER, MOST, Exits
 from localai_cluster.worker.heartbeats import SOON, HeartbeatLoop
 
 

@@ -26,10 +26,9 @@ from django.core.checks import Tags
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
-from localai_cluster import scraping
+from localai_cluster import bus_access, scraping
 from localai_cluster.kit import clock, conf, periodic
 from localai_cluster.management import schema_version
-from localai_cluster.messaging import bus_access
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics
@@ -38,25 +37,24 @@ from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.definitions.folder import Folder
+from nodes.gateway.prefix_updates import Outbox
 from nodes.loading import load
-from nodes.loading.elsewhere import load_elsewhere
-from nodes.loading.stopping import Stopper
+from nodes.loading.replacement import load_elsewhere
 from nodes.reconcilers import schedules
 from nodes.reconcilers.file_ports import FilePorts
+from nodes.reconcilers.replica_wake_ups import Scaler
 from nodes.reconcilers.revocations import Revocations
-from nodes.reconcilers.scaler import Scaler
 from nodes.reconcilers.state_pass import StatePass
-from nodes.reconcilers.wakes import Wakes
+from nodes.reconcilers.wake_ups import Wakes
 from nodes.registry import bulk, bus_credentials
-from nodes.replicas import checks, hooks
-from nodes.routing.prefix_news import Outbox
+from nodes.replicas import checks, hooks, unload, unload_requests
+from nodes.replicas.stopper import Stopper
 from nodes.scheduling import store
-from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
-from operations.executor.waiting import Hints
+from operations.executor.wake_ups import Hints
 from operations.executor.work import Handler, in_thread
 from operations.models import Status
 from operations.reconcilers import schedules as ledger_schedules
@@ -100,8 +98,8 @@ class Parts:
 def _parts(owner: str, bus: Bus) -> Parts:
     hints, lease, queue = Hints(), conf.cluster().operation_lease, IntentQueue(bus, load_elsewhere)
     table: dict[str, Handler] = {
-        asking.UNLOAD: carry_out.UnloadModel(bus),
-        asking.DELETE: carry_out.DeleteModel(bus),
+        unload_requests.UNLOAD: unload.UnloadModel(bus),
+        unload_requests.DELETE: unload.DeleteModel(bus),
         **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
         node_stop.KIND: node_stop.StopNode(bus),
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),

@@ -32,7 +32,7 @@ from localai_cluster.edge import Edge
 from localai_cluster.kit.connections import BoundedHead, WatchingSocket
 from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.management import schema_version
-from nodes.inference import endpoint, gateway, streams
+from nodes.gateway import endpoint, gateway, streams
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from nodes.management.verbs import Add, adder
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
-from nodes.unloading import asking
+from nodes.replicas import unload_requests
 
 EVENTS_SHOWN = 10
 Options = Mapping[str, Any]
@@ -226,7 +226,7 @@ def _confirm_stop(node: BackendNode) -> None:
 def evict(options: Options) -> str:
     """The operation does the work; `manage.py operations show` follows it."""
     node = lookup.node(options["node"])
-    asked = asking.evict(node, lookup.actor().name, now=clock.now()).operation
+    asked = unload_requests.evict(node, lookup.actor().name, now=clock.now()).operation
     found = {
         "model": asked.element,
         "replica_index": asked.payload["replica_index"],

@@ -16,7 +16,7 @@ from nodes.api import operation_verbs
 from nodes.api.cluster_backends import body_of
 from nodes.api.operations import entry_of, live
 from nodes.backends import wave_requests
-from nodes.backends.wishes import Asked
+from nodes.backends.backend_requests import Asked
 from nodes.management import following, lookup, operation_texts, rendering
 from nodes.management.verbs import adder
 from operations.api.history import record, undecided

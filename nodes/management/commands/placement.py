@@ -18,7 +18,7 @@ from rest_framework.exceptions import ValidationError
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import translated
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
-from nodes.loading import explaining
+from nodes.loading import load_explanation
 from nodes.management import placement_texts, rendering
 from nodes.management.verbs import adder
 from nodes.models import PlacementRecord
@@ -119,7 +119,7 @@ def _rule(text: str) -> Any:
 
 def explain(options: Options) -> str:
     """As `GET /api/models/:model/explain`."""
-    row = explaining.explained(options["model"], clock.now())
+    row = load_explanation.explained(options["model"], clock.now())
     return rendering.as_json(row) if options["json"] else placement_texts.explained(row, clock.now())
 
 

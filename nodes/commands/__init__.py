@@ -1,0 +1,1 @@
+"""Commands to workers over the bus: requests, replies as outcomes, and progress reports."""

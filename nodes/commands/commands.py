@@ -1,0 +1,451 @@
+"""Commands to one worker over the bus. Each ends in one of the `outcomes`, and soon after the worker is gone.
+
+A reply may take a quarter of an hour, so waiting for it alone would hold an operation hostage to a dead
+worker. While a command runs, the watch requests the worker's list of backends every few seconds: no listener
+twice in a row, or a reply of another process (`instance`), means that the command died with its worker.
+
+The state of our own connection proves nothing about the worker. After a reconnect the command is sent again:
+our worker joins the command that is still running, and a stock worker's commands are idempotent
+(`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so the lack of a listener
+counts only once our connection has lasted for `SETTLED_AFTER` seconds.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol, TypeVar, assert_never
+
+from localai_cluster.kit import clock, failpoints, names
+from localai_cluster.messaging import bus as carrier
+from localai_cluster.messaging import messages, subjects
+from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.metrics import controller as metrics
+from nodes.commands import backend_names, progress_reports, shared_commands
+from nodes.commands.layer_progress import Layers
+from nodes.commands.outcomes import (
+    NAMES,
+    BusDown,
+    Done,
+    NoResponders,
+    NotSent,
+    Outcome,
+    Refused,
+    Restarted,
+    StillRunning,
+    Unheard,
+    Unreadable,
+)
+from nodes.commands.shared_commands import OnProgress
+
+PING_EVERY = 2.0
+PING_TIMEOUT = 5.0
+LIST_TIMEOUT = 30.0
+"""C24."""
+RUNNING_TIMEOUT = 10.0
+"""C26."""
+STOP_TIMEOUT = 10.0
+"""C27."""
+MODEL_TIMEOUT = 30.0
+"""C25."""
+DELETE_TIMEOUT = 120.0
+"""C23."""
+CANCEL_TIMEOUT = 6.0
+"""A worker of ours replies within 5 s."""
+SETTLED_AFTER = 10.0
+"""Seconds; a worker reconnects every 6 seconds at most."""
+BUS_WAIT = 5.0
+"""Seconds that a command waits for our own connection before it reports `BusDown`."""
+_NO_PAYLOAD = b"null"
+"""The payload that the reference publishes where a message has no content (nats.md §1)."""
+_LARGEST_PROGRESS = 16 * 1024
+_ASK_AGAIN = 0.5
+_MISSES = 2
+
+_MOST_PINGS = 50
+"""Pings a second in this process: with more commands than that, each worker is pinged less often."""
+
+
+class _Watching:
+    """The number of running commands that are watched, which sets the pause between their pings."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __enter__(self) -> None:
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next ping for one command."""
+        return max(PING_EVERY, self._count / _MOST_PINGS)
+
+
+_watching = _Watching()
+
+R = TypeVar("R")
+T = TypeVar("T")
+Refusal = Callable[[R], str]
+"""The reason why a reply means failure; empty for a success."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Client of one node's worker on the bus."""
+
+    bus: carrier.Bus
+    node_id: str
+    name: str
+    instance: str = ""
+    """The worker's process, if the caller knows it: commands are sent without a ping first."""
+    answered: bool = False
+    """True if the worker replied just now, even without its instance: the first command needs no ping."""
+
+    async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
+        """Return the worker's list of backends, from a single request."""
+        return await self._measured_request(
+            subjects.backend_list(self.node_id),
+            messages.Nothing(),
+            messages.ListReply,
+            lambda reply: reply.error,
+            timeout,
+            point="backend.list",
+        )
+
+    async def contact(self) -> Outcome[messages.ListReply]:
+        """Return the worker's list of backends, or the reason why there is none, once that is certain.
+
+        A worker that lost its connection reconnects within seconds, so a missing listener counts only if a
+        second request, `PING_EVERY` seconds later, finds none either.
+        """
+        since, misses = clock.monotonic(), 0
+        while True:
+            outcome = await self.backends()
+            pause = _ASK_AGAIN
+            match outcome:
+                case NoResponders():
+                    misses += 1
+                    if self.is_settled:
+                        if misses >= _MISSES:
+                            return outcome
+                        pause = PING_EVERY
+                case BusDown() if clock.monotonic() - since < BUS_WAIT:
+                    pass
+                case _:
+                    return outcome
+            await asyncio.sleep(pause)
+
+    async def running(self) -> Outcome[messages.RunningReply]:
+        """Return the engine processes that the worker runs."""
+        return await self._measured_request(
+            subjects.models_running(self.node_id),
+            messages.Nothing(),
+            messages.RunningReply,
+            lambda reply: reply.error,
+            RUNNING_TIMEOUT,
+            point="models.running",
+        )
+
+    async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
+        """Stop the engine process at exactly this address; `Done` means that the key has no process."""
+        name, _, _ = process_key.rpartition("#")
+        return await self._measured_request(
+            subjects.model_stop(self.node_id),
+            messages.StopModelRequest(name, process_key, address),
+            messages.StopModelReply,
+            lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
+            STOP_TIMEOUT,
+            point="model.stop",
+        )
+
+    async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
+        """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
+        return await self._measured_request(
+            subjects.model_unload(self.node_id),
+            messages.UnloadRequest(model_name, address),
+            messages.UnloadReply,
+            _failure,
+            MODEL_TIMEOUT,
+            point="model.unload",
+        )
+
+    async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
+        """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
+        return await self._measured_request(
+            subjects.model_delete(self.node_id),
+            messages.DeleteModelRequest(model_name),
+            messages.DeleteModelReply,
+            _failure,
+            MODEL_TIMEOUT,
+            point="model.delete",
+        )
+
+    async def stop(self, target: str, *, force: bool = False) -> None:
+        """Request the stop of engines by process key, model or backend; "" means all (nats.md §4.4).
+
+        A `backend.stop` has no reply. An unforced stop of all engines has no payload either (R6.5).
+        """
+        payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
+        with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
+            await self.bus.publish(subjects.backend_stop(self.node_id), payload)
+
+    async def stop_node(self) -> None:
+        """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
+        with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
+            await self.bus.publish(subjects.stop(self.node_id), _NO_PAYLOAD)
+
+    async def install(
+        self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
+    ) -> Outcome[messages.InstallReply]:
+        """Send `backend.install` and wait up to `timeout` seconds for its reply.
+
+        Join an identical command that is already running, whichever operation sent it.
+        """
+        command = backend_names.understood(request)
+
+        async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
+            async with self._progress(command.op_id, report):
+                return await self._command(
+                    subjects.backend_install(self.node_id),
+                    command,
+                    messages.InstallReply,
+                    _failure,
+                    timeout,
+                    point="backend.install",
+                )
+
+        return await shared_commands.joined(
+            self.bus, (self.node_id, replace(command, op_id="")), send, on_progress
+        )
+
+    async def upgrade(
+        self, request: messages.UpgradeRequest, *, timeout: float, on_progress: OnProgress | None = None
+    ) -> Outcome[messages.UpgradeReply]:
+        """Send `backend.upgrade` and wait up to `timeout` seconds for its reply.
+
+        A worker that does not support the command gets a forced install instead (§6.3), whose reply does not
+        report stopped processes.
+        """
+        request = backend_names.understood(request)
+        async with self._progress(request.op_id, on_progress):
+            outcome = await self._command(
+                subjects.backend_upgrade(self.node_id),
+                request,
+                messages.UpgradeReply,
+                _failure,
+                timeout,
+                point="backend.upgrade",
+            )
+            if not isinstance(outcome, Unheard) or not await self._is_old():
+                return outcome
+            forced = messages.InstallRequest(
+                backend=request.backend,
+                backend_galleries=request.backend_galleries,
+                uri=request.uri,
+                name=request.name,
+                alias=request.alias,
+                force=True,
+                op_id=request.op_id,
+                install_only=True,
+            )
+            subject = subjects.backend_install(self.node_id)
+            answer = await self._command(
+                subject, forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
+            )
+        match answer:
+            case Done():
+                return Done(messages.UpgradeReply(success=True))
+            case Refused(reason, reply):
+                return Refused(reason, messages.UpgradeReply(error=reply.error))
+            case _:
+                return answer
+
+    async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
+        """Stop the processes of the backend and remove its files."""
+        return await self._command(
+            subjects.backend_delete(self.node_id),
+            messages.DeleteRequest(backend_names.bare(backend)),
+            messages.DeleteReply,
+            _failure,
+            timeout,
+            point="backend.delete",
+        )
+
+    async def cancel(self, op_id: str) -> Outcome[messages.CancelReply]:
+        """Make the worker end the install or upgrade of this operation at any step. Sent once.
+
+        The cancelled command gets its own reply too. `found` is false if the worker has nothing to end.
+        Return Unheard if the worker does not support cancellation, as a stock worker: the command continues
+        there.
+        """
+        outcome = await self._measured_request(
+            subjects.backend_cancel(self.node_id),
+            messages.CancelRequest(op_id),
+            messages.CancelReply,
+            lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
+            CANCEL_TIMEOUT,
+            point="backend.cancel",
+        )
+        if isinstance(outcome, NoResponders):
+            answer = await self.backends(PING_TIMEOUT)
+            if isinstance(answer, Done | Refused):
+                return Unheard(f"the worker of node {self.name} cannot cancel; what it has begun goes on")
+        return outcome
+
+    async def _is_old(self) -> bool:
+        """Return True if the worker replies without an `instance`, which every worker of ours reports.
+
+        Ours support all commands: one that does not listen for this command has just been restarted.
+        """
+        answer = await self.backends(PING_TIMEOUT)
+        return isinstance(answer, Done | Refused) and not answer.reply.instance
+
+    @contextlib.asynccontextmanager
+    async def _progress(self, op_id: str, on_progress: OnProgress | None) -> AsyncIterator[None]:
+        if on_progress is None or not op_id:
+            yield
+            return
+        layers = Layers()
+
+        def receive(payload: bytes) -> None:
+            if len(payload) > _LARGEST_PROGRESS:
+                return
+            with contextlib.suppress(DecodeError):
+                event = decode(payload, messages.ProgressEvent)
+                # A worker that may publish on one subject must not report for another operation or node.
+                if (event.op_id, event.node_id) == (op_id, self.node_id):
+                    on_progress(layers.whole(event))
+
+        # Subscribed before the command leaves, so that the first report is not missed.
+        async with progress_reports.received(self.bus, self.node_id, op_id, receive):
+            yield
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if our connection is old enough for a missing listener to mean a missing worker."""
+        return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
+
+    async def _measured_request(
+        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    ) -> Outcome[R]:
+        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
+        began = clock.monotonic()
+        outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
+        metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
+        return outcome
+
+    async def _request(
+        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    ) -> Outcome[R]:
+        inbox = subjects.inbox(self.node_id)
+        try:
+            with failpoints.asked(point):
+                reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)
+        except carrier.NoResponders:
+            return NoResponders(f"node {self.name} is not responding")
+        except carrier.RequestTimeout:
+            return StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
+        except carrier.BusError:
+            return BusDown("the message bus is not connected")
+        except DecodeError as error:
+            return Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
+        reason = names.readable(refusal(reply))
+        return Refused(reason, reply) if reason else Done(reply)
+
+    async def _command(
+        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    ) -> Outcome[R]:
+        """Send the command, again after each loss of our connection, and watch the worker meanwhile."""
+        deadline, instance = clock.monotonic() + timeout, self.instance
+        ping_first = not (instance or self.answered)
+        while (remaining := deadline - clock.monotonic()) > 0:
+            if ping_first:
+                contact = await self.contact()
+                match contact:
+                    case Done(listed) | Refused(_, listed):
+                        instance = listed.instance
+                    case Unreadable():
+                        pass  # something listens
+                    case StillRunning(reason):
+                        return NotSent(reason)
+                    case NoResponders() | BusDown():
+                        return contact
+                    case _:
+                        assert_never(contact)
+            outcome = await first(
+                self._watch(self.bus.generation, instance),
+                self._send(subject, request, kind, refusal, remaining, point=point),
+            )
+            if outcome is not None and not isinstance(outcome, BusDown):
+                return outcome
+            instance, ping_first = "", True  # the next turn begins by waiting for the bus
+            await asyncio.sleep(_ASK_AGAIN)
+        return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
+
+    async def _send(
+        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    ) -> Outcome[R]:
+        """Send the request until a worker listens, or the lack of a listener is certain."""
+        misses = 0
+        while True:
+            outcome = await self._measured_request(subject, request, kind, refusal, timeout, point=point)
+            misses += 1
+            if not isinstance(outcome, NoResponders):
+                return outcome
+            if misses >= _MISSES and self.is_settled:
+                return Unheard(outcome.reason)
+            await asyncio.sleep(PING_EVERY)
+
+    async def _watch(self, generation: int, instance: str) -> NoResponders | None:
+        """Return NoResponders when the worker is gone, or None when the command must be sent again."""
+        misses = 0
+        while True:
+            with _watching:
+                await asyncio.sleep(_watching.pause)
+            if self.bus.generation != generation:
+                return None
+            answer = await self.backends(PING_TIMEOUT)
+            match answer:
+                case Done(listed) | Refused(_, listed):
+                    misses = 0
+                    if instance and listed.instance and listed.instance != instance:
+                        return Restarted(f"the worker of node {self.name} was restarted")
+                case NoResponders():
+                    misses += 1
+                    if misses >= _MISSES and self.is_settled:
+                        return NoResponders(f"node {self.name} stopped answering on the bus")
+                case StillRunning() | Unreadable() | BusDown():
+                    pass
+                case _:
+                    assert_never(answer)
+
+
+class _Verdict(Protocol):
+    @property
+    def success(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+
+
+def _failure(reply: _Verdict) -> str:
+    return "" if reply.success else reply.error or "the worker reported no reason"
+
+
+async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
+    """Return the result of the coroutine that ends first, `second_work` in a tie. Cancel the other one."""
+    tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await (tasks[1] if tasks[1].done() else tasks[0])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless(failure: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, R]) -> R:
+    """Return the result of `work`; if `failure` raises first, cancel `work` and raise the same exception."""
+    return await first(failure, work)

@@ -1,0 +1,91 @@
+"""The outcome of a command to a worker: one sum type, which every caller matches exhaustively.
+
+`Done` and `Refused` are the worker's replies. The other four mean no reply, and each needs a different
+reaction: check later (`StillRunning`, `BusDown`), use another node (`NoResponders`), report a defect
+(`Unreadable`).
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from localai_cluster.kit import errors
+
+R = TypeVar("R")
+
+
+class CommandFailed(errors.ClusterError):
+    """The worker did not do it, or must not be asked to."""
+
+    status = 502
+    code = "command_failed"
+
+
+@dataclass(frozen=True)
+class Done(Generic[R]):
+    """The worker executed the command."""
+
+    reply: R
+
+
+@dataclass(frozen=True)
+class Refused(Generic[R]):
+    """The worker replied that it did not execute the command, with the reason."""
+
+    reason: str
+    reply: R
+
+
+@dataclass(frozen=True)
+class StillRunning:
+    """No reply within the time limit; the worker may still be running the command."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotSent(StillRunning):
+    """The worker did not reply to the ping before the command, so the command was not sent."""
+
+
+@dataclass(frozen=True)
+class NoResponders:
+    """The worker is gone: nothing listens although our own connection works, or it was restarted."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Restarted(NoResponders):
+    """The worker runs as a new process: the command died with the former one."""
+
+
+@dataclass(frozen=True)
+class Unheard(NoResponders):
+    """The worker replied to other requests, but nothing listens for this command: it may not support it."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The worker's reply is not a message of the expected kind."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class BusDown:
+    """We are not connected to the bus; the state of the worker is unknown."""
+
+    reason: str
+
+
+Outcome: TypeAlias = Done[R] | Refused[R] | StillRunning | NoResponders | Unreadable | BusDown
+
+NAMES: dict[type, str] = {
+    Done: "done",
+    Refused: "refused",
+    NoResponders: "no_responders",
+    StillRunning: "no_answer",
+    BusDown: "bus_down",
+    Unreadable: "unreadable",
+}
+"""The names of the outcomes in metrics."""

@@ -1,0 +1,1 @@
+"""Decisions about placement and scale: what they read, their record, and how they are explained."""

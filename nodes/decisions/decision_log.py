@@ -1,0 +1,160 @@
+"""The record of decisions: the only writer of `PlacementRecord`.
+
+A placement is recorded in the transaction that reserves its slot, together with its evictions: all records
+exist or none. A wait is recorded before its load is postponed, so after a kill in between the next attempt
+finds its own sentence and adds no record. A wait that repeats for the same reasons keeps its record; only the
+figures in it are updated.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from nodes.decisions.fleet_snapshots import Seen
+from nodes.decisions.table_bounds import time_of_oldest_fitting
+from nodes.models import DecisionKind, PlacementRecord
+from nodes.placement.evict import Resident
+from nodes.placement.explain import NO_FLEET, Ending, Explanation
+
+_FIGURES = ("reason", "facts", "base", "position", "last_at")
+
+
+class Spot(NamedTuple):
+    """The node and slot of a decision."""
+
+    node_id: UUID
+    node_name: str
+    replica_index: int | None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision with its explanation and a reference to the snapshot that it used."""
+
+    model_name: str
+    operation_id: UUID | None
+    told: Explanation
+    seen: Seen | None
+    kind: DecisionKind = DecisionKind.PLACEMENT
+    about: Spot | None = None
+    """The slot of the decision; None = the chosen node, if any."""
+
+    @property
+    def spot(self) -> Spot | None:
+        """The node and slot in the row."""
+        explanation, node = self.told, self.told.node
+        chosen = Spot(node.id, node.name, explanation.replica_index) if node else None
+        return self.about or chosen
+
+    def at_index(self, index: int) -> "Decided":
+        """Return a copy with the reserved slot: another load may have taken the one in the snapshot."""
+        return replace(self, told=replace(self.told, replica_index=index))
+
+
+def without_fleet(outcome: Ending, sentence: str, **facts: Any) -> Explanation:
+    """Return the explanation of a decision that compared no nodes."""
+    return Explanation(outcome, sentence, None, 0, {**NO_FLEET, **facts})
+
+
+def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
+    """Record the decision, unless it repeats its operation's last record, and the eviction of `victims`."""
+    if decided.told.node is None and _repeats_last_record(decided, now):
+        return
+    _row(decided, now).save(force_insert=True)
+    if victims:
+        PlacementRecord.objects.bulk_create(_eviction(decided, victim, now) for victim in victims)
+
+
+def record_all(decided: Iterable[Decided], *, now: datetime) -> None:
+    """Record decisions without an operation, except those that repeat the last record of their model.
+
+    Two statements for any number of decisions.
+    """
+    rows = [_row(decision, now) for decision in decided]
+    model_names = [row.model_name for row in rows]
+    records = PlacementRecord.objects.filter(model_name__in=model_names, operation_id=None)
+    last_records = records.order_by("model_name", "-id").distinct("model_name")
+    last_outcomes = {(row.model_name, row.kind): (row.outcome, row.reason) for row in last_records}
+    new_rows = [row for row in rows if _is_new(row, last_outcomes.get((row.model_name, row.kind)))]
+    PlacementRecord.objects.bulk_create(new_rows)
+
+
+def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
+    """Return True unless the row repeats a wait or a refusal; a repeated scaling is a new decision."""
+    return row.outcome == Ending.SCALED or before != (row.outcome, row.reason)
+
+
+def _row(decided: Decided, now: datetime) -> PlacementRecord:
+    explanation, snapshot_ref, spot = decided.told, decided.seen, decided.spot
+    return PlacementRecord(
+        kind=decided.kind,
+        model_name=decided.model_name,
+        operation_id=decided.operation_id,
+        at=now,
+        last_at=now,
+        outcome=explanation.outcome,
+        node_id=spot.node_id if spot else None,
+        node_name=spot.node_name if spot else "",
+        replica_index=spot.replica_index if spot else None,
+        reason=explanation.sentence,
+        facts=explanation.facts,
+        base=snapshot_ref.base if snapshot_ref else None,
+        position=snapshot_ref.position if snapshot_ref else None,
+    )
+
+
+def _eviction(decided: Decided, victim: Resident, now: datetime) -> PlacementRecord:
+    row = _row(decided, now)
+    row.kind, row.outcome = DecisionKind.EVICTION, Ending.EVICTED
+    row.reason = eviction_words(decided.model_name, victim)
+    row.model_name, row.replica_index = victim.model_name, victim.replica_index
+    row.facts = {**NO_FLEET, "for": decided.model_name}
+    return row
+
+
+def eviction_words(model_name: str, victim: Resident) -> str:
+    """Return the reason for the eviction of a replica for a load of `model_name`."""
+    return (
+        f"makes room for {model_name}: idle since {victim.last_used:%Y-%m-%d %H:%M:%S} UTC,"
+        " the least recently used of what may go there"
+    )
+
+
+def _repeats_last_record(decided: Decided, now: datetime) -> bool:
+    """Return True if the load's last record has the same outcome and reasons; update its figures."""
+    explanation = decided.told
+    of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")
+    last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()
+    if last is None or (last["kind"], last["outcome"]) != (decided.kind, explanation.outcome):
+        return False
+    kinds = _kinds(explanation.facts["refused"])
+    if last["reason"] == explanation.sentence:
+        return True
+    if not kinds or kinds != _kinds(last["facts__refused"]):
+        return False
+    row = _row(decided, now)
+    PlacementRecord.objects.filter(pk=last["id"]).update(**{name: getattr(row, name) for name in _FIGURES})
+    return True
+
+
+def _kinds(refused: list[dict[str, Any]]) -> set[str]:
+    return {refusal["code"] for refusal in refused}
+
+
+def fitting_since(space: int) -> datetime | None:
+    """Return the time of the oldest records that fit into `space` bytes with all newer ones; None if all fit.
+
+    One query, which reads no facts.
+    """
+    return time_of_oldest_fitting(PlacementRecord.objects.all(), "last_at", ("facts", "reason"), space)
+
+
+def prune(*, before: datetime, limit: int) -> int:
+    """Delete up to `limit` records last true before `before`, oldest first; return the number."""
+    old = PlacementRecord.objects.filter(last_at__lt=before).order_by("last_at", "pk")
+    deleted, _ = PlacementRecord.objects.filter(
+        pk__in=list(old.values_list("pk", flat=True)[:limit])
+    ).delete()
+    return deleted

@@ -1,0 +1,129 @@
+"""Stored snapshots of placement decisions, for repeating them: the only writer of `PlacementLog`.
+
+A base holds the snapshot of one decision. Later decisions add the differences, so each refers to a base and a
+position in its log. Every process has a base of its own: no two processes write to one log or wait for each
+other. A base lasts a minute, or until its log has grown larger than it; without changes it lasts an hour. A
+base without a decision, because its process died in between, does no harm and is pruned like the others.
+"""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from uuid import UUID, uuid4
+
+from django.db import IntegrityError, connection
+
+from nodes.decisions.snapshot_sections import Changes, Sections, State, apply, changes, encoded, restored
+from nodes.decisions.table_bounds import time_of_oldest_fitting
+from nodes.models import PlacementLog
+
+LASTS = timedelta(minutes=1)
+UNCHANGED = timedelta(hours=1)
+"""The lifetime of a base, and its lifetime without changes."""
+LEAST_LOG = 64 * 1024
+"""Bytes that the log of a small base may have at least."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A reference to the snapshot of a decision: the base and a position in its log."""
+
+    base: UUID
+    position: int
+
+
+@dataclass
+class _Log:
+    """The log that this process writes, in its committed state."""
+
+    base: UUID
+    began: datetime
+    size: int
+    position: int = 0
+    added: int = 0
+    state: State = field(default_factory=dict)
+
+    def lasts(self, now: datetime, how_long: timedelta) -> bool:
+        """Return True if the log is not too old, nor too young (a clock was set back), nor too large."""
+        return abs(now - self.began) < how_long and self.added <= max(self.size, LEAST_LOG)
+
+
+_lock = threading.Lock()
+_log: _Log | None = None
+
+
+def forget() -> None:
+    """Start a new base with the next decision."""
+    global _log, _lock
+    _log, _lock = None, threading.Lock()
+
+
+# Otherwise the child of a fork would write to its parent's log.
+os.register_at_fork(after_in_child=forget)
+
+
+def remember(seen: Sections, *, now: datetime) -> Seen:
+    """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
+
+    In a transaction it starts a base for this decision alone: a base that may be rolled back must have no
+    further entries.
+    """
+    if connection.in_atomic_block:
+        return _create_base(changes({}, seen), now)
+    with _lock:
+        return _store(seen, now)
+
+
+def _store(snapshot: Sections, now: datetime) -> Seen:
+    global _log
+    log = _log
+    if log is not None:
+        difference = changes(log.state, snapshot)
+        if not difference and log.lasts(now, UNCHANGED):
+            return Seen(log.base, log.position)
+        if log.lasts(now, LASTS) and _append(log, difference, now):
+            return Seen(log.base, log.position)
+    _log = None
+    content = changes({}, snapshot)
+    reference = _create_base(content, now)
+    _log = _Log(reference.base, now, len(encoded(content)))
+    apply(_log.state, content)
+    return reference
+
+
+def _append(log: _Log, difference: Changes, now: datetime) -> bool:
+    """Append an entry; return False if the log has an entry that this process does not know of."""
+    body = encoded(difference)
+    try:
+        PlacementLog.objects.create(base=log.base, position=log.position + 1, at=now, body=body)
+    except IntegrityError:
+        return False  # an earlier write was committed, but its response was lost
+    log.position, log.added = log.position + 1, log.added + len(body)
+    apply(log.state, difference)
+    return True
+
+
+def _create_base(content: Changes, now: datetime) -> Seen:
+    base = uuid4()
+    PlacementLog.objects.create(base=base, position=0, at=now, body=encoded(content))
+    return Seen(base, 0)
+
+
+def recall(seen: Seen) -> State | None:
+    """Return the snapshot of the decision; None if it has been pruned. One query."""
+    rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
+    entries = [bytes(body) for body in rows.values_list("body", flat=True)]
+    return restored(entries) if len(entries) == seen.position + 1 else None
+
+
+def fitting_since(space: int) -> datetime | None:
+    """Return the time of the oldest entries that fit into `space` bytes with all newer ones; None: all."""
+    return time_of_oldest_fitting(PlacementLog.objects.all(), "at", ("body",), space)
+
+
+def prune(*, before: datetime, limit: int) -> int:
+    """Delete up to `limit` entries from before `before`, oldest first; return the number."""
+    old = PlacementLog.objects.filter(at__lt=before).order_by("at", "pk")
+    deleted, _ = PlacementLog.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
+    return deleted

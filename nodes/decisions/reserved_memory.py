@@ -1,0 +1,210 @@
+"""Memory that loads reserve on nodes: a column of the node, and the rows of the loads.
+
+`reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
+subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
+needed bytes until readings show them (`placement/reservations.py`). Both count the same bytes, so the larger
+one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import BigIntegerField, Case, ExpressionWrapper, F, Q, Value, When
+from django.db.models.expressions import CombinedExpression
+from django.db.models.functions import Greatest, Least
+
+from nodes.models import BackendNode, NodeModel
+from nodes.models.replica import NodeModelQuerySet
+from nodes.placement.choose import Need
+from nodes.placement.evict import Resident
+from nodes.placement.gpus import Rooms, Shares, filled, fit, given_back, total
+from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu, outstanding
+from operations.changes import events
+
+log = logging.getLogger(__name__)
+
+CLOCKS_DIFFER = timedelta(seconds=1)
+_ZERO = Value(0, BigIntegerField())
+_UNREAD = (
+    Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
+)
+RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at", "gpus")
+"""Columns of a replica's row that `reservation` takes, in this order."""
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """A GPU that an engine may use, by the id that its worker uses, and the bytes that it may take there."""
+
+    id: str
+    amount: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The reservation of a load: the columns of its row, and the only GPUs that its engine may see.
+
+    Without GPUs the engine sees all of them: the node reports none, or the load fits on no set of them.
+    """
+
+    columns: Mapping[str, Any]
+    gpus: tuple[GpuShare, ...] = ()
+
+
+def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
+    """Add `amount` bytes to the node's column if they are effectively free, else return False (R1.51)."""
+    if amount <= 0:
+        return True
+    free_node = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
+    reserved_at = Greatest(F("reserved_at"), now)
+    return bool(free_node.update(reserved_vram=F("reserved_vram") + amount, reserved_at=reserved_at))
+
+
+def release(node_id: UUID, amount: int, *, since: datetime) -> None:
+    """Subtract `amount` bytes reserved at `since`, unless a later reading has cleared them (R1.52)."""
+    if amount <= 0:
+        return
+    not_cleared = Q(vram_read_at__isnull=True) | Q(vram_read_at__lt=since)
+    holding = BackendNode.objects.filter(not_cleared, pk=node_id, reserved_vram__gte=amount)
+    holding.update(reserved_vram=F("reserved_vram") - amount)
+
+
+def fits(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
+    """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
+    return fit(*_after_stops(*_free(node, need), soon), need.vram) is not None
+
+
+def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
+    reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
+    rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
+    return effectively_free(vars(node), reservations), rooms
+
+
+def _after_stops(free: int, rooms: Rooms, soon: Collection[Resident]) -> tuple[int, Rooms]:
+    for replica in soon:
+        free, rooms = free + replica.vram, given_back(rooms, replica.gpus)
+    return free, rooms
+
+
+def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()) -> Taken | None:
+    """Reserve a load's memory on the node and its GPUs; return None if the node lacks required memory.
+
+    `soon`: replicas that free their memory before the load uses its reservation.
+    Needs the node's lock: no other load reserves and no reading arrives between the check and the row.
+    """
+    free, rooms = _free(node, need)
+    free_later, later = _after_stops(free, rooms, soon)
+    shares = fit(free_later, later, need.vram)
+    if shares is None and need.vram_required:
+        return None
+    if shares is None and node.total_vram:
+        # Without a GPU all models use the main memory, and there is nothing to report.
+        log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
+    expected = filled(later, need.vram) if shares is None else shares
+    amount = total(shares or {}, need.vram)
+    fits = fit(free, rooms, need.vram) is not None and reserve(node.pk, amount, now=now)
+    by_index = {gpu["index"]: gpu for gpu in node.gpus}
+    columns = {
+        "vram_needed": amount,
+        "vram_on_node": fits,
+        "vram_seen": node.available_vram,
+        "vram_seen_at": node.vram_read_at,
+        "gpus": [_row(by_index[index], share) for index, share in expected.items()],
+    }
+    return Taken(columns, _given(by_index, shares or {}))
+
+
+def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
+    """Count the memory of an engine that ran until its stop was sent as free before a reading shows it.
+
+    Applies only to a reading that includes the engine: taken after its load, and before the stop by more than
+    clocks differ. The amount is limited to the memory that the node uses, because the engine's need may have
+    been overestimated. Must not run in the transaction that locks replicas, because nodes are locked before
+    them. If the credit is lost, the next reading corrects it.
+    """
+    shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - CLOCKS_DIFFER)
+    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
+    with transaction.atomic():
+        node = BackendNode.objects.filter(shows, pk=gone.node_id)
+        if node.update(returned_vram=_at_most(beside + gone.vram_needed), returned_beside=F("vram_read_at")):
+            events.notify(events.NODES, str(gone.node_id))
+
+
+def _at_most(returned: CombinedExpression) -> Case:
+    """Limit `returned` to the bytes that the node's reading shows as used, if its size is known."""
+    amount = ExpressionWrapper(returned, BigIntegerField())
+    used = ExpressionWrapper(F("total_vram") - F("available_vram"), BigIntegerField())
+    return Case(When(total_vram__gt=0, then=Greatest(Least(amount, used), _ZERO)), default=amount)
+
+
+def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
+    return {"index": gpu["index"], "uuid": gpu["uuid"], "bytes": share, "seen": gpu["free_vram"]}
+
+
+def _given(by_index: Mapping[int, Mapping[str, Any]], shares: Shares) -> tuple[GpuShare, ...]:
+    return tuple(
+        GpuShare(by_index[index]["uuid"] or str(index), share) for index, share in sorted(shares.items())
+    )
+
+
+def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
+    """Return the reservations of `rows` by node, for nodes where a reading lacks at least one; one query."""
+    unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
+    reservations: defaultdict[UUID, list[Reservation]] = defaultdict(list)
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *RESERVING)
+    for node_id, *columns in reserving:
+        reservations[node_id].append(reservation(*columns))
+    return reservations
+
+
+def reservation(
+    needed: int,
+    seen: int,
+    seen_at: datetime | None,
+    loaded_at: datetime | None,
+    gpus: Sequence[Mapping[str, Any]],
+) -> Reservation:
+    """Return the reservation of a replica's row, from its columns `RESERVING`."""
+    shares = {gpu["index"]: (gpu["bytes"], gpu["seen"]) for gpu in gpus}
+    return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
+
+
+def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
+    """Return the bytes of the node, given by its columns, that are neither used nor reserved (R1.51)."""
+    ceiling: int = node["vram_budget_bytes"]
+    available: int = node["available_vram"]
+    if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
+        available += node["returned_vram"]
+        available = min(available, ceiling) if ceiling else available
+    reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
+    reserved: int = max(node["reserved_vram"], outstanding(reservations, reading))
+    return available - reserved
+
+
+def rooms_of(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> Rooms:
+    """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
+    reserved = reserved_on_gpus(node, reservations)
+    return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
+
+
+def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
+    """Return the reserved bytes of each GPU that the node's last reading does not show."""
+    read_at = node["vram_read_at"] or NEVER
+    return {
+        gpu["index"]: on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
+        if reservations
+        else 0
+        for gpu in node["gpus"]
+    }
+
+
+def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
+    """Return the GPUs of the node, given by its columns, each with the bytes that loads have reserved."""
+    reserved = reserved_on_gpus(node, reservations)
+    return [gpu | {"reserved_vram": max(reserved[gpu["index"]], 0)} for gpu in node["gpus"]]

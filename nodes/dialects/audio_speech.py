@@ -1,0 +1,164 @@
+"""`POST /v1/audio/speech` and `/tts`: text to speech.
+
+The engine writes a file on its worker, which is fetched and forwarded. With `stream` the audio is forwarded
+while the engine produces it.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import IO, Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendFailed, DeadlineExceeded
+from localai_cluster.rpc.messages import Reply, TTSRequest
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Header
+from nodes.dialects import audio_formats, openai_bodies
+from nodes.dialects.openai_bodies import Text
+from nodes.gateway import gateway
+from nodes.gateway.byte_streams import ByteSink, ByteStream, FileAnswer
+from nodes.gateway.model_lookup import defined
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.silence_limit import silence
+from nodes.gateway.streams import node_header
+from nodes.gateway.worker_files import open_files
+
+LONGEST_INPUT = 64 * 1024
+"""Limit on the input in characters."""
+REFUSED = {"stream_format": "`stream` sends sound as it is made"}
+_HEAD = 16
+_RATES = range(1000, 400_000)
+_Phrase = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request. `language`, `stream` and `backend` are LocalAI's; `backend` is ignored."""
+
+    model: Text
+    input: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_INPUT)]
+    voice: Annotated[
+        _Phrase | None, msgspec.Meta(description="A name that the model knows; no path out of its folder.")
+    ] = None
+    response_format: Annotated[
+        Literal["wav", "mp3", "opus", "aac", "flac", "pcm"] | None,
+        msgspec.Meta(description="What the model's engine makes, or absent. Streams are `wav` or `pcm`."),
+    ] = None
+    speed: Annotated[float, msgspec.Meta(ge=0.25, le=4)] | None = None
+    instructions: _Phrase | None = None
+    language: _Phrase | None = None
+    stream: bool | None = None
+
+
+Spoken = FileAnswer | ByteStream
+
+
+def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
+    """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
+
+    async def answer(request: InferenceRequest) -> Spoken:
+        body = parse(wire.json_object(request.body))
+        definition = await defined(body.model)
+        request.model = definition.name
+        call = _engine_request(body, definition.model)
+
+        def headers() -> tuple[Header, ...]:
+            return tuple(node_header(request)) if tells_node else ()
+
+        if body.stream:
+            kind = audio_formats.KINDS[body.response_format or "wav"]
+            return ByteStream(
+                lambda sink: _stream(request, call, body.response_format != "pcm", sink),
+                lambda: [(b"content-type", kind), *headers()],
+            )
+        file = await gateway.current().run(request, lambda engine: _synthesize(request, engine, call))
+        format_name = audio_formats.format_of(file.read(_HEAD))
+        if body.response_format not in (None, format_name):
+            file.close()
+            actual_format = format_name or "another format"
+            raise InvalidInput(
+                f"response_format: this model's engine makes {actual_format}", field="response_format"
+            )
+        return FileAnswer(file, audio_formats.KINDS.get(format_name, audio_formats.UNKNOWN), headers())
+
+    return answer
+
+
+def parse(fields: Mapping[str, Any]) -> SpeechBody:
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    if fields.get("stream_format") != "audio":
+        openai_bodies.refuse(fields, REFUSED)
+    body = wire.typed(fields, SpeechBody)
+    # Engines read such a voice from their own file system.
+    if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):
+        raise InvalidInput("voice: a name is needed, no path or address", field="voice")
+    if body.stream and body.response_format not in (None, "wav", "pcm"):
+        raise InvalidInput("response_format: a stream is wav or pcm", field="response_format")
+    if body.response_format == "pcm" and not body.stream:
+        raise InvalidInput("response_format: pcm is for `stream` only", field="response_format")
+    return body
+
+
+def _engine_request(body: SpeechBody, model: str) -> TTSRequest:
+    call = TTSRequest(text=body.input, model=model, voice=body.voice or "", ModelIdentity=model)
+    if body.language:
+        call.language = body.language
+    if body.instructions:
+        call.instructions = body.instructions
+    # The protocol has no fields for these; an engine may read them from `params`.
+    if body.speed is not None:
+        call.params["speed"] = f"{body.speed:g}"
+    if body.response_format:
+        call.params["response_format"] = body.response_format
+    return call
+
+
+async def _synthesize(request: InferenceRequest, engine: BackendClient, template: TTSRequest) -> IO[bytes]:
+    assert request.replica is not None
+    async with open_files(request.replica.node_id, request.deadline) as files:
+        call = TTSRequest()
+        call.CopyFrom(template)
+        call.dst = await files.temp()
+        result = await engine.speak(call, request.deadline - clock.monotonic())
+        if not result.success:
+            raise BackendFailed(result.message or None)
+        return await files.fetch(call.dst)
+
+
+async def _stream(request: InferenceRequest, call: TTSRequest, has_header: bool, sink: ByteSink) -> None:
+    async def work(engine: BackendClient) -> None:
+        replies = engine.speak_stream(call)
+        first = request.deadline - clock.monotonic()
+        try:
+            async with silence(conf.cluster().stream_stall, first) as limit:
+                rate = audio_formats.USUAL_RATE
+                async for reply in replies:
+                    # Only the engine's time counts, not the time of a slow client.
+                    limit.pause()
+                    rate = _rate(reply) or rate
+                    if reply.audio:
+                        header = audio_formats.wav_head(rate) if has_header and not request.begun else b""
+                        request.begun = True
+                        await sink(header + reply.audio)
+                    limit.begin()
+        except TimeoutError:
+            raise DeadlineExceeded("the engine has sent nothing for too long") from None
+        finally:
+            replies.cancel()
+        if not request.begun:
+            raise BackendFailed("the engine made no sound")
+
+    await gateway.current().run(request, work)
+
+
+def _rate(reply: Reply) -> int:
+    """Return the sample rate in Hz that this reply reports, else 0."""
+    try:
+        metadata = orjson.loads(reply.message)
+    except orjson.JSONDecodeError:
+        return 0
+    rate = metadata.get("sample_rate") if isinstance(metadata, dict) else None
+    return int(rate) if isinstance(rate, int | float) and int(rate) in _RATES else 0

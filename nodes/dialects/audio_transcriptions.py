@@ -1,0 +1,150 @@
+"""`POST /v1/audio/transcriptions`: an audio file in a form, its transcript as the response.
+
+The file is copied from the form to the worker of the picked replica, whose engine reads it there.
+"""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
+import msgspec
+
+from localai_cluster.kit import clock, conf
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
+from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult
+from localai_cluster.web import wire
+from localai_cluster.web.multipart import Upload
+from localai_cluster.web.wire import Answer
+from nodes.dialects import audio_transcripts
+from nodes.dialects.openai_bodies import Text
+from nodes.gateway import gateway
+from nodes.gateway.generation import Sink, TextDelta
+from nodes.gateway.model_lookup import defined
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.silence_limit import silence
+from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway.worker_files import open_files
+
+LARGEST_BODY = 100 * 1024 * 1024
+"""Limit on the bytes of a form with an audio file."""
+MOST_PROMPT = 16 * 1024
+MANY = "timestamp_granularities"
+"""The field that may have several values; clients append `[]` to its name."""
+_ENDING = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+
+
+class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields of the form beside its file."""
+
+    model: Text
+    language: Annotated[str, msgspec.Meta(max_length=32)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=MOST_PROMPT)] | None = None
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    timestamp_granularities: Annotated[
+        list[Literal["word", "segment"]] | None, msgspec.Meta(description="For `verbose_json` only.")
+    ] = None
+    stream: bool | None = None
+
+
+async def transcribe(request: InferenceRequest) -> Answer | EventStream:
+    """Transcribe the file of one request."""
+    upload, body = _read(request)
+    definition = await defined(body.model)
+    request.model = definition.name
+    call_options = TranscriptRequest(
+        language=body.language or "",
+        prompt=body.prompt or "",
+        temperature=body.temperature or 0,
+        timestamp_granularities=body.timestamp_granularities or [],
+        stream=bool(body.stream),
+        ModelIdentity=definition.model,
+    )
+    if body.stream:
+        return EventStream(
+            request, audio_transcripts.told(), lambda sink: _stream(request, upload, call_options, sink)
+        )
+
+    async def work(engine: BackendClient) -> TranscriptResult:
+        async with _stored_call(request, upload, call_options) as call:
+            return await engine.transcribe(call, request.deadline - clock.monotonic())
+
+    result = await gateway.current().run(request, work)
+    granularities = body.timestamp_granularities or ["segment"]
+    content, kind = audio_transcripts.rendered(
+        body.response_format or "json", result, "word" in granularities, "segment" in granularities
+    )
+    return Answer(content, headers=tuple(node_header(request)), kind=kind)
+
+
+def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
+    fields = request.form.fields
+    values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
+    values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
+    body = wire.typed(values_by_name, TranscriptionBody, texts=True)
+    upload = request.form.files.get("file")
+    if upload is None or not upload.size:
+        raise InvalidInput("file: a file of sound is needed", field="file")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        raise InvalidInput(f"{MANY}: needs `response_format` verbose_json", field=MANY)
+    if body.stream and body.response_format not in (None, "json", "text"):
+        raise InvalidInput("response_format: a stream has text only", field="response_format")
+    return upload, body
+
+
+@asynccontextmanager
+async def _stored_call(
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
+) -> AsyncIterator[TranscriptRequest]:
+    """Yield the call while the audio file is stored on the worker of the picked replica."""
+    assert request.replica is not None
+    # The client's file name is untrusted; only its extension is useful to an engine.
+    ending = _ENDING.search(upload.name.rpartition(".")[2])
+    name = f"audio.{ending[0].lower()}" if ending else "audio"
+    async with open_files(request.replica.node_id, request.deadline) as files:
+        call = TranscriptRequest()
+        call.CopyFrom(call_options)
+        call.dst = await files.put(name, upload.file, upload.size)
+        yield call
+
+
+async def _stream(
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest, sink: Sink
+) -> None:
+    async def work(engine: BackendClient) -> None:
+        async with _stored_call(request, upload, call_options) as call:
+            try:
+                transcript = await _forward_pieces(engine, request, call, sink)
+            except Unimplemented:
+                result = await engine.transcribe(call, request.deadline - clock.monotonic())
+                transcript = audio_transcripts.text_of(result)
+                await sink(TextDelta(0, transcript))
+            await sink(TextDelta(0, reasoning=transcript, finish="stop"))
+
+    await gateway.current().run(request, work)
+
+
+async def _forward_pieces(
+    engine: BackendClient, request: InferenceRequest, call: TranscriptRequest, sink: Sink
+) -> str:
+    """Send pieces as they arrive; return the complete text if the engine reports it, else ""."""
+    replies, transcript = engine.transcribe_stream(call), ""
+    first = request.deadline - clock.monotonic()
+    try:
+        async with silence(conf.cluster().stream_stall, first) as limit:
+            async for reply in replies:
+                # Only the engine's time counts, not the time of a slow client.
+                limit.pause()
+                if reply.delta:
+                    await sink(TextDelta(0, reply.delta))
+                if reply.HasField("final_result"):
+                    transcript = audio_transcripts.text_of(reply.final_result)
+                limit.begin()
+    except TimeoutError:
+        raise DeadlineExceeded("the engine has sent nothing for too long") from None
+    finally:
+        replies.cancel()
+    return transcript

@@ -1,0 +1,145 @@
+"""One response as a sequence of blocks: thoughts, text, tool calls. Pure.
+
+Anthropic's dialect and OpenAI's Responses have this structure: a block opens, receives its pieces, closes,
+and only then the next block opens. Engines usually send the pieces of a call together, but need not: while a
+call is open, pieces of other blocks are held back until the end of the response.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import orjson
+
+from nodes.gateway.generation import NO_ARGUMENTS, TextDelta, ToolPiece
+
+
+class BlockKind(Enum):
+    """The kinds of blocks."""
+
+    THOUGHT = "thought"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """One block with the pieces received so far; `number` is its index in the response."""
+
+    number: int
+    kind: BlockKind
+    call: ToolPiece
+    """The first piece of a tool call; its index is -1 for other blocks."""
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """The text, or the arguments of a call, received so far."""
+        return "".join(self.parts)
+
+
+class BlockChange(Enum):
+    """The effects of a step on its block."""
+
+    OPENED = "opened"
+    SAID = "said"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStep:
+    """One change of a block; `text` is the added text."""
+
+    change: BlockChange
+    block: Block
+    text: str = ""
+    logprobs: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    kind: BlockKind
+    text: str
+    call: ToolPiece
+    logprobs: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def key(self) -> tuple[BlockKind, int]:
+        """Pieces with the same key go into one block."""
+        return (self.kind, self.call.index)
+
+
+_NO_CALL = ToolPiece(-1)
+
+
+class Blocks:
+    """Assembles the deltas of one response into blocks. At most one block is open at a time."""
+
+    def __init__(self) -> None:
+        self.made: list[Block] = []
+        self._open: tuple[BlockKind, int] | None = None
+        self._held: dict[tuple[BlockKind, int], list[_Piece]] = {}
+
+    def steps(self, delta: TextDelta) -> Iterator[BlockStep]:
+        """Yield the steps that the delta causes, in order; the last delta closes every block."""
+        for piece in _pieces(delta):
+            if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
+                self._held.setdefault(piece.key, []).append(piece)
+            else:
+                yield from self._add_piece(piece)
+        if not delta.finish:
+            return
+        for pieces in self._held.values():
+            for piece in pieces:
+                yield from self._add_piece(piece)
+        yield from self._close_block(is_truncated=delta.finish == "length")
+
+    def _add_piece(self, piece: _Piece) -> Iterator[BlockStep]:
+        if piece.key != self._open:
+            yield from self._close_block()
+            self.made.append(Block(len(self.made), piece.kind, piece.call))
+            self._open = piece.key
+            yield BlockStep(BlockChange.OPENED, self.made[-1])
+        block = self.made[-1]
+        block.parts.append(piece.text)
+        block.logprobs.extend(piece.logprobs)
+        if piece.text or piece.logprobs:
+            yield BlockStep(BlockChange.SAID, block, piece.text, piece.logprobs)
+
+    def _close_block(self, *, is_truncated: bool = False) -> Iterator[BlockStep]:
+        if self._open:
+            self._open = None
+            block = self.made[-1]
+            if block.kind is BlockKind.CALL and not (block.content or is_truncated):
+                block.parts.append(NO_ARGUMENTS)
+                yield BlockStep(BlockChange.SAID, block, NO_ARGUMENTS)
+            yield BlockStep(BlockChange.CLOSED, block)
+
+
+def _pieces(delta: TextDelta) -> Iterator[_Piece]:
+    if delta.reasoning:
+        yield _Piece(BlockKind.THOUGHT, delta.reasoning, _NO_CALL)
+    if delta.text or delta.logprobs:
+        yield _Piece(BlockKind.TEXT, delta.text, _NO_CALL, delta.logprobs)
+    for call in delta.tools:
+        yield _Piece(BlockKind.CALL, call.arguments, call)
+
+
+def of(deltas: Iterable[TextDelta]) -> list[Block]:
+    """Return the blocks of a complete response."""
+    blocks = Blocks()
+    for delta in deltas:
+        for _ in blocks.steps(delta):
+            pass
+    return blocks.made
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, or {} if a truncated response left invalid JSON."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,259 @@
+"""OpenAI's chat, `POST /v1/chat/completions`: parsing of requests, rendering of responses. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.web import wire
+from nodes.dialects import openai_bodies, openai_messages
+from nodes.dialects.openai_bodies import Count, SamplingBody
+from nodes.dialects.openai_events import DONE, Chunks, event
+from nodes.dialects.openai_messages import Messages
+from nodes.dialects.tools import Choice, Name, Tools, as_json, chosen
+from nodes.gateway import generation, schemas
+from nodes.gateway.generation import (
+    NO_ARGUMENTS,
+    Conversation,
+    Dialect,
+    FoldedChoice,
+    Generation,
+    Head,
+    TextDelta,
+    ToolPiece,
+)
+
+
+class AnyText(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Any text."""
+
+
+class AnyJson(msgspec.Struct, tag_field="type", tag="json_object", frozen=True):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The schema of an answer."""
+
+    name: Name
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonOfSchema(msgspec.Struct, tag_field="type", tag="json_schema", frozen=True):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+
+class ChatBody(SamplingBody, kw_only=True, frozen=True):
+    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AnyText | AnyJson | JsonOfSchema | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+REFUSED = {
+    "audio": "no engine here answers with sound",
+    "functions": "it is `tools` today",
+    "function_call": "it is `tool_choice` today",
+    "web_search_options": "no engine here searches the web",
+}
+
+
+def read(fields: Mapping[str, Any]) -> Generation:
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    openai_bodies.refuse(fields, REFUSED)
+    body = wire.typed(fields, ChatBody)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
+    schema = _schema(body)
+    if schema and body.grammar:
+        raise InvalidInput("grammar: `response_format` is one already", field="grammar")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return Generation(
+        model=body.model,
+        prompts=(_conversation(body),),
+        sampling=openai_bodies.sampling(
+            body,
+            limit,
+            grammar=schema or body.grammar or "",
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        ),
+        n=body.n or 1,
+        stream=bool(body.stream),
+        usage_in_stream=body.streams_usage,
+    )
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    tools, choice = chosen(body.tools or (), body.tool_choice)
+    return Conversation(
+        messages=tuple(openai_messages.said(body.messages)),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls if tools else None,
+        images=openai_messages.images(body.messages),
+        audios=openai_messages.audios(body.messages),
+    )
+
+
+def _schema(body: ChatBody) -> str:
+    """Return the JSON schema of the response, "" if any text is allowed."""
+    if isinstance(body.response_format, AnyJson):
+        return as_json({"type": "object"})
+    if not isinstance(body.response_format, JsonOfSchema):
+        return ""
+    schema = body.response_format.json_schema.schema
+    schemas.check([(schema or {}, "response_format.json_schema.schema")])
+    return as_json(schema or {"type": "object"})
+
+
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """Return the response body."""
+    request = head.generation
+    choices = [
+        {
+            "index": index,
+            "message": _message(head, index, choice),
+            "logprobs": {"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        for index, choice in enumerate(generation.folded(deltas, request.choices))
+    ]
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "chat.completion",
+            "created": head.created,
+            "model": request.model,
+            "choices": choices,
+            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
+        }
+    )
+
+
+def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
+    # As in OpenAI's API, a response with tool calls only has no content.
+    content = None if choice.tools and not choice.text else choice.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tools:
+        message["tool_calls"] = [
+            {
+                "id": piece.id or _call_id(head, index, piece),
+                "type": "function",
+                "function": {"name": piece.name, "arguments": piece.arguments or _missing(choice.finish)},
+            }
+            for piece in choice.tools
+        ]
+    return message
+
+
+def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
+    """Return a call id that is equal in a stream and in a complete response."""
+    return f"call_{head.id[:24]}_{choice}_{piece.index}"
+
+
+def _missing(finish: str) -> str:
+    """Return the default for missing arguments of a call: an empty object, or "" after truncation."""
+    return "" if finish == "length" else NO_ARGUMENTS
+
+
+class ChatChunks(Chunks):
+    """The chunks of one streamed chat response."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._started_choices: set[int] = set()
+        self._calls: dict[tuple[int, int], bool] = {}
+        """(choice, call index) -> True if any arguments were sent."""
+        self._ended: list[TextDelta] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return b"".join(event(chunk) for delta in deltas for chunk in self._render_delta(delta))
+
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        chunks = []
+        if delta.choice not in self._started_choices:
+            self._started_choices.add(delta.choice)
+            chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
+        if content := self._content(delta):
+            chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
+        if delta.finish:
+            if _missing(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
+                chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
+            chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
+            self._ended.append(delta)
+            if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
+                chunks.append(self._usage())
+        return chunks
+
+    def _content(self, delta: TextDelta) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        if delta.text or delta.logprobs:
+            content["content"] = delta.text
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.tools:
+            content["tool_calls"] = [self._tool(delta.choice, piece) for piece in delta.tools]
+        return content
+
+    def _tool(self, choice: int, piece: ToolPiece) -> dict[str, Any]:
+        function: dict[str, Any] = {"arguments": piece.arguments}
+        call: dict[str, Any] = {"index": piece.index, "function": function}
+        if piece.name:
+            function["name"] = piece.name
+        has_arguments = self._calls.get((choice, piece.index))
+        self._calls[choice, piece.index] = bool(has_arguments or piece.arguments)
+        if has_arguments is None:
+            call |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
+        return call
+
+    def _without_arguments(self, choice: int) -> list[dict[str, Any]]:
+        indices = [
+            index
+            for (call_choice, index), has_arguments in self._calls.items()
+            if call_choice == choice and not has_arguments
+        ]
+        return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in indices]
+
+    def _choice_chunk(
+        self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
+        if self._head.generation.sampling.logprobs:
+            choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
+        return self._chunk([choice], None)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = generation.total(self._ended, self._head.generation.n)
+        return self._chunk([], openai_bodies.usage(usage))
+
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "id": self._head.id,
+            "object": "chat.completion.chunk",
+            "created": self._head.created,
+            "model": self._head.generation.model,
+            "choices": choices,
+        }
+        if self._head.generation.usage_in_stream:
+            chunk["usage"] = usage
+        return chunk
+
+
+DIALECT = Dialect(read, ChatChunks, whole, DONE)

@@ -1,0 +1,168 @@
+"""OpenAI's legacy completions, `POST /v1/completions`: the model continues a prompt. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.web import wire
+from nodes.dialects import openai_bodies
+from nodes.dialects.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whole
+from nodes.dialects.openai_events import DONE, Chunks, event
+from nodes.gateway import generation
+from nodes.gateway.generation import Dialect, Generation, Head, TextDelta
+
+DEFAULT_TOKENS = 16
+"""Default limit on the tokens of a choice, as OpenAI documents."""
+
+MOST_TOKENS = 256 * 1024
+"""Limit on the token ids of a prompt: decoding millions would block all other requests."""
+
+Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+
+
+class CompletionBody(SamplingBody, kw_only=True, frozen=True):
+    """The body of a request."""
+
+    prompt: Annotated[
+        Text | Prompts,
+        msgspec.Meta(
+            description=f"A text, up to {MOST_TOKENS} token ids of the model, or a list of either; "
+            f"at most {MOST_CHOICES} answers, all prompts together."
+        ),
+    ]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+REFUSED = {
+    "suffix": "no engine here fills in a middle",
+    "echo": "the prompt is not sent back",
+}
+
+
+def read(fields: Mapping[str, Any]) -> Generation:
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    openai_bodies.refuse(fields, REFUSED)
+    if fields.get("best_of") not in (None, 1, fields.get("n")):
+        raise InvalidInput(
+            "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
+        )
+    body = wire.typed(fields, CompletionBody)
+    prompts = _prompts(body.prompt)
+    n = body.n or 1
+    if len(prompts) * n > MOST_CHOICES:
+        raise InvalidInput(f"prompt: at most {MOST_CHOICES} answers in one request", field="prompt")
+    return Generation(
+        model=body.model,
+        prompts=prompts,
+        sampling=openai_bodies.sampling(
+            body,
+            body.max_tokens or DEFAULT_TOKENS,
+            grammar=body.grammar or "",
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+        ),
+        n=n,
+        stream=bool(body.stream),
+        usage_in_stream=body.streams_usage,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if all(isinstance(item, int) for item in prompt):
+        return (tuple(item for item in prompt if isinstance(item, int)),)
+    prompts = [item if isinstance(item, str) else tuple(item) for item in prompt if not isinstance(item, int)]
+    if len(prompts) < len(prompt) or len({type(item) for item in prompts}) > 1:
+        raise InvalidInput(
+            "prompt: a list has only texts, only token ids, or only lists of them", field="prompt"
+        )
+    return tuple(prompts)
+
+
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """Return the response body."""
+    request = head.generation
+    choices = [
+        {
+            "index": index,
+            "text": choice.text,
+            "logprobs": _logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        for index, choice in enumerate(generation.folded(deltas, request.choices))
+    ]
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": request.model,
+            "choices": choices,
+            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
+        }
+    )
+
+
+def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
+    """Return log probabilities in the legacy form; `offset` is the first token's position in the text."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [
+            {alternative["token"]: alternative["logprob"] for alternative in token["top_logprobs"]}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+class CompletionChunks(Chunks):
+    """The chunks of one streamed completion."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._lengths = [0] * head.generation.choices
+        self._ended: list[TextDelta] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return b"".join(part for delta in deltas for part in self._render_delta(delta))
+
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
+        logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
+        self._lengths[delta.choice] += len(delta.text)
+        choice = {
+            "index": delta.choice,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish or None,
+        }
+        events, request = [self._chunk([choice])], self._head.generation
+        if delta.finish:
+            self._ended.append(delta)
+            if request.usage_in_stream and len(self._ended) == request.choices:
+                usage = generation.total(self._ended, request.n)
+                events.append(self._chunk([], openai_bodies.usage(usage)))
+        return events
+
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self._head.id,
+            "object": "text_completion",
+            "created": self._head.created,
+            "model": self._head.generation.model,
+            "choices": choices,
+        }
+        return event(chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {}))
+
+
+DIALECT = Dialect(read, CompletionChunks, whole, DONE)

@@ -1,0 +1,168 @@
+"""The messages of a chat in OpenAI's form: validation, and conversion to messages for engines. Pure.
+
+Text parts of a message are joined; images and audio are passed separately, in order, as base64.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from localai_cluster.web.wire import wrong
+from nodes.gateway.generation import Utterance
+
+MOST_MESSAGES = 4096
+MOST_PARTS = 256
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Text."""
+
+    text: str
+
+
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", frozen=True):
+    """What the model said when it refused."""
+
+    refusal: str
+
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image in itself: `data:image/png;base64,…`. The cluster fetches nothing."""
+
+    url: Text
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", frozen=True):
+    """An image."""
+
+    image_url: ImageUrl
+
+
+class AudioData(msgspec.Struct, frozen=True):
+    """Base64 of a file of sound."""
+
+    data: Text
+    format: str | None = None
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", frozen=True):
+    """Sound."""
+
+    input_audio: AudioData
+
+
+Part = TextPart | RefusalPart | ImagePart | AudioPart
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """Which function, and its arguments as JSON."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool, as an earlier answer asked for it."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=128)] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+
+
+def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
+    for number, message in enumerate(messages):
+        field_path = f"messages[{number}]"
+        if message.role == "tool" and not message.tool_call_id:
+            raise wrong(f"{field_path}.tool_call_id", "a tool's message needs it")
+        calls = message.tool_calls if message.role == "assistant" else None
+        if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
+            raise wrong(f"{field_path}.content", f"a {message.role}'s message needs it")
+        yield Utterance(
+            # No template supports OpenAI's newer role name.
+            role="system" if message.role == "developer" else message.role,
+            content=_text(message.content) or message.refusal or "",
+            name=message.name or "",
+            tool_call_id=message.tool_call_id or "",
+            reasoning=message.reasoning_content or "",
+            tool_calls=msgspec.json.encode(calls).decode() if calls else "",
+        )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (
+        part.text if isinstance(part, TextPart) else part.refusal
+        for part in content
+        if isinstance(part, TextPart | RefusalPart)
+    )
+    return "\n".join(texts)
+
+
+def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
+    return tuple(
+        image_of(part.image_url.url, field_path)
+        for part, field_path in _parts(messages)
+        if isinstance(part, ImagePart)
+    )
+
+
+def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
+    return tuple(
+        checked(part.input_audio.data, field_path)
+        for part, field_path in _parts(messages)
+        if isinstance(part, AudioPart)
+    )
+
+
+def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
+    for number, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for index, part in enumerate(message.content):
+                yield part, f"messages[{number}].content[{index}]"
+
+
+def image_of(url: str, field_path: str) -> str:
+    """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
+
+    `where` is the path of the URL in the request.
+    """
+    head, comma, data = url.partition(",")
+    if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
+        raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
+    return checked(data, field_path)
+
+
+def checked(data: str, field_path: str) -> str:
+    """Return `data` unchanged; raise InvalidInput if it is empty or not base64."""
+    try:
+        is_empty = not base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise wrong(field_path, "this is not base64") from None
+    if is_empty:
+        raise wrong(field_path, "this is empty")
+    return data

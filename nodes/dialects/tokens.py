@@ -1,0 +1,61 @@
+"""`POST /v1/tokenize` and `/v1/detokenize`: conversion between text and the token ids of a model."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from localai_cluster.kit import clock
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.dialects.openai_bodies import Text, Whole
+from nodes.gateway import gateway
+from nodes.gateway.model_lookup import defined
+from nodes.gateway.request import InferenceRequest
+
+
+class TokenizeBody(msgspec.Struct, frozen=True):
+    """The body of a request."""
+
+    model: Text
+    content: str
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    """The body of a request."""
+
+    model: Text
+    tokens: Annotated[list[Whole], msgspec.Meta(max_length=1_000_000)]
+
+
+async def tokenize(request: InferenceRequest) -> Answer:
+    """Respond with the token ids of a text."""
+    body = wire.typed(_fields(request), TokenizeBody)
+    definition = await defined(body.model)
+    request.model = definition.name
+    options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
+
+    async def work(engine: BackendClient) -> list[int]:
+        return list((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
+
+    return Answer(orjson.dumps({"tokens": await gateway.current().run(request, work)}))
+
+
+async def detokenize(request: InferenceRequest) -> Answer:
+    """Respond with the text of token ids."""
+    body = wire.typed(_fields(request), DetokenizeBody)
+    definition = await defined(body.model)
+    request.model = definition.name
+    call = DetokenizeRequest(tokens=body.tokens)
+
+    async def work(engine: BackendClient) -> str:
+        return (await engine.detokenize(call, request.deadline - clock.monotonic())).content
+
+    return Answer(orjson.dumps({"content": await gateway.current().run(request, work)}))
+
+
+def _fields(request: InferenceRequest) -> Mapping[str, Any]:
+    return wire.json_object(request.body)

@@ -1,0 +1,250 @@
+"""Common processing of all inference routes: credential, body, handler, and cancellation on disconnect.
+
+A handler returns a complete answer or one that is played here, such as an `EventStream`. A stream that fails
+before its first byte becomes an ordinary error response. A stopping process ends the work on answers that
+have not begun with a 503 (`end_all`).
+
+Authentication errors come before content errors. A request without any credential is refused before its body
+is read. A form, which may be large, is read for a confirmed caller only. The statement that picks the replica
+checks a stored key. If this process has no recent confirmation of the key, it reads at most the first part of
+a body before a separate statement confirms the key, and nothing at all from an address over its failure
+limit; the pick checks the key again. A request that ends before its pick has its key checked by such a
+statement too. After that a wrong key counts against its address. A request without a key may come from the
+page: its session is looked up and its token checked. A missing session counts as a wrong key.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from localai_cluster.accounts import browsers, credentials
+from localai_cluster.accounts.credentials import StoredKey, WrongKey
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
+from localai_cluster.kit.logs import request_id
+from localai_cluster.metrics import web as metrics
+from localai_cluster.web import bodies, multipart, throttle, wire
+from localai_cluster.web.wire import Answer, Receive, Scope, Send
+from nodes.gateway import gateway
+from nodes.gateway.request import InferenceRequest
+
+logger = logging.getLogger(__name__)
+
+
+class MethodNotAllowed(ClusterError):
+    """The route does not accept this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class TooLarge(ClusterError):
+    """The request body is too large."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class Played(Protocol):
+    """An answer that is sent while it is produced or read."""
+
+    async def play(self, send: Send) -> int:
+        """Send the answer without the end of the body; return its status."""
+
+
+Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
+T = TypeVar("T")
+_unanswered: set["asyncio.Task[Any]"] = set()
+_stopped: set["asyncio.Task[Any]"] = set()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The ASGI application of one route. Without a `limit` its body has the default limit.
+
+    With `form` the body is a form with files, passed to the handler in `request.form`. `refused` renders
+    errors in the envelope of the route's dialect.
+    """
+
+    method: str
+    handler: Handler
+    limit: int | None = None
+    form: bool = False
+    refused: Callable[[ClusterError], Answer] = wire.error_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Process one request; send nothing to a disconnected client."""
+        started_at, status = clock.monotonic(), 0
+        request = InferenceRequest(
+            client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
+        )
+        limit = self.limit or wire.MAX_BODY
+        body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
+        try:
+            with contextlib.suppress(wire.Disconnected):
+                answer = await self._answer(request, scope, body, receive, send)
+                if isinstance(answer, Answer):
+                    await body.answer(send, answer)
+                    status = answer.status
+                else:
+                    # Not earlier: the end of a body looks like a disconnect.
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    status = answer
+        finally:
+            request.form.close()
+            body.release()
+            metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - started_at)
+
+    async def _answer(
+        self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
+    ) -> Answer | int:
+        """Return the answer, or the status of a streamed one."""
+        try:
+            await identify(request, scope)
+            if scope["method"] != self.method:
+                raise MethodNotAllowed(f"only {self.method} is accepted here")
+            await self._read(request, scope, body)
+            return await until_disconnected(self._handle(request, send), receive)
+        except MethodNotAllowed as error:
+            answer = self.refused(error)
+            return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
+        except ClusterError as error:
+            if isinstance(error, WrongKey):
+                error = await throttle.api_keys().noted(error, request.client_address)
+            if error.status >= 500:
+                logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
+            return self.refused(error)
+
+    async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
+        if self.form:
+            await _confirm_early(request)
+            kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+            limit = self.limit or wire.MAX_BODY
+            request.form = await multipart.read(body.receive, kind, limit, _too_large(limit))
+            return
+        if not _is_confirmed(request):
+            if not _is_suspect(request):
+                await body.read_first_part()
+            if not body.is_complete:
+                await _confirm_early(request)
+        try:
+            request.body = await body.read_all()
+        except ClusterError:
+            await confirm(request)
+            raise
+        finally:
+            body.release()
+
+    async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
+        try:
+            with until_stop():
+                answer = await self.handler(request)
+            return answer if isinstance(answer, Answer) else await answer.play(send)
+        except ClusterError as error:
+            # A content error reveals facts about the cluster, so only a confirmed caller may read it.
+            if error.status < 500 and not isinstance(error, NotAuthenticated):
+                await confirm(request)
+            raise
+
+
+def _is_confirmed(request: InferenceRequest) -> bool:
+    """Return True if the caller is confirmed, or its key was confirmed recently."""
+    return not request.key_hash or request.key_hash in gateway.current().picker.confirmed_keys
+
+
+def _is_suspect(request: InferenceRequest) -> bool:
+    """Return True if no part of the body may be read before the key is confirmed."""
+    return bodies.shared.is_half_used or throttle.api_keys().was_refused(request.client_address, clock.now())
+
+
+async def _confirm_early(request: InferenceRequest) -> None:
+    """Confirm the key before the body is read.
+
+    The pick checks it again, because it may be revoked meanwhile.
+    """
+    key_hash = request.key_hash
+    await confirm(request)
+    request.key_hash = key_hash
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the request body exceeds {limit} bytes")
+
+
+@contextlib.contextmanager
+def until_stop() -> Iterator[None]:
+    """Convert a cancellation by `end_all` inside this context into Unavailable."""
+    task = asyncio.current_task()
+    assert task is not None
+    _unanswered.add(task)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task not in _stopped:
+            raise
+        task.uncancel()
+        raise Unavailable("this web process is stopping", retry_after=1) from None
+    finally:
+        _unanswered.discard(task)
+        _stopped.discard(task)
+
+
+def end_all() -> None:
+    """Cancel the work on all answers that have not begun, and on audio: this process is about to stop."""
+    for task in list(_unanswered):
+        _stopped.add(task)
+        task.cancel()
+
+
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
+
+
+async def identify(request: InferenceRequest, scope: Scope) -> None:
+    """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
+    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
+
+    def header(name: str) -> str:
+        return headers.get(name.encode(), b"").decode("latin-1")
+
+    credential = credentials.read(header)
+    if isinstance(credential, StoredKey):
+        request.key_hash = credential.hash
+    elif credential is None:
+        if not browsers.has_session(scope):
+            raise NotAuthenticated("a valid API key is required")
+        request.principal = await browsers.principal_of(scope)
+        request.names_node = request.principal.is_admin
+    elif not credential.is_authenticated:
+        if credentials.offered(header):
+            raise WrongKey()
+        raise NotAuthenticated("a valid API key is required")
+    else:
+        request.principal = credential
+
+
+async def confirm(request: InferenceRequest) -> None:
+    """Confirm the request's key in the database unless a pick has confirmed it; raise NotAuthenticated."""
+    if request.key_hash:
+        request.model = ""  # nothing is picked
+        await gateway.current().picker.acquire(request)
+
+
+async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel and await `work`."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(wire.disconnected(receive))
+    watch.add_done_callback(lambda watcher: watcher.cancelled() or task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if watch.done() and not watch.cancelled():
+            raise wire.Disconnected from None
+        raise
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

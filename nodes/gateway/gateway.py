@@ -1,0 +1,247 @@
+"""The gateway from a model's name to an engine: pick or load a replica, call it, count out, retry elsewhere.
+
+Each web process has one `Gateway` on the serving event loop; `manage.py serve` (or ASGI's lifespan) calls
+`start` and `stop`. A request is counted out in a `finally`, so success, error, disconnect and cancellation
+all release the replica. If a replica is dead, the next one is tried.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from localai_cluster.accounts.authentication import recent_sessions
+from localai_cluster.accounts.websockets import ACCESS
+from localai_cluster.kit import clock, conf, database_pool
+from localai_cluster.kit.errors import Unavailable
+from localai_cluster.metrics import web as metrics
+from localai_cluster.rpc.client import BackendClient, ClientPool
+from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
+from localai_cluster.web import sockets
+from nodes.gateway import prefix_service
+from nodes.gateway.picks import Picker, no_weights
+from nodes.gateway.prefix_service import PrefixService
+from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.request import InferenceRequest, Replica
+from nodes.gateway.web_process import ProcessHeartbeat
+from nodes.loading.wait import Loads
+from nodes.registry import identity_cache
+from nodes.replicas import hooks
+from operations.changes.events import NODES, OPERATIONS, listen
+from operations.executor.wake_ups import Hints
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_REPLICAS = 4
+"""Limit on the replicas that one request tries."""
+MAX_LOADS = 3
+"""Loads that succeed without yielding a replica before a request gives up (C34)."""
+PROBE_SECONDS = 2.0
+"""Time limit in seconds of the health call that decides whether a replica is dead (C19)."""
+
+Work = Callable[[BackendClient], Awaitable[T]]
+"""The calls to one engine; they must finish by the request's `deadline`."""
+
+
+def wait_until() -> float:
+    """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
+    budget = conf.cluster().model_load_wait
+    return clock.monotonic() + budget if budget else math.inf
+
+
+class Gateway:
+    """Access of one web process to replicas, engines and loads."""
+
+    def __init__(
+        self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: Prefixes | None = None
+    ) -> None:
+        self.picker = picker
+        self._prefixes = prefixes
+        self._clients = clients
+        self._loads = loads
+        self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        """Running health calls, by (address, token); concurrent failures there share one call."""
+
+    async def run(self, request: InferenceRequest, work: "Work[T]") -> T:
+        """Run `work` on one replica; raise ClusterErrors.
+
+        A replica that did no work (dead, busy, or holding another model) is replaced by the next one or by a
+        load. A replica whose connection broke during the call is replaced only once, because the request
+        itself may have crashed it. Any other error is raised, and every error is once the response has begun.
+
+        The request's deadline is set with its first replica and covers all further replicas. For a streamed
+        response it is the limit of the first piece.
+        """
+        request.wait_until, losses = wait_until(), 0
+        for attempt in range(1, MAX_REPLICAS + 1):
+            replica = await self._acquire(request)
+            request.deadline = min(request.deadline, clock.monotonic() + conf.cluster().request_timeout)
+            request.wait_until = min(request.wait_until, request.deadline)
+            try:
+                return await work(self._clients.get(replica.address, replica.token))
+            except BackendError as error:
+                await self._check(replica, error)
+                is_lost = isinstance(error, Lost)
+                losses += is_lost
+                is_last = attempt == MAX_REPLICAS or losses > 1 or request.begun
+                if is_last or not (error.repeatable or is_lost):
+                    raise
+                logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
+                # That replica may stay in service and match the prefix, so the next picks ignore prefixes.
+                request.route_plainly()
+            finally:
+                self.picker.release(replica)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _acquire(self, request: InferenceRequest) -> Replica:
+        loads = 0
+        while (replica := await self._pick(request)) is None:
+            if loads == MAX_LOADS:
+                raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
+            loads += await self._loads.wait(request)
+        return replica
+
+    async def _pick(self, request: InferenceRequest) -> Replica | None:
+        if self._prefixes is None:
+            return await self.picker.acquire(request)
+        self._prefixes.advise(request)
+        replica = await self.picker.acquire(request)
+        self._prefixes.landed(request)
+        return replica
+
+    async def _check(self, replica: Replica, error: BackendError) -> None:
+        """Exclude the replica from picks if the error or a probe shows that it cannot serve."""
+        has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
+        is_dead = isinstance(error, Refused | Lost) and not await self._answers(replica)
+        if not (has_wrong_model or is_dead):
+            return
+        try:
+            removed = await self.picker.lose(replica, strange=has_wrong_model)
+        except database_pool.UNREACHABLE as unreachable:
+            raise Unavailable("the database is not reachable", retry_after=2) from unreachable
+        if removed:
+            logger.warning(
+                "No more requests for the replica of %s at %s: %s",
+                replica.model,
+                replica.address,
+                error.message,
+            )
+        if is_dead:
+            self._clients.forget(replica.address, replica.token)
+
+    async def _answers(self, replica: Replica) -> bool:
+        """Return True if the replica's engine responds (R2.13).
+
+        Concurrent requests share one call. The result is not cached, because a failure is newer than any
+        success.
+        """
+        key = (replica.address, replica.token)
+        probe = self._probes.get(key)
+        if probe is None:
+            probe = self._probes[key] = asyncio.create_task(self._is_healthy(replica))
+            probe.add_done_callback(lambda _: self._probes.pop(key, None))
+        return await asyncio.shield(probe)
+
+    async def _is_healthy(self, replica: Replica) -> bool:
+        try:
+            return await self._clients.get(replica.address, replica.token).health(PROBE_SECONDS)
+        except BackendError:
+            return False
+
+
+@dataclass
+class _Running:
+    gateway: Gateway
+    heartbeat: ProcessHeartbeat
+    clients: ClientPool
+    loads: Loads
+    listener: "asyncio.Task[None]"
+    by_prefix: PrefixService | None = None
+
+
+_running: _Running | None = None
+
+
+def current() -> Gateway:
+    """Return the gateway of this process; raise Unavailable before `start`."""
+    if _running is None:
+        raise Unavailable("the web process is not ready yet", retry_after=1)
+    return _running.gateway
+
+
+def hints() -> Hints:
+    """Return the wake-ups of waiting requests; an unused instance before `start`."""
+    return _running.loads.hints if _running is not None else Hints()
+
+
+async def start() -> None:
+    """Open the pool, register this process and start its gateway."""
+    global _running
+    shared = await database_pool.open_shared()
+    by_prefix = prefix_service.begin(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
+    prefixes = None if by_prefix is None else by_prefix.prefixes
+    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), Hints()
+    picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
+    clients, loads = ClientPool(), Loads(hints)
+    metrics.IN_FLIGHT.set_function(picker.in_flight)
+    metrics.WAITING.set_function(loads.waiting)
+    heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
+    await heartbeat.start()
+    if by_prefix is not None:
+        await by_prefix.start(shared, picker.process_id)
+    listener = asyncio.create_task(_listen(hints, prefixes))
+    gateway = Gateway(picker, clients, loads, prefixes)
+    _running = _Running(gateway, heartbeat, clients, loads, listener, by_prefix)
+
+
+async def end_waits() -> None:
+    """End all requests that wait for a load with a 503; the loads themselves continue."""
+    if _running is not None:
+        await _running.loads.close()
+
+
+async def stop() -> None:
+    """Stop the gateway and release everything; requests must have ended before."""
+    global _running
+    running, _running = _running, None
+    if running is None:
+        return
+    running.listener.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running.listener
+    if running.by_prefix is not None:
+        await running.by_prefix.stop()
+    await running.loads.close()
+    await running.heartbeat.stop()
+    await running.clients.close()
+    await database_pool.close_shared()
+
+
+async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
+    async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
+        try:
+            _handle_notification(channel, payload, hints, prefixes)
+        except Exception:
+            # A malformed notification must not end the subscription to all others.
+            logger.exception("a notification on %s is passed over: %r", channel, payload)
+
+
+def _handle_notification(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
+    # The channel is "" after a reconnect: notifications of all channels may be lost.
+    if channel in (NODES, ""):
+        identity_cache.shared().forget(payload)
+    if channel in (OPERATIONS, ""):
+        hints.notify(payload.partition(" ")[0])
+    if channel in (ACCESS, ""):
+        sockets.look_again(payload)
+        recent_sessions.clear()
+        if _running is not None:
+            _running.gateway.picker.confirmed_keys.clear()
+    if prefixes is not None and channel == hooks.CHANNEL:
+        prefixes.removed(hooks.heard(payload))
+    if prefixes is not None and channel == "":
+        prefixes.forget_all()

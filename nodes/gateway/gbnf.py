@@ -1,0 +1,352 @@
+"""Conversion of a JSON schema to GBNF, the grammars of llama.cpp that engines read in `Grammar`. Pure.
+
+The entry point is `of`. Every text that the grammar accepts is JSON of the schema's shape: types, properties
+in the schema's order, lists and their lengths, enumerated values, references, texts of a supported format. A
+schema whose `const` and `enum` exclude every value is refused. Constraints that would need a huge grammar are
+omitted: bounds of numbers (except the sign), `pattern`, `not`, `uniqueItems`. An engine with better support
+finds the schema beside the grammar.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from localai_cluster.kit.errors import InvalidInput
+from nodes.gateway import schemas
+from nodes.gateway.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text, written
+
+MOST_REPEATS = 1000
+"""Largest supported bound; a larger one is ignored, because llama.cpp refuses larger repetition counts."""
+MOST_STEPS = 20_000
+"""Limit on the parts of a schema; a part counts once for each copy that a neighbouring choice causes."""
+MOST_COPIED = 1_000_000
+"""Limit on the characters copied from the schema and the entries merged, in total. References and choices
+copy them, so a small schema could otherwise expand to a grammar that exceeds memory.
+"""
+MOST_CHARACTERS = 20_000
+"""Limit on the sum of the length bounds of all texts; engines create a rule for each character. Length bounds
+beyond the limit are omitted.
+"""
+
+
+_HEX = Chars("0-9a-fA-F")
+_DIGIT = Chars("0-9")
+_SPACE = Reference("space")
+_COMMA = All((Text(","), _SPACE))
+_NOTHING = Text("")
+
+
+def _digits(count: int) -> Grammar:
+    return Many(_DIGIT, count, count)
+
+
+def _quoted(*parts: Grammar) -> Grammar:
+    return All((Text('"'), *parts, Text('"')))
+
+
+def _optional(part: Grammar) -> Grammar:
+    return Many(part, 0, 1)
+
+
+def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
+    return All((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
+
+
+def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
+    """Return a comma-separated list of items."""
+    if most == 0:
+        return _NOTHING
+    most = None if most is None else max(most, least)
+    items = All((item, Many(All((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1)))
+    return items if least else _optional(items)
+
+
+_DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
+_ZONE = Any_((Text("Z"), All((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT))))
+_TIME = (
+    *(Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT),
+    *(_optional(All((Text("."), Many(_DIGIT, 1, 9)))), _ZONE),
+)
+_UUID = (
+    *(part for count in (8, 4, 4, 4) for part in (Many(_HEX, count, count), Text("-"))),
+    Many(_HEX, 12, 12),
+)
+_FORMATS: Mapping[str, Grammar] = {
+    "date": _quoted(*_DATE),
+    "time": _quoted(*_TIME),
+    "date-time": _quoted(*_DATE, Text("T"), *_TIME),
+    "uuid": _quoted(*_UUID),
+}
+_WHOLE = Any_((Text("0"), All((Chars("1-9"), Many(_DIGIT, 0, 15)))))
+_PLAIN: Mapping[str, Grammar] = {
+    # Bounded: with unlimited white space a small model may emit nothing else until its tokens are used up.
+    "space": _optional(Any_((Text(" "), All((Text("\n"), Many(Text(" "), 0, 16)))))),
+    "character": Any_(
+        (
+            Chars('^"\\\\\\x00-\\x1F\\x7F'),
+            All((Text("\\"), Any_((Chars('"\\\\/bfnrt'), All((Text("u"), Many(_HEX, 4, 4))))))),
+        )
+    ),
+    "string": _quoted(Many(Reference("character"))),
+    "whole": _WHOLE,
+    "integer": All((_optional(Text("-")), Reference("whole"))),
+    "fraction": All(
+        (
+            _optional(All((Text("."), Many(_DIGIT, 1, 16)))),
+            _optional(All((Chars("eE"), _optional(Chars("-+")), Many(_DIGIT, 1, 3)))),
+        )
+    ),
+    "number": All((Reference("integer"), Reference("fraction"))),
+    "boolean": Any_((Text("true"), Text("false"))),
+    "null": Text("null"),
+    "member": All((Reference("string"), Text(":"), _SPACE, Reference("value"))),
+    "object": _enclosed("{", _listed(Reference("member"), 0, None), "}"),
+    "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
+    "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
+}
+_BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+"""Keywords beside a reference that do not change its meaning."""
+_OF_OBJECTS = ("properties", "required", "additionalProperties")
+_JOINED = frozenset({"properties", "required", "allOf"})
+_CHOICES = frozenset({"anyOf", "oneOf"})
+_OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
+
+
+def of(schema: Mapping[str, Any]) -> str:
+    """Return the grammar's text with rule `root` for the schema. `schemas.check` must accept it first."""
+    return "\n".join(f"{name} ::= {written(part)}" for name, part in rules(schema).items())
+
+
+def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
+    """Return the rules by name; raise InvalidInput if a limit is exceeded."""
+    builder = _Rules(schema)
+    builder.add("root", builder.of(schema))
+    return builder.rules
+
+
+class _Contradiction(InvalidInput):
+    """response_format: the schema leaves no value that all of its `const` and `enum` name."""
+
+    def __init__(self) -> None:
+        super().__init__(field="response_format")
+
+
+class _Rules:
+    """Builds the rules for the parts of one schema, within the limits."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self.rules = dict(_PLAIN)
+        self._references: dict[str, Reference] = {}
+        self._steps = self._copied = self._characters = 0
+
+    def add(self, name: str, part: Grammar) -> Reference:
+        self.rules[name] = part
+        return Reference(name)
+
+    def _add_rule(self, part: Grammar) -> Reference:
+        return self.add(f"r{len(self.rules)}", part)
+
+    def _check(self) -> None:
+        if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
+            raise InvalidInput("the schema combines too many choices", field="response_format")
+
+    def _literal(self, value: Any) -> Text:
+        text = _json(value)
+        self._copied += len(text)
+        self._check()
+        return Text(text)
+
+    def _text(self, part: Mapping[str, Any]) -> Grammar:
+        format_name = part.get("format")
+        if isinstance(format_name, str) and format_name in _FORMATS:
+            return _FORMATS[format_name]
+        least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
+        self._characters += max(least, most or 0)
+        if (not least and most is None) or self._characters > MOST_CHARACTERS:
+            return Reference("string")
+        return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
+
+    def of(self, part: Any) -> Grammar:
+        """Return the grammar of a schema or a part of one; unsupported parts accept any value."""
+        self._steps += 1
+        self._check()
+        if not isinstance(part, Mapping):
+            return Reference("value")
+        if isinstance(part.get("$ref"), str):
+            has_no_siblings = part.keys() <= _BESIDE
+            return (
+                self._reference_rule(part["$ref"])
+                if has_no_siblings
+                else self.of(self._resolve_reference(part))
+            )
+        for name in ("anyOf", "oneOf"):
+            if isinstance(part.get(name), list) and part[name]:
+                return self._choice({key: value for key, value in part.items() if key != name}, part[name])
+        if isinstance(part.get("allOf"), list):
+            siblings = {key: value for key, value in part.items() if key != "allOf"}
+            return self.of(self._merge_all((siblings, *part["allOf"])))
+        if lists := _values(part):
+            return Any_(tuple(map(self._literal, self._common_values(lists))))
+        return self._of_type(part, part.get("type"))
+
+    def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
+        """Return a choice of the options that are consistent with the sibling keywords."""
+        alternatives: list[Grammar] = []
+        for option in options:
+            with contextlib.suppress(_Contradiction):
+                alternatives.append(self.of(self._merge_all((siblings, option))))
+        if not alternatives:
+            raise _Contradiction
+        return Any_(tuple(alternatives))
+
+    def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
+        """Return the values that are in all lists."""
+        first, *other_lists = [{_key(value): value for value in values} for values in lists]
+        self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
+        self._check()
+        common = [value for key, value in first.items() if all(key in values for values in other_lists)]
+        if not common:
+            raise _Contradiction
+        return common
+
+    def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
+        if isinstance(kind, list) and kind:
+            return Any_(tuple(self._of_type(part, option) for option in kind))
+        if kind == "object" or (kind is None and any(name in part for name in _OF_OBJECTS)):
+            return self._object(part)
+        if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
+            return self._array(part)
+        if kind == "string":
+            return self._text(part)
+        if kind in ("integer", "number") and _at_least_zero(part):
+            return (
+                Reference("whole") if kind == "integer" else All((Reference("whole"), Reference("fraction")))
+            )
+        return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
+
+    def _reference_rule(self, reference: str) -> Reference:
+        if reference not in self._references:
+            self._references[reference] = self._add_rule(self.of(schemas.referred(self._schema, reference)))
+        return self._references[reference]
+
+    def _merge_all(self, parts: Iterable[Any]) -> Mapping[str, Any]:
+        """Return one schema with the constraints of all parts, as far as they do not conflict."""
+        schemas_to_merge = [part for part in parts if isinstance(part, Mapping) and part]
+        if len(schemas_to_merge) == 1:
+            return schemas_to_merge[0]
+        merged: Mapping[str, Any] = {}
+        for part in schemas_to_merge:
+            merged = self._merge(merged, self._resolve_reference(part))
+        return merged
+
+    def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema with its reference resolved and merged with the sibling keywords."""
+        if not isinstance(part.get("$ref"), str):
+            return part
+        target = schemas.referred(self._schema, part["$ref"])
+        siblings = {key: value for key, value in part.items() if key != "$ref"}
+        return (
+            self._merge(self._resolve_reference(target), siblings)
+            if isinstance(target, Mapping)
+            else siblings
+        )
+
+    def _merge(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+        merged = {**first, **second}
+        for name in _JOINED & first.keys() & second.keys():
+            if isinstance(first[name], Mapping) and isinstance(second[name], Mapping):
+                merged[name] = {**first[name], **second[name]}
+            elif isinstance(first[name], list) and isinstance(second[name], list):
+                merged[name] = [*first[name], *second[name]]
+        for name in _CHOICES & first.keys() & second.keys():
+            merged[name] = first[name]
+            merged["allOf"] = [*merged.get("allOf", ()), {name: second[name]}]
+        if (lists := _values(first)) and (second_lists := _values(second)):
+            merged.pop("const", None)
+            merged["enum"] = self._common_values((*lists, *second_lists))
+        self._copied += len(merged) + sum(
+            len(merged[name]) for name in _JOINED & merged.keys() if isinstance(merged[name], Mapping | list)
+        )
+        self._check()
+        return merged
+
+    def _object(self, part: Mapping[str, Any]) -> Grammar:
+        properties = part.get("properties")
+        required = part.get("required")
+        listed = properties if isinstance(properties, Mapping) else {}
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
+        extra = part.get("additionalProperties", not all_properties)
+        members = [
+            (name in needed, All((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
+            for name, value in all_properties.items()
+            if value is not False
+        ]
+        extra_member = None
+        if extra is not False:
+            extra_member = self._add_rule(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
+        return _enclosed("{", self._members(members, extra_member), "}")
+
+    def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
+        """Return the grammar of an object's members, built from the last member to the first.
+
+        Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
+        """
+        after_member: Grammar = Many(All((_COMMA, extra_member))) if extra_member else _NOTHING
+        at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _NOTHING
+        for is_required, member in reversed(members):
+            member_rule = self._add_rule(member)
+            # Separate rules: written inline, the tail would double with each optional member.
+            tail = self._add_rule(after_member)
+            continued, first = All((_COMMA, member_rule, tail)), All((member_rule, tail))
+            if is_required:
+                after_member, at_start = continued, first
+            else:
+                after_member, at_start = Any_((continued, tail)), Any_((first, self._add_rule(at_start)))
+        return at_start
+
+    def _array(self, part: Mapping[str, Any]) -> Grammar:
+        firsts = part.get("prefixItems")
+        items = part.get("items", True)
+        least, most = _bound(part.get("minItems")) or 0, _bound(part.get("maxItems"))
+        if isinstance(firsts, list) and firsts:
+            exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
+            missing = max(least - len(firsts), 0)
+            further_items = (
+                _NOTHING if items is False else Many(All((_COMMA, self._add_rule(self.of(items)))), missing)
+            )
+            return _enclosed("[", All((*exact, further_items)), "]")
+        if items is False:
+            return _enclosed("[", _NOTHING, "]")
+        return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")
+
+
+def _at_least_zero(part: Mapping[str, Any]) -> bool:
+    bounds = (part.get("minimum"), part.get("exclusiveMinimum"))
+    return any(
+        isinstance(bound, int | float) and not isinstance(bound, bool) and bound >= 0 for bound in bounds
+    )
+
+
+def _values(part: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the value lists of `const` and `enum`; a value must be in each of them."""
+    enum = part.get("enum")
+    lists = [[part["const"]]] if "const" in part else []
+    return [*lists, enum] if isinstance(enum, list) and enum else lists
+
+
+def _key(value: Any) -> str:
+    """Return a key that is equal for equal JSON values; 1 equals 1.0, but not true."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
+
+
+def _bound(value: Any) -> int | None:
+    is_supported = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
+    return value if is_supported else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))

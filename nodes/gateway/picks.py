@@ -1,0 +1,359 @@
+"""Micro-batched picks and releases: this process's in-flight counts, in memory and in the database.
+
+One statement runs at a time. Requests that arrive meanwhile wait, and the next statement serves all of them.
+So a request costs at most one statement on the way in and one on the way out, and less under load.
+
+`_held` counts the requests that run in this process now and is always right. The database follows it by
+deltas. When the outcome of a statement is unknown (connection lost, this process removed as dead), the next
+step is a settlement, which sets the rows to `_held` instead.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import orjson
+import psycopg
+
+from localai_cluster import __version__
+from localai_cluster.accounts.credentials import WrongKey
+from localai_cluster.accounts.principals import Principal
+from localai_cluster.kit import clock, conf, disk
+from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
+from localai_cluster.kit.errors import ClusterError, Unavailable
+from localai_cluster.metrics import web as metrics
+from nodes.gateway.confirmed_keys import ConfirmedKeys
+from nodes.gateway.prefix_statement import EXCHANGE_BY_PREFIX
+from nodes.gateway.request import InferenceRequest, PickWish, Replica
+from nodes.models import PhaseReason
+from nodes.registry import dial_targets
+from nodes.replicas import statements, terminations
+
+logger = logging.getLogger(__name__)
+
+# Errors after which a statement may be retried, because it had no effect: a deadlock, or a process row that
+# the liveness pass removed.
+_REPEATABLE = (
+    psycopg.errors.ForeignKeyViolation,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+)
+_ATTEMPTS = 3
+RELEASE_DELAY = 0.005
+"""Seconds that a release waits for further releases to share its statement."""
+
+
+Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
+"""Return the prefix weight of each replica of a model, by node and index (R3.12)."""
+
+
+def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
+    """Return no weights: picks ignore prefixes."""
+    return ()
+
+
+class Picker:
+    """Picks and releases of one web process. Bound to one event loop."""
+
+    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
+        self.process_id = uuid4()
+        self.confirmed_keys = ConfirmedKeys()
+        self._weights = weights
+        self._pool = pool
+        self._connection = connection
+        self._identity = {
+            "process": self.process_id,
+            "host": socket.gethostname()[:255],
+            "pid": os.getpid(),
+            "started": clock.now(),
+            "version": __version__,
+        }
+        self._waiting: list[InferenceRequest] = []
+        self._released: Counter[UUID] = Counter()
+        self._held: Counter[UUID] = Counter()
+        self._unsettled = False
+        self._task: asyncio.Task[None] | None = None
+        self._delayed: asyncio.TimerHandle | None = None
+
+    async def acquire(self, request: InferenceRequest) -> Replica | None:
+        """Pick a replica of the request's model and count the request in; None if none is loaded.
+
+        The same statement confirms the request's API key and fills in its principal; raises WrongKey for an
+        invalid key. Without a model it only does that. Raises Unavailable when the database is unreachable.
+        """
+        started_at, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
+        self._waiting.append(request)
+        self._wake()
+        try:
+            await picked
+            outcome = "picked" if request.replica else "none" if request.model else "confirmed"
+        except WrongKey:
+            outcome = "refused"
+            raise
+        except asyncio.CancelledError:
+            outcome = metrics.LEFT
+            # The cancellation may coincide with a picked replica, which no other code would count out.
+            replica, request.replica = request.replica, None
+            if replica is not None:
+                self.release(replica)
+            raise
+        finally:
+            metrics.pick_ended(outcome, clock.monotonic() - started_at)
+        return request.replica
+
+    def release(self, replica: Replica) -> None:
+        """Count one request out. Never waits and never fails, so that every path can call it (R2.73)."""
+        if self._held[replica.id] <= 1:
+            del self._held[replica.id]
+        else:
+            self._held[replica.id] -= 1
+        self._released[replica.id] += 1
+        self._wake_soon()
+
+    async def settle(self) -> None:
+        """Create or renew this process's row and set its counts in the database to those in memory."""
+        self._unsettled = True
+        self._wake()
+        await self.idle()
+        if self._unsettled:
+            raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
+
+    async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
+        """Exclude a replica that failed to serve from further picks.
+
+        Only the picked row is excluded, not a successor in its slot. `strange`: its engine responds, but
+        holds another model or none.
+        """
+        reason = PhaseReason.WRONG_MODEL if strange else PhaseReason.LOST
+        return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
+
+    async def renew(self) -> bool:
+        """Renew this process's row; return False if the row no longer exists."""
+        return await self._pool.run(statements.RENEW, self._parameters()) == 1
+
+    async def sign_off(self) -> None:
+        """Release everything and remove this process's row: a clean stop."""
+        await self.idle()
+        self._cancel_delayed()
+        self._released.clear()
+        await self._connection.close()
+        parameters = {**self._parameters(), "ids": []}
+        texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
+        await self._pool.run_in_transaction([(text, parameters) for text in texts])
+
+    async def idle(self) -> None:
+        """Wait until no statement is running."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+    def in_flight(self) -> int:
+        """Return the number of requests that run in this process now."""
+        return self._held.total()
+
+    def _parameters(self) -> Parameters:
+        now = clock.now()
+        gap = now - timedelta(seconds=conf.cluster().web_stale_after)
+        return {**self._identity, "now": now, "gap": gap}
+
+    def _wake_soon(self) -> None:
+        if self._released and self._task is None and self._delayed is None:
+            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY, self._wake)
+
+    def _cancel_delayed(self) -> None:
+        if self._delayed is not None:
+            self._delayed.cancel()
+            self._delayed = None
+
+    def _wake(self) -> None:
+        self._cancel_delayed()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._exchange()
+            while self._waiting or self._unsettled:
+                await self._exchange()
+        except (*_REPEATABLE, *UNREACHABLE) as error:
+            logger.warning("Cannot settle the counts of this process: %s", error)
+            self._refuse(Unavailable(disk.explained("the database is not reachable"), retry_after=2))
+        except Exception:
+            logger.exception("Picking failed")
+            self._unsettled = True
+            self._refuse(ClusterError())
+        finally:
+            self._task = None
+            self._wake_soon()
+
+    def _refuse(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            _fail(request, error)
+
+    async def _exchange(self) -> None:
+        if self._unsettled:
+            await self._settle()
+        requests, self._waiting = [request for request in self._waiting if not request.picked.cancelled()], []
+        released, self._released = self._released, Counter()
+        if not requests and not released:
+            return
+        pick_numbers = _PickNumbers(requests)
+        document = _exchange_document(requests, pick_numbers, released)
+        statement = statements.EXCHANGE
+        if pick_numbers.by_prefix:
+            statement = EXCHANGE_BY_PREFIX
+            document |= self._prefix_parameters(pick_numbers)
+        values = (str(self.process_id), clock.now().isoformat(), orjson.dumps(document).decode())
+        try:
+            rows = await self._connection.rows(statement, values)
+        except (*_REPEATABLE, *UNREACHABLE) as error:
+            # The statement may have taken effect: a settlement comes before the next exchange.
+            self._unsettled = True
+            self._waiting = [*self._retryable(requests, error), *self._waiting]
+        else:
+            self._distribute(requests, pick_numbers, rows)
+
+    def _prefix_parameters(self, pick_numbers: "_PickNumbers") -> dict[str, Any]:
+        cluster = conf.cluster()
+        models = dict.fromkeys(pick_request.model for pick_request in pick_numbers.by_prefix)
+        return {
+            "thresholds": {
+                "match": cluster.prefix_match,
+                "abs": cluster.prefix_balance_abs,
+                "rel": cluster.prefix_balance_rel,
+            },
+            "weights": [
+                {"model": model, "node": node, "index": index, "weight": weight}
+                for model in models
+                for (node, index), weight in self._weights(model)
+            ],
+        }
+
+    def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
+        # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
+        limit = _ATTEMPTS if isinstance(error, _REPEATABLE) else 2
+        for request in requests:
+            request.pick_attempts += 1
+            if request.pick_attempts >= limit:
+                _fail(request, Unavailable(disk.explained("the database is not reachable"), retry_after=2))
+        if requests and requests[0].pick_attempts >= limit:
+            logger.warning("Cannot pick replicas: %s", error)
+        return [request for request in requests if not request.picked.done()]
+
+    def _distribute(
+        self, requests: list[InferenceRequest], pick_numbers: "_PickNumbers", rows: list[tuple[Any, ...]]
+    ) -> None:
+        owners: dict[str, Principal] = {}
+        replicas: dict[int, list[Replica]] = {}
+        remembered: dict[int, bool | None] = {}
+        for replica, node, name, text, number, flag, token, pick_number, index, *prefix_flags in rows:
+            if replica is None:
+                owners[name] = Principal("admin" if flag else "user", text, user_id=number)
+            else:
+                self._held[replica] += number
+                picked = Replica(replica, node, index, name, text, dial_targets.bearer(token, flag))
+                replicas.setdefault(pick_number, []).extend([picked] * number)
+                remembered[pick_number] = prefix_flags[0] if prefix_flags else None
+        for request in requests:
+            owner = owners.get(request.key_hash)
+            if request.key_hash and owner is None:
+                self.confirmed_keys.discard(request.key_hash)
+                _fail(request, WrongKey())
+                continue
+            pick_number = next(
+                (pick_number for pick_number in pick_numbers.of(request) if replicas.get(pick_number)), None
+            )
+            request.remembered = remembered.get(pick_number) if pick_number is not None else None
+            self._answer(request, owner, replicas[pick_number].pop() if pick_number is not None else None)
+
+    def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
+        if request.picked.done():
+            if replica is not None:
+                self.release(replica)
+            return
+        if owner is not None:
+            self.confirmed_keys.add(request.key_hash)
+            request.principal, request.key_hash = owner, ""
+        request.replica = replica
+        request.picked.set_result(None)
+
+    async def _settle(self) -> None:
+        await self._pool.check()
+        held, self._released = dict(self._held), Counter()
+        parameters = {**self._parameters(), "ids": list(held), "counts": list(held.values())}
+        texts = (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE)
+        await self._pool.run_in_transaction([(text, parameters) for text in texts])
+        self._unsettled = False
+
+
+def _fail(request: InferenceRequest, error: Exception) -> None:
+    if not request.picked.done():
+        request.picked.set_exception(error)
+
+
+class _PickNumbers:
+    """The distinct pick requests of one exchange, numbered.
+
+    A request with a cached prefix ratio (`share`) has a second number below 0. Requests that differ only in
+    their prompts share that number.
+    """
+
+    def __init__(self, requests: Iterable[InferenceRequest]) -> None:
+        pick_requests = dict.fromkeys(request.wish for request in requests if request.model)
+        self.by_prefix = [pick_request for pick_request in pick_requests if pick_request.share is not None]
+        promptless = dict.fromkeys(pick_request.whichever for pick_request in self.by_prefix)
+        self._numbers = {pick_request: number for number, pick_request in enumerate(pick_requests)}
+        self._promptless_numbers = {
+            pick_request: -1 - number for number, pick_request in enumerate(promptless)
+        }
+
+    def number(self, pick_request: PickWish) -> int:
+        """Return the request's own number."""
+        return self._numbers[pick_request]
+
+    def promptless_number(self, pick_request: PickWish) -> int | None:
+        """Return the number shared by requests that differ only in their prompts, or None."""
+        return None if pick_request.share is None else self._promptless_numbers[pick_request.whichever]
+
+    def of(self, request: InferenceRequest) -> tuple[int, ...]:
+        """Return the numbers under which the exchange may have returned a replica for the request."""
+        if not request.model:
+            return ()
+        pick_request = request.wish
+        own_number, promptless_number = self._numbers[pick_request], self.promptless_number(pick_request)
+        return (own_number,) if promptless_number is None else (own_number, promptless_number)
+
+
+def _exchange_document(
+    requests: Iterable[InferenceRequest], pick_numbers: _PickNumbers, released: Counter[UUID]
+) -> dict[str, Any]:
+    picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
+    return {
+        "keys": list({request.key_hash for request in requests if request.key_hash}),
+        "picks": [
+            _pick(pick_request, pick_numbers) | {"key": key, "n": n}
+            for (pick_request, key), n in picks.items()
+        ],
+        "releases": [{"id": replica, "n": n} for replica, n in released.items()],
+    }
+
+
+def _pick(pick_request: PickWish, pick_numbers: _PickNumbers) -> dict[str, Any]:
+    pick = {
+        "ask": pick_numbers.number(pick_request),
+        "model": pick_request.model,
+        "nodes": None if pick_request.candidates is None else list(pick_request.candidates),
+        "node": pick_request.preferred and pick_request.preferred[0],
+        "index": pick_request.preferred and pick_request.preferred[1],
+    }
+    return (
+        pick
+        if pick_request.share is None
+        else pick | {"share": pick_request.share, "plainly": pick_numbers.promptless_number(pick_request)}
+    )

@@ -1,0 +1,120 @@
+"""Prefix updates that web processes exchange about prompts and replicas (`contract/nats.md` §7.4).
+
+Updates are hints only: a process drops updates that it cannot send and ignores implausible updates that it
+receives. The existence of a replica is decided by its row.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import Bus, BusError, Message
+from nodes.gateway.prompt_chains import DEPTH
+from nodes.replicas.hooks import ALL_REPLICAS, Removed
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 1024
+"""Limit on the queued messages; beyond it the oldest are dropped."""
+LARGEST = 16 * 1024
+"""Limit on the bytes of a received message: four times the size of the longest chain of a model."""
+LONGEST_MODEL = 255
+_HASHES = 2**64
+_INDICES = 2**31
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A replica received a prompt. Hashes are 64-bit integers, which no double represents exactly."""
+
+    model: str
+    chain: tuple[int, ...]
+    node_id: UUID
+    replica: int
+
+
+class Invalidated(msgspec.Struct, frozen=True):
+    """A replica was removed; an index below 0 means all replicas of the model on the node."""
+
+    model: str
+    node_id: UUID
+    replica: int
+
+
+News = Given | Invalidated
+_KINDS: dict[str, type[Any]] = {
+    subjects.PREFIX_OBSERVED: Given,
+    subjects.PREFIX_INVALIDATED: Invalidated,
+}
+_SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
+
+
+def read(subject: str, payload: bytes) -> News | None:
+    """Decode a prefix update; return None if it is malformed or implausible."""
+    kind = _KINDS.get(subject)
+    if kind is None or len(payload) > LARGEST:
+        return None
+    try:
+        update: News = msgspec.json.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    lowest_index = 0
+    if isinstance(update, Invalidated):
+        lowest_index = ALL_REPLICAS
+    elif not 1 <= len(update.chain) <= DEPTH or not all(
+        0 <= block_hash < _HASHES for block_hash in update.chain
+    ):
+        return None
+    has_valid_name = 1 <= len(update.model) <= LONGEST_MODEL
+    return (
+        update
+        if has_valid_name and max(update.replica, lowest_index) < _INDICES and update.replica >= lowest_index
+        else None
+    )
+
+
+class Outbox:
+    """Queue of this process's outgoing prefix updates. Bound to the event loop of its bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[News] = deque(maxlen=MOST_WAITING)
+        self._woken = asyncio.Event()
+
+    def tell(self, update: News) -> None:
+        """Queue an update for best-effort delivery. Call it on the event loop only."""
+        self._waiting.append(update)
+        self._woken.set()
+
+    def removed(self, replica: Removed) -> None:
+        """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
+        update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
+        self._loop.call_soon_threadsafe(self.tell, update)
+
+    async def run(self) -> None:
+        """Publish queued updates until cancelled."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._waiting:
+                update = self._waiting.popleft()
+                try:
+                    await self._bus.publish(_SUBJECTS[type(update)], msgspec.json.encode(update))
+                except BusError:
+                    self._waiting.clear()
+
+
+async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:
+    """Subscribe to prefix updates; call `on_update` with each update of another process, in order."""
+
+    async def on_message(message: Message) -> None:
+        if (update := read(message.subject, message.payload)) is not None:
+            on_update(update)
+
+    await bus.subscribe(subjects.PREFIX_NEWS, on_message, limit=1)

@@ -1,0 +1,106 @@
+"""One inference request: a single object that every processing step fills in.
+
+The endpoint sets the caller, the client's address, the path and the body; the handler sets the model and the
+wait limit; the gateway sets the deadline; the picker sets the confirmed caller and the replica.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from uuid import UUID
+
+from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.web.multipart import Form
+from nodes.gateway.prompt_chains import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A picked replica. It counts as in flight until it is released."""
+
+    id: UUID
+    node_id: UUID
+    index: int
+    model: str
+    address: str
+    token: str = field(default="", repr=False)
+    """Bearer token for calls to the replica."""
+
+
+class PickWish(NamedTuple):
+    """The requirements of one pick. Equal pick requests are distributed over the replicas together."""
+
+    model: str
+    candidates: frozenset[UUID] | None
+    preferred: tuple[UUID, int] | None
+    share: float | None = None
+
+    @property
+    def whichever(self) -> "PickWish":
+        """The pick request without its prefix preference."""
+        return PickWish(self.model, self.candidates, None, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class InferenceRequest:
+    """One request with the results of the steps so far."""
+
+    principal: Principal = ANONYMOUS
+    key_hash: str = ""
+    """Hash of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
+    client_address: str = ""
+    request_id: str = ""
+    path: str = ""
+    body: bytes = b""
+    form: Form = field(default_factory=Form)
+    """The body of a route that accepts files; such a route leaves `body` empty."""
+    model: str = ""
+    """Name of the model; empty until the handler has looked up its definition."""
+    candidates: frozenset[UUID] | None = None
+    """The allowed nodes; None means all nodes that the model's rule allows."""
+    preferred: tuple[UUID, int] | None = None
+    """Node and index of the preferred replica. Without a `share` the preference holds at any load (R1.80);
+    with one, only if the replica is not overloaded (R3.14).
+    """
+    chain: Chain = ()
+    """Block hashes of the prompt; empty if the request is not routed by prefix."""
+    share: float | None = None
+    """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without such a replica, None without a
+    chain.
+    """
+    remembered: bool | None = None
+    """True if the latest pick matched a replica with a sufficient cached prefix; None if prefixes did not
+    count.
+    """
+    wait_until: float = math.inf
+    """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
+    deadline: float = math.inf
+    """Time on the monotonic clock at which the response must be complete; set with the first replica."""
+    replica: Replica | None = None
+    """The replica of the latest pick."""
+    names_node: bool = False
+    """True if the response names its node regardless of the setting: the request came from an administrator's
+    page.
+    """
+    begun: bool = False
+    """True if the client has received a part of the response; no other replica may then start another one."""
+    picked: "asyncio.Future[None]" = field(init=False, repr=False)
+    """Completed when the picker has decided; each pick creates a new future."""
+    pick_attempts: int = 0
+    """Number of failed statements during the latest pick."""
+
+    @property
+    def wish(self) -> PickWish:
+        """The requirements of the next pick."""
+        return PickWish(self.model, self.candidates, self.preferred, self.share)
+
+    def route_plainly(self) -> None:
+        """Exclude prefixes from the next picks."""
+        self.chain, self.preferred, self.share = (), None, None
+
+    def begin_pick(self) -> "asyncio.Future[None]":
+        """Start a first or further pick; return a future that completes when the picker has decided."""
+        self.replica, self.remembered, self.pick_attempts = None, None, 0
+        self.picked = asyncio.get_running_loop().create_future()
+        return self.picked

@@ -1,0 +1,202 @@
+"""Prompts rendered by the Jinja template of a model's definition. Without one the engine uses its own.
+
+Templates run in separate processes with CPU and memory limits of the kernel (`template_process`). A web
+process keeps up to `MOST_AT_ONCE` of them, each started when first needed. A terminated process is replaced
+with the next prompt.
+"""
+
+import asyncio
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.kit.processes import MARK_VARIABLE
+from nodes.gateway import template_process
+from nodes.gateway.generation import Conversation, Utterance
+from nodes.gateway.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH
+
+LONGEST = 5.0
+"""Limit on the CPU seconds of one prompt."""
+LONGEST_WAIT = 30.0
+"""Seconds until an unresponsive process is killed: it is stopped, or the machine is busy."""
+MEMORY = 768 * 1024 * 1024
+"""Limit on a process's address space in bytes; about 40 MB of it are Python's."""
+MOST_AT_ONCE = 4
+_PIECE = 64 * 1024
+_ENVIRONMENT = ("PYTHONPATH", "LD_LIBRARY_PATH", MARK_VARIABLE)
+"""Environment variables that Python needs to start and the reaper needs to identify its children; processes
+get no secrets.
+"""
+
+
+class TemplateUnusable(ClusterError):
+    """The chat template of the model's definition cannot be used."""
+
+    code = "template_unusable"
+
+
+class _Ended(Exception):
+    """The process ended before it replied."""
+
+
+class _Silent(Exception):
+    """The process neither replied nor ended in time."""
+
+
+async def prompt(source: str, conversation: Conversation) -> str:
+    """Return the prompt that the template renders.
+
+    Raises InvalidInput if the template refuses the messages or its output is too long, else TemplateUnusable.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_threads(), _render, source, conversation)
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that wait for the processes."""
+    return ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="templates")
+
+
+def _render(source: str, conversation: Conversation) -> str:
+    values = {
+        "messages": [_message(message) for message in conversation.messages],
+        "tools": orjson.Fragment(conversation.tools) if conversation.tools else None,
+        "add_generation_prompt": True,
+        "bos_token": "",
+        "eos_token": "",
+    }
+    try:
+        request = orjson.dumps({"source": source, "values": values, "seconds": LONGEST})
+        result, text = _exchange(request)
+    except (_Ended, _Silent, orjson.JSONEncodeError) as error:
+        raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error
+    if result == TOO_MUCH:
+        raise InvalidInput("the model's template makes too much of it", field="messages")
+    if result == REFUSED:
+        raise InvalidInput(text, field="messages")
+    if result != PROMPT:
+        raise TemplateUnusable(f"the chat template of the model's definition fails: {text}")
+    return text
+
+
+def _message(utterance: Utterance) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"role": utterance.role, "content": utterance.content}
+    if utterance.name:
+        message["name"] = utterance.name
+    if utterance.reasoning:
+        message["reasoning_content"] = utterance.reasoning
+    if utterance.tool_call_id:
+        message["tool_call_id"] = utterance.tool_call_id
+    if utterance.tool_calls:
+        message["tool_calls"] = orjson.Fragment(utterance.tool_calls)
+    return message
+
+
+_idle: "list[_Process]" = []
+"""Idle processes; appending and popping are atomic."""
+
+
+@atexit.register
+def _end_idle() -> None:
+    """End the processes at exit of the web process; they also end on their own when their input closes."""
+    while _idle:
+        _idle.pop().end()
+
+
+def _exchange(request: bytes) -> tuple[int, str]:
+    """Send the request to an idle process, or to a new one if none is idle or the idle one was terminated."""
+    try:
+        process = _idle.pop()
+    except IndexError:
+        return _run_in(_Process(), request)
+    try:
+        return _run_in(process, request)
+    except _Ended:
+        return _run_in(_Process(), request)
+
+
+def _run_in(process: "_Process", request: bytes) -> tuple[int, str]:
+    """Return the process's result and text; return the process to the idle list if it continues."""
+    try:
+        is_last, result, text = process.exchange(request)
+    except BaseException as error:
+        if process.end() == -signal.SIGPROF and isinstance(error, _Ended):
+            return TOO_MUCH, ""  # its timer ended it
+        raise
+    if is_last:
+        process.end()
+    else:
+        _idle.append(process)
+    return result, text.decode()
+
+
+class _Process:
+    """One process that runs templates, used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            # -P: the modules beside the script must not stand for packages of the same name.
+            [sys.executable, "-P", str(template_process.__file__), str(MEMORY)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
+        os.set_blocking(self._input, False)
+
+    def exchange(self, request: bytes) -> tuple[bool, int, bytes]:
+        """Send a request and return the reply; raise _Ended or _Silent if there is none."""
+        deadline = clock.monotonic() + LONGEST_WAIT
+        remaining = memoryview(LENGTH.pack(len(request)) + request)
+        while remaining:
+            _wait(self._input, select.POLLOUT, deadline)
+            try:
+                remaining = remaining[os.write(self._input, remaining[:_PIECE]) :]
+            except BrokenPipeError as error:
+                raise _Ended("its process has ended") from error
+        is_last, result, length = REPLY.unpack(self._read(REPLY.size, deadline))
+        if length > 4 * LARGEST_PROMPT:
+            raise _Silent("its process answers too much")
+        return is_last, result, self._read(length, deadline)
+
+    def _read(self, length: int, deadline: float) -> bytes:
+        pieces, remaining = [], length
+        while remaining:
+            _wait(self._output, select.POLLIN, deadline)
+            piece = os.read(self._output, min(remaining, 16 * _PIECE))
+            if not piece:
+                raise _Ended("its process has ended")
+            pieces.append(piece)
+            remaining -= len(piece)
+        return b"".join(pieces)
+
+    def end(self) -> int:
+        """End the process if it still runs; return its exit code, or the negative number of a signal."""
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._child.kill()
+        return self._child.wait()
+
+
+def _wait(file: int, event: int, deadline: float) -> None:
+    """Wait until the pipe is ready; raise _Silent after the deadline."""
+    poll = select.poll()
+    poll.register(file, event)
+    if not poll.poll(max(0.0, deadline - clock.monotonic()) * 1000):
+        raise _Silent(f"its process did not answer within {LONGEST_WAIT:g} s")

@@ -1,0 +1,188 @@
+"""Files of one request on the worker of its replica (worker.md §14, "Request-time files").
+
+Engines read and write files on their own machine: an input is stored there before the call, and an output is
+fetched from the path that the worker allotted for it. Neither the protocol nor a stock worker can delete
+files, so they are emptied when the request ends. Only the registered address is dialled.
+"""
+
+import asyncio
+import logging
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import IO, Any
+from urllib.parse import quote
+from uuid import UUID
+
+import httpx
+import msgspec
+from channels.db import database_sync_to_async
+from django.db import DatabaseError
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError, Unavailable
+from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
+from nodes.registry import dial_targets
+from nodes.registry.dial_targets import HttpServer
+from nodes.registry.http_client import client_of
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/v1/files/"
+INPUTS = "ephemeral/inputs"
+PIECE = 256 * 1024
+LARGEST_OUTPUT = 256 * 1024 * 1024
+"""Limit on the bytes that an engine may write for one request."""
+EMPTY_LIMIT = 10.0
+"""Time limit in seconds for emptying the files of a request."""
+_LONGEST_ANSWER = 64 * 1024
+
+
+class FilesUnavailable(BackendError, Unavailable):
+    """The worker of the replica takes or gives no files right now."""
+
+    code = "worker_files_unavailable"
+
+
+class _NothingDone(FilesUnavailable):
+    """The worker's files are unavailable, and the engine was not called yet; another replica may succeed."""
+
+    repeatable = True
+
+
+class _Place(msgspec.Struct):
+    """The worker's response: the path of a file on it."""
+
+    local_path: str
+
+
+_emptying: set["asyncio.Task[None]"] = set()
+
+
+class WorkerFiles:
+    """The files of one request, created by `open_files`. Every transfer must finish by `deadline`."""
+
+    def __init__(self, server: HttpServer, client: httpx.AsyncClient, deadline: float) -> None:
+        self._server = server
+        self._client = client
+        self._deadline = deadline
+        self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
+        self._keys: list[str] = []
+
+    async def put(self, name: str, file: IO[bytes], size: int) -> str:
+        """Upload a file; return its path on the worker. `name` must be safe as a file name."""
+        key = f"{self._folder}/{name}"
+        self._keys.append(key)
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        return self._path(await self._request_body("PUT", key, headers=headers, content=_pieces(file)))
+
+    async def temp(self) -> str:
+        """Create an empty file on the worker; return its path there."""
+        path = self._path(await self._request_body("POST", "temp"))
+        self._keys.append(_base(path))
+        return path
+
+    async def fetch(self, path: str) -> IO[bytes]:
+        """Download the file of `temp` into an unnamed temporary file, positioned at its beginning."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
+        try:
+            async with self._request("GET", _base(path), FilesUnavailable) as response:
+                size = 0
+                async for piece in response.aiter_raw(PIECE):
+                    size += len(piece)
+                    if size > LARGEST_OUTPUT:
+                        raise BackendFailed(f"the engine wrote more than {LARGEST_OUTPUT} bytes")
+                    await asyncio.to_thread(file.write, piece)
+            if not size:
+                raise BackendFailed("the engine wrote nothing")
+            file.seek(0)
+            return file
+        except OSError as error:
+            file.close()
+            raise Unavailable(f"what the engine wrote cannot be kept: {error.strerror}") from error
+        except BaseException:
+            file.close()
+            raise
+
+    async def empty(self) -> None:
+        """Empty every file, best effort."""
+        try:
+            async with asyncio.timeout(EMPTY_LIMIT):
+                for key in self._keys:
+                    await self._client.put(ROUTE + quote(key), content=b"")
+        except (httpx.HTTPError, TimeoutError) as error:
+            logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
+
+    async def _request_body(self, method: str, key: str, **options: Any) -> bytes:
+        async with self._request(method, key, _NothingDone, **options) as response:
+            body = b""
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > _LONGEST_ANSWER:
+                    raise FilesUnavailable(f"node {self._server.node}: its worker's answer is too long")
+            return body
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, key: str, failure: type[FilesUnavailable], **options: Any
+    ) -> AsyncIterator[httpx.Response]:
+        """Yield the response of status 200; raise `failure` for any other status or a connection error."""
+        subject = f"node {self._server.node}: its worker"
+        try:
+            async with (
+                asyncio.timeout(self._deadline - clock.monotonic()),
+                self._client.stream(method, ROUTE + quote(key), **options) as response,
+            ):
+                if response.status_code != 200:
+                    raise failure(f"{subject} answers {response.status_code} to {method} of a file")
+                yield response
+        except TimeoutError:
+            raise DeadlineExceeded(f"{subject} has not answered in time") from None
+        except httpx.HTTPError as error:
+            raise failure(f"{subject} does not answer: {error or type(error).__name__}") from error
+
+    def _path(self, body: bytes) -> str:
+        try:
+            path = msgspec.json.decode(body, type=_Place).local_path
+        except msgspec.DecodeError:
+            path = ""
+        if _base(path) in ("", ".", "..") or not path.isprintable():
+            raise FilesUnavailable(f"node {self._server.node}: its worker does not say where a file is")
+        return path
+
+
+@asynccontextmanager
+async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFiles]:
+    """Provide files on the worker of a node; empty them afterwards in the background."""
+    try:
+        server = await database_sync_to_async(dial_targets.http_server)(node_id)
+    except ClusterError as error:
+        raise _NothingDone(error.message) from error
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+    client = client_of(server)
+    files = WorkerFiles(server, client, deadline)
+    try:
+        yield files
+    finally:
+        # In the background, because the request's client may have disconnected.
+        task = asyncio.ensure_future(_end(files, client))
+        _emptying.add(task)
+        task.add_done_callback(_emptying.discard)
+
+
+async def _end(files: WorkerFiles, client: httpx.AsyncClient) -> None:
+    await files.empty()
+    await client.aclose()
+
+
+def _base(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    # The file may be sent again, to a further replica.
+    file.seek(0)
+    while piece := await asyncio.to_thread(file.read, PIECE):
+        yield piece

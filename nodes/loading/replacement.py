@@ -1,0 +1,34 @@
+"""A replica of a model on another node than the one whose replica is about to stop."""
+
+from datetime import timedelta
+from uuid import UUID
+
+from localai_cluster.kit import clock
+from nodes.loading.load import KIND
+from nodes.loading.load_request import BESIDES
+from nodes.models.replica import load_key
+from operations.ledger import admission
+from operations.models import Operation
+
+WANTED_FOR = timedelta(seconds=60)
+ACTOR = "system"
+
+
+def load_elsewhere(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
+    """Asks for the load, or joins the active one; see `nodes.backends.request_draining.LoadElsewhere`.
+
+    Raises Conflict while other work on the model is in progress.
+    """
+    now = clock.now()
+    if operation_id is None:
+        wanted = admission.OperationRequest(
+            KIND,
+            key=load_key(model),
+            element=model,
+            actor=ACTOR,
+            payload={BESIDES: [str(node_id)]},
+            needed_until=now + WANTED_FOR,
+        )
+        return admission.admit(wanted, now=now).operation
+    admission.need_until(operation_id, now + WANTED_FOR)
+    return Operation.objects.get(pk=operation_id)

@@ -1,0 +1,293 @@
+"""Transfer one file to one worker over HTTP: check it first, resume a partial transfer, verify its hash.
+
+HEAD returns the worker's state of the file. A file with our hash is complete; the rest is sent by one PUT
+with its range and the hash of the complete file (worker.md §12, §13), or by several, since a worker refuses a
+body above its limit. Transient failures are retried after 1, 2, 4 … 30 s for as long as bytes get further
+than ever before, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; everything
+else is a refusal with the worker's text. The worker holds the state, so another controller can resume the
+transfer of a controller that was killed.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+import httpx
+
+from localai_cluster.kit import clock, names
+from nodes.loading.file_hashes import CHUNK, hash_of
+from nodes.loading.file_keys import path_of
+from nodes.loading.source_files import OpenedFile
+from nodes.loading.staging_plan import LocalFile
+from nodes.loading.upload_meter import Meter
+from nodes.placement import deadlines
+from nodes.registry.http_client import reason_of
+from operations.executor.work import retry_delay
+
+_MOST_BYTES = 64 * 1024
+"""Most bytes of a response that are read."""
+MOST_UNANSWERED = 3
+"""Unanswered requests in a row after which the port counts as unreachable."""
+LARGEST_PART = 50 * 2**30
+"""Most bytes of one PUT: a worker refuses larger bodies (worker.md §12.3)."""
+_TRANSIENT = {
+    308: "its worker has only a part of the file",
+    408: "its worker did not get the bytes in time",
+    416: "its worker has another part of the file",
+    503: "its worker is busy or shutting down",
+}
+"""Transient HTTP statuses and their meaning."""
+_HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
+_NOT_FOR_US = (401, 403)
+_FULL = 507
+_NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
+
+
+Result = TypeVar("Result")
+
+
+class FileRefused(Exception):
+    """The worker refuses the file; the text has its reason."""
+
+    def __init__(self, file: str, status: int, reason: str) -> None:
+        words = names.readable(reason).strip() or "no reason given"
+        super().__init__(f"its worker refused {file}: {words} ({status})")
+        is_full = status == _FULL or any(sign in reason.lower() for sign in _NO_SPACE)
+        self.of_token = status in _NOT_FOR_US
+        """True if the worker does not accept our token."""
+        self.of_node = is_full or self.of_token
+        """True if the node would refuse any other file too."""
+
+
+class Stalled(Exception):
+    """Nothing has moved within the limit."""
+
+
+class Unreachable(Exception):
+    """The worker's file port did not answer several times in a row."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The worker's state of a key, parsed from its headers."""
+
+    status: int = 0
+    size: int = 0
+    sha256: str = ""
+    target: str = ""
+    path: str = ""
+
+    def has(self, sha256: str) -> bool:
+        """Return True if it is the complete file with this hash."""
+        return self.status == 200 and bool(self.path) and self.sha256 == sha256
+
+    def offset(self, size: int, sha256: str) -> int:
+        """Return the position from which to resume our file of this size."""
+        return self.size if 0 < self.size < size and self.target == sha256 else 0
+
+
+@dataclass(frozen=True)
+class Received:
+    """The response to a PUT."""
+
+    status: int
+    body: str
+
+    @property
+    def path(self) -> str:
+        """Path of the file on the worker; "" if the response has none."""
+        try:
+            body = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return ""
+        path = body.get("local_path") if isinstance(body, dict) else None
+        return path if isinstance(path, str) and PurePosixPath(path).is_absolute() else ""
+
+
+class Transfer:
+    """The transfer of one file. `stall` is the time in seconds within which something must move."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: Meter, stall: float
+    ) -> None:
+        self._client, self._file, self._meter, self._stall = client, file, meter, stall
+        self._url = path_of(key)
+        self._furthest, self._pauses, self._unanswered = -1, 0, 0
+        self._watch: asyncio.Timeout
+        self._moved_at = 0.0
+        self._hashing_since: float | None = None
+        self._reason = "no answer"
+        self._remote = Remote()
+
+    async def look(self) -> None:
+        """Check how much of the file the worker has, by its size.
+
+        Raise FileRefused, Stalled and Unreachable.
+        """
+        await self._with_stall_limit(self._look)
+
+    async def bring(self) -> str:
+        """Send the file unless the worker has it; return its path on the worker.
+
+        Raises FileRefused, Stalled, Unreachable, Changed and OSError.
+        """
+        return await self._with_stall_limit(self._bring)
+
+    async def _with_stall_limit(self, step: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            async with asyncio.timeout(self._stall) as self._watch:
+                self._record_progress()
+                return await step()
+        except TimeoutError:
+            if not self._watch.expired():
+                raise
+            limit = f"{self._stall:g} s"
+            raise Stalled(f"{self._file.relative} got no further for {limit} ({self._reason})") from None
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                self._remote = await self._head()
+                break
+            except httpx.TransportError as error:
+                await self._pause(reason_of(error))
+        self._meter.finds(self._file.relative, min(self._remote.size, self._file.size))
+
+    async def _bring(self) -> str:
+        sha256, stamp = await hash_of(self._file, self._record_read)
+        if not self._remote.has(sha256):
+            return await self._send(sha256, stamp)
+        self._meter.arrived(self._file.relative)
+        return self._remote.path
+
+    async def _send(self, sha256: str, stamp: str) -> str:
+        """Try until the worker has the complete file; return its path."""
+        refused_offset: int | None = None
+        # One HEAD is enough for the first attempt: the worker would refuse an outdated range.
+        checked = self._remote if self._remote.status else None
+        while True:
+            before = self._furthest
+            try:
+                remote, checked = checked or await self._head(), None
+                if remote.has(sha256):
+                    path = remote.path
+                    break
+                offset = remote.offset(self._file.size, sha256)
+                # A range that was refused would be refused again while something in between hides the
+                # worker's state: then the file is sent from its beginning, without a range.
+                ranged = self._file.size > 0 and offset != refused_offset
+                response = await self._put(sha256, stamp, offset if ranged else 0, ranged=ranged)
+            except httpx.TransportError as error:
+                await self._pause(reason_of(error))
+                continue
+            if response.status == 200 and (path := response.path):
+                break
+            if response.status not in _TRANSIENT:
+                raise FileRefused(self._file.relative, response.status, self._without_token(response.body))
+            refused_offset = offset if response.status == 416 and ranged else None
+            if response.status != 308 or not before < self._furthest < self._file.size:
+                await self._pause(f"{_TRANSIENT[response.status]} ({response.status})")
+        self._meter.arrived(self._file.relative)
+        return path
+
+    async def _head(self) -> Remote:
+        self._worker_hashes()
+        try:
+            response = await self._client.head(self._url)
+            self._unanswered = 0
+        except httpx.TransportError as error:
+            self._unanswered += 1
+            if self._unanswered >= MOST_UNANSWERED:
+                raise Unreachable(reason_of(error)) from error
+            raise
+        finally:
+            self._worker_answered()
+        if response.status_code in _NOT_FOR_US:
+            raise FileRefused(self._file.relative, response.status_code, "it does not accept our token")
+        headers = response.headers
+        size = headers.get(_SIZE, "")
+        return Remote(
+            response.status_code,
+            int(size) if size.isascii() and size.isdigit() and len(size) < 20 else 0,
+            headers.get(_HASH, "").lower(),
+            headers.get(_TARGET, "").lower(),
+            headers.get(_PATH, ""),
+        )
+
+    async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
+        size = self._file.size
+        end = min(size, offset + LARGEST_PART) if ranged else size
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(end - offset),
+            _HASH: sha256,
+        }
+        if ranged:
+            headers["Content-Range"] = f"bytes {offset}-{end - 1}/{size}"
+        self._meter.starts(self._file.relative, offset)
+        source = OpenedFile(self._file, stamp, offset)
+        try:
+            body = self._pieces(source, offset, end)
+            async with self._client.stream("PUT", self._url, content=body, headers=headers) as response:
+                return Received(response.status_code, await _text(response))
+        finally:
+            self._worker_answered()
+            source.close()
+
+    async def _pieces(self, source: OpenedFile, at: int, end: int) -> AsyncIterator[bytes]:
+        while piece := await source.take(min(CHUNK, end - at)):
+            yield piece
+            at += len(piece)
+            self._meter.sends(self._file.relative, len(piece))
+            if at > self._furthest:
+                self._furthest, self._pauses = at, 0
+                self._record_progress()
+        self._worker_hashes()
+
+    def _without_token(self, text: str) -> str:
+        token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(token, "…") if token else text
+
+    def _record_read(self, count: int) -> None:
+        self._meter.reads(self._file.relative, count)
+        self._record_progress()
+
+    def _record_progress(self) -> None:
+        """Restart the stall limit: the file has got further than ever before."""
+        self._moved_at = clock.monotonic()
+        self._until(self._moved_at + self._stall)
+
+    def _worker_hashes(self) -> None:
+        """Extend the stall limit: the worker may have to read the complete file before it answers."""
+        self._hashing_since = clock.monotonic()
+        self._until(self._moved_at + self._stall + deadlines.hashing(self._file.size))
+
+    def _worker_answered(self) -> None:
+        if self._hashing_since is not None:
+            seconds = clock.monotonic() - self._hashing_since
+            self._moved_at += min(seconds, deadlines.hashing(self._file.size))
+            self._hashing_since = None
+            self._until(self._moved_at + self._stall)
+
+    def _until(self, when: float) -> None:
+        if not self._watch.expired():
+            self._watch.reschedule(when)
+
+    async def _pause(self, reason: str) -> None:
+        seconds = retry_delay(self._pauses)
+        self._reason, self._pauses = reason, self._pauses + 1
+        self._meter.waits(f"{self._file.relative}: {reason}; again in {seconds:.0f} s")
+        await asyncio.sleep(seconds)
+
+
+async def _text(response: httpx.Response) -> str:
+    """Decode the beginning of a response from an untrusted worker."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) >= _MOST_BYTES:
+            break
+    return bytes(body[:_MOST_BYTES]).decode("utf-8", "replace")

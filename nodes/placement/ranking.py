@@ -1,0 +1,173 @@
+"""A fleet whose nodes change one at a time, with a stored ranking for each kind of request. Pure.
+
+`choose` judges every node for every decision. Here the same functions judge a node only after it has changed:
+a ranking (`_Ranking`) holds the nodes that one need and one selector refuse, with the reasons, and the
+others in the order of their rank. Facts that only one model or one load sees (slots taken, concurrency
+groups, back-offs) concern few nodes, which are judged again for each decision.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from types import MappingProxyType
+from uuid import UUID
+
+from nodes.placement.choose import Candidate, Decision, Need, Rank, Reason, concluded, rank, refusal
+from nodes.placement.explain import FleetView
+from nodes.placement.node_backoff import Setbacks
+from nodes.placement.selector import Labels, Selector
+
+MOST_ROWS = 64_000
+"""Most nodes in all rankings together; the least recently used rankings are dropped."""
+_REBUILT = 8
+"""A ranking is sorted again when more than one in this many nodes has changed."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """The facts about nodes that only one model sees: slots taken, models of its groups, files."""
+
+    taken: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
+    conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
+    brought: Mapping[UUID, int] = field(default_factory=dict)
+
+    def nodes(self) -> set[UUID]:
+        """Return the ids of the nodes with such facts."""
+        return {*self.taken, *self.conflicts, *self.brought}
+
+    def of(self, node: Candidate) -> Candidate:
+        """Return the node as the model sees it."""
+        return replace(
+            node,
+            taken=self.taken.get(node.id, frozenset()),
+            conflicts=self.conflicts.get(node.id, frozenset()),
+            brought=self.brought.get(node.id, 0),
+        )
+
+
+NOTHING_OWN = Own()
+_NO_SETBACKS: Setbacks = MappingProxyType({})
+
+
+class _Order:
+    """Nodes by rank. Two lists, because comparing and hashing in Python dominates the cost."""
+
+    def __init__(self, ranks: list[Rank], nodes: list[Candidate]) -> None:
+        self.ranks, self.nodes = ranks, nodes
+
+    def copy(self) -> "_Order":
+        """Return a copy that changes independently."""
+        return _Order(self.ranks.copy(), self.nodes.copy())
+
+    def add(self, node: Candidate, node_rank: Rank) -> None:
+        """Insert the node at its rank."""
+        position = bisect_right(self.ranks, node_rank)
+        self.ranks.insert(position, node_rank)
+        self.nodes.insert(position, node)
+
+    def remove(self, id: UUID, node_rank: Rank) -> None:
+        """Remove the node that was added with this rank."""
+        position = bisect_left(self.ranks, node_rank)
+        while self.nodes[position].id != id:
+            position += 1
+        del self.ranks[position], self.nodes[position]
+
+
+class _Ranking:
+    """All nodes for one need and one selector, as seen by a model that has no replica."""
+
+    def __init__(self, need: Need, labels: Labels | None) -> None:
+        self.need, self.selector = need, Selector("", labels)
+        self.keys = {key for key, _ in labels or ()}
+        self.nodes: dict[UUID, Candidate] = {}
+        self.refused: dict[UUID, Reason] = {}
+        self.ranks: dict[UUID, Rank] = {}
+        self.order = _Order([], [])
+        self.changed: set[UUID] = set()
+
+    def follow(self, fleet: Mapping[UUID, Candidate]) -> None:
+        """Judge the changed nodes again."""
+        rebuild = len(self.changed) * _REBUILT > len(fleet)
+        for id in self.changed:
+            before = self._forget(id)
+            if before is not None and not rebuild:
+                self.order.remove(id, before)
+            node_rank = self._judge(fleet[id]) if id in fleet else None
+            if node_rank is not None and not rebuild:
+                self.order.add(self.nodes[id], node_rank)
+        if rebuild:
+            ranked = sorted(self.ranks.items(), key=itemgetter(1))
+            self.order = _Order([node_rank for _, node_rank in ranked], [self.nodes[id] for id, _ in ranked])
+        self.changed.clear()
+
+    def _forget(self, id: UUID) -> Rank | None:
+        self.nodes.pop(id, None)
+        self.refused.pop(id, None)
+        return self.ranks.pop(id, None)
+
+    def _judge(self, node: Candidate) -> Rank | None:
+        tested_labels = frozenset(pair for pair in node.labels if pair[0] in self.keys)
+        self.nodes[node.id] = node = (
+            replace(node, labels=tested_labels) if node.labels != tested_labels else node
+        )
+        reason = refusal(node, need=self.need, selector=self.selector)
+        if reason is not None:
+            self.refused[node.id] = reason
+            return None
+        self.ranks[node.id] = node_rank = rank(node, self.need, _NO_SETBACKS)
+        return node_rank
+
+
+class StandingFleet:
+    """All nodes with all their labels, without the facts that only one model sees. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[UUID, Candidate] = {}
+        self._rankings: OrderedDict[tuple[Need, Labels | None], _Ranking] = OrderedDict()
+
+    def put(self, node: Candidate) -> None:
+        """Add or replace the node."""
+        self.nodes[node.id] = node
+        self._changed(node.id)
+
+    def drop(self, id: UUID) -> None:
+        """Remove the node."""
+        self.nodes.pop(id, None)
+        self._changed(id)
+
+    def _changed(self, id: UUID) -> None:
+        for ranking in self._rankings.values():
+            ranking.changed.add(id)
+
+    def decide(self, question: FleetView, own: Own = NOTHING_OWN) -> tuple[FleetView, Decision]:
+        """Return the complete question and the decision that `choose` would make.
+
+        The returned view has all nodes, with the labels that the question tests.
+        """
+        need, selector = question.need, question.selector
+        ranking = self._ranking(need, selector.labels)
+        nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
+        for id in (own.nodes() | {*question.setbacks, *question.resting}) & nodes.keys():
+            if refused.pop(id, None) is None:
+                order.remove(id, ranking.ranks[id])
+            nodes[id] = node = own.of(nodes[id])
+            reason = refusal(node, question.resting, need, selector=selector)
+            if reason is None:
+                order.add(node, rank(node, need, question.setbacks))
+            else:
+                refused[id] = reason
+        view = replace(question, nodes=list(nodes.values()))
+        return view, concluded(view.nodes, order.nodes, refused, need, selector)
+
+    def _ranking(self, need: Need, labels: Labels | None) -> _Ranking:
+        ranking = self._rankings.get((need, labels))
+        if ranking is None:
+            ranking = self._rankings[need, labels] = _Ranking(need, labels)
+            ranking.changed.update(self.nodes)
+        self._rankings.move_to_end((need, labels))
+        while len(self._rankings) > max(MOST_ROWS // max(len(self.nodes), 1), 1):
+            self._rankings.popitem(last=False)
+        ranking.follow(self.nodes)
+        return ranking

@@ -1,0 +1,141 @@
+"""Wake-ups after a change of nodes: loads that a node could take now, and backend work that waits for nodes.
+
+`Wakes` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst costs
+a bounded number of passes. The present state of the node decides, not the fact that it changed: a new label
+of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation also polls.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
+from dataclasses import replace
+from datetime import datetime
+from uuid import UUID
+
+from django.db import Error as DatabaseError
+
+from localai_cluster.kit import clock
+from localai_cluster.metrics import passes
+from nodes.decisions import placement_snapshot
+from nodes.loading import load, needs
+from nodes.loading.load_request import wish_of
+from nodes.placement.choose import Candidate, refusal
+from nodes.placement.node_backoff import from_payload, resting
+from nodes.placement.selector import Selector
+from nodes.reconcilers import intents
+from operations.executor.work import in_thread
+from operations.ledger import lease
+from operations.models import Operation, Status
+
+log = logging.getLogger(__name__)
+
+GATHER = 0.2
+"""Seconds for which changes are gathered into one pass."""
+CLEAN_EVERY = 30.0
+"""Seconds between two passes over intents that cannot succeed any more."""
+MOST = 500
+"""Maximum number of loads that one pass considers, the oldest first; all others poll by themselves."""
+
+Changed = Collection[UUID] | None
+"""Nodes that changed; None = any node may have changed."""
+
+
+def wake(changed: Changed) -> int:
+    """Wake the operations that wait for one of these nodes and could continue now.
+
+    Intents that wait for a node are due when it is healthy; their targets' reasons are refreshed. Return the
+    number of loads.
+    """
+    intents.explain(changed, now=clock.now())
+    return lease.wake(_loads(changed), now=clock.now())
+
+
+def _loads(changed: Changed) -> list[UUID]:
+    """Return the loads that one of the nodes could take now; a constant number of queries.
+
+    An eviction may help a load that is not among them: that load polls by itself.
+    """
+    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING).order_by("created_at", "id")
+    waiting = list(loads.only("id", "element", "payload")[:MOST])
+    if not waiting:
+        return []
+    selectors = placement_snapshot.selectors_of({operation.element for operation in waiting})
+    labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
+    nodes, taken_slots = (
+        placement_snapshot.fleet("", selector=Selector("", labels), only=changed),
+        placement_snapshot.taken(selectors),
+    )
+    now = clock.now()
+    return [
+        operation.id
+        for operation in waiting
+        if _could_take(operation, nodes, taken_slots[operation.element], selectors[operation.element], now)
+    ]
+
+
+def _could_take(
+    operation: Operation,
+    nodes: Iterable[Candidate],
+    taken_slots: Mapping[UUID, Set[int]],
+    selector: Selector,
+    now: datetime,
+) -> bool:
+    node_backoffs, request = resting(from_payload(operation.payload), now), wish_of(operation)
+    need = needs.from_payload(operation.payload)
+    return any(
+        refusal(
+            replace(node, taken=frozenset(taken_slots.get(node.id, ()))),
+            node_backoffs,
+            need,
+            selector=selector,
+        )
+        is None
+        for node in nodes
+        if node.id not in request.besides and (request.only is None or node.id in request.only)
+    )
+
+
+class Wakes:
+    """Periodic task of a controller: one pass for all changes of a moment."""
+
+    def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
+        self._then = then
+        self._changed: set[UUID] = set()
+        self._any = False
+        self._heard = asyncio.Event()
+
+    def changed(self, node_id: str) -> None:
+        """Add a changed node; any text that is no id means that any node may have changed."""
+        try:
+            self._changed.add(UUID(node_id))
+        except ValueError:
+            self._any = True
+        self._heard.set()
+
+    async def run(self) -> None:
+        """Run a pass after each gathered change, until cancelled."""
+        clean_at = clock.monotonic()
+        while True:
+            try:
+                if clock.monotonic() >= clean_at:
+                    # A schedule does the same, but this must not depend on the process that runs schedules.
+                    clean_at = clock.monotonic() + CLEAN_EVERY
+                    await in_thread(intents.clean, now=clock.now())
+                async with asyncio.timeout(CLEAN_EVERY):
+                    await self._heard.wait()
+            except TimeoutError:
+                continue
+            except DatabaseError as error:
+                log.warning("cannot look for work that has no future: %s", error)
+                await asyncio.sleep(GATHER)
+                continue
+            await asyncio.sleep(GATHER)
+            self._heard.clear()
+            changed = None if self._any else frozenset(self._changed)
+            self._changed, self._any = set(), False
+            try:
+                with passes.counted("wakes"):
+                    await in_thread(wake, changed)
+                    await self._then()
+            except DatabaseError as error:
+                log.warning("cannot see what a change of nodes wakes: %s", error)

@@ -1,0 +1,151 @@
+"""Creation of unloads and deletions of a model: their nodes, and the operations that they exclude.
+
+An operation for one node owns the model on that node. An operation for the cluster owns a key suffix of the
+model, as each of its loads does, so unloads and loads exclude each other. The nodes are chosen here, when the
+operation is created.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit import conf, errors
+from nodes.models import BEING_LOADED, BackendNode, NodeModel, NodeType
+from nodes.models.replica import ALL_SUFFIX, load_key
+from nodes.replicas import drains, replica_queries, unload_records
+from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
+from operations.models import Operation
+
+UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
+LONGEST_GRACE = 3600
+"""Longest grace for running requests, in seconds."""
+
+Targets = Sequence[tuple[UUID, str]]
+
+
+@dataclass(frozen=True)
+class UnloadWish:
+    """The request of an unload or deletion, and its actor; without a node for the whole cluster.
+
+    `grace`: seconds that running requests have before their engine is stopped, None = the setting.
+    `reason` is stored with the operation.
+    """
+
+    model: str
+    actor: str
+    request_id: str = ""
+    client_address: str = ""
+    node: BackendNode | None = None
+    index: int | None = None
+    grace: float | None = None
+    reason: str = ""
+
+
+def unload(wish: UnloadWish, *, now: datetime) -> Admission:
+    """Unload the model's replicas; join the active operation that does so.
+
+    Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
+    """
+    rows = drains.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
+    targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
+    if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
+        raise _not_loaded(wish)
+    admission = _admit(wish, UNLOAD, targets, now)
+    if admission.created:
+        _record(wish, "unload", admission.operation, now)
+    elif wish.grace is not None:
+        drains.hurry(rows, deadline=now + timedelta(seconds=wish.grace))
+    return admission
+
+
+def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
+    """Unload the least recently used idle replica of the node (R2.55).
+
+    Raises NotFound if none is idle.
+    """
+    row = replica_queries.least_recently_used([node.id]).first()
+    if row is None:
+        raise errors.NotFound(f"no replica on node {node.name} is idle")
+    reason = "the least recently used on its node"
+    wish = UnloadWish(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
+    return unload(wish, now=now)
+
+
+def delete(wish: UnloadWish, *, now: datetime) -> Admission:
+    """Unload the model and remove its files, on the node or on every approved node.
+
+    Raises NotFound if no node can have it, Conflict while it is being loaded or unloaded.
+    """
+    if wish.node is not None:
+        _refuse_while_loading(wish, wish.node)
+        return _deletion(wish, [(wish.node.id, wish.node.name)], now)
+    nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending").order_by("name")
+    targets = list(nodes.values_list("id", "name"))
+    if not targets:
+        raise errors.NotFound("there is no node that could have files of a model")
+    return _deletion(wish, targets, now)
+
+
+def _deletion(wish: UnloadWish, targets: Targets, now: datetime) -> Admission:
+    admission = _admit(wish, DELETE, targets, now)
+    if admission.created:
+        _record(wish, "deletion", admission.operation, now)
+    return admission
+
+
+def _record(wish: UnloadWish, kind: str, operation: Operation, now: datetime) -> None:
+    reason = wish.reason or f"{kind} asked for by {wish.actor}"
+    node_id = wish.node.id if wish.node is not None else None
+    unload_records.keep(wish.model, operation.id, because=reason, node_id=node_id, index=wish.index, now=now)
+
+
+def loading_there(model: str, node_id: UUID) -> UUID | None:
+    """Return the load that has a slot for the model on the node; None if there is none."""
+    rows = NodeModel.objects.of(model).filter(node_id=node_id, state__in=BEING_LOADED)
+    return rows.values_list("owner_id", flat=True).first()
+
+
+def _key(wish: UnloadWish) -> str:
+    if wish.node is None:
+        return load_key(wish.model, ALL_SUFFIX)
+    target = "model" if wish.index is None else f"replica:{wish.index}"
+    return f"node:{wish.node.id}:{target}:{wish.model}"
+
+
+def _admit(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
+    grace = conf.cluster().unload_grace if wish.grace is None else wish.grace
+    payload: dict[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
+    payload |= {"reason": wish.reason} if wish.reason else {}
+    request = OperationRequest(
+        kind,
+        key=_key(wish),
+        element=wish.model,
+        payload=payload,
+        actor=wish.actor,
+        node=(wish.node.id, wish.node.name) if wish.node else None,
+        targets=targets,
+        request_id=wish.request_id,
+        client_address=wish.client_address,
+    )
+    return admit(request, now=now)
+
+
+def _not_loaded(wish: UnloadWish) -> Exception:
+    if wish.node is None:
+        active = Operation.objects.active().sharing(_key(wish), wish.model).order_by("created_at").first()
+        if active is not None:
+            return in_progress(active)
+        return errors.NotFound(f"model {wish.model} is not loaded on any node")
+    _refuse_while_loading(wish, wish.node)
+    replica = "" if wish.index is None else f" as replica {wish.index}"
+    state = "" if wish.node.status == "healthy" else f", which is {wish.node.status}"
+    return errors.NotFound(f"model {wish.model} is not loaded{replica} on node {wish.node.name}{state}")
+
+
+def _refuse_while_loading(wish: UnloadWish, node: BackendNode) -> None:
+    if (operation := loading_there(wish.model, node.id)) is not None:
+        raise errors.Conflict(
+            f"model {wish.model} is being loaded on node {node.name} (operation {operation})"
+        )

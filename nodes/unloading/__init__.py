@@ -1,1 +1,0 @@
-"""Unloading models and deleting their files: how it is asked for (`asking`) and done (`carry_out`)."""

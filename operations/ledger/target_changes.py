@@ -1,0 +1,192 @@
+"""Targets that run independently: a change of an intent applies to every target that shares it.
+
+`happen` is one short transaction, or a step of the caller's, with a constant number of statements for any
+number of intents: it locks the operations in the order of their ids, changes their targets, derives each
+operation's state from its targets, and publishes the changes at commit. A caller that also writes intents
+locks those first. An operation that has ended does not change, so its end is final (A84).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from django.db import connection
+from django.db.models import Q
+
+from localai_cluster.kit.commit_hooks import committed
+from operations import targets
+from operations.changes.publish import announce
+from operations.ledger.progress import Tick, move_part, update
+from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, storable
+
+Change = Callable[[OperationTarget, datetime], None]
+"""A change of a target at a time."""
+PART = [
+    "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
+    "reason", "attempts", "next_look_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
+    "last_progress_at", "time_limit_at",
+]  # fmt: skip
+STATE = [
+    "status", "message", "error", "phase", "progress", "attempts", "current_bytes",
+    "total_bytes", "next_attempt_at", "updated_at", "started_at", "finished_at",
+    "last_progress_at", "time_limit_at",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Locked and changed operations with all their targets; the caller announces them."""
+
+    operations: Sequence[Operation]
+    parts: Mapping[UUID, Sequence[OperationTarget]]
+    moved: Sequence[OperationTarget] = ()
+    """The targets that the changes were applied to."""
+
+
+def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
+    """Apply each change to the unfinished targets of its intent, and announce the operations.
+
+    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
+    """
+    with committed("ledger.happen"):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
+        changed = change(changes, now=now)
+        announce(changed.operations, changed.parts, changed.moved)
+
+
+def change(
+    changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
+) -> Changed:
+    """Apply the changes as `happen` does; the caller announces them as the last step of its transaction.
+
+    `held`: changes of targets without an intent, by target id.
+    """
+    by_id = held or {}
+    condition = Q(intent_id__in=changes) | Q(pk__in=by_id, intent_id__isnull=True)
+    named = OperationTarget.objects.filter(condition).exclude(status__in=targets.ENDED)
+    ids = set(named.values_list("operation_id", flat=True)) if changes or by_id else set()
+    if not ids:
+        return Changed((), {})
+    rows = Operation.objects.filter(pk__in=ids, status__in=ACTIVE).order_by("pk")
+    operations = list(rows.select_for_update(no_key=True))
+    parts = targets.of(operations)
+    moved = []
+    for operation in operations:
+        for part in parts[operation.id]:
+            apply = changes.get(part.intent_id) if part.intent_id else by_id.get(part.pk)
+            if apply is not None and part.status not in targets.ENDED:
+                apply(part, now)
+                moved.append(part)
+        targets.adopt(operation, parts[operation.id], now)
+    update(moved, PART)
+    update(operations, STATE)
+    return Changed(operations, parts, moved)
+
+
+def begin(part: OperationTarget, now: datetime) -> None:
+    """Start a new attempt, unless a worker may still be running the previous one."""
+    part.status = TargetStatus.RUNNING_ON_WORKER
+    part.started_at = part.started_at or now
+    part.next_look_at, part.waits_for_node = None, False
+    if part.overdue_since is not None:
+        return
+    part.phase = "resolving"
+    part.last_progress_at, part.time_limit_at = now, None
+    part.percentage, part.file_name, part.current_bytes, part.total_bytes = 0, "", 0, 0
+    part.reason, part.error = f"contacting {part.node_name}", ""
+
+
+def begin_within(seconds: float) -> Change:
+    """Start a new attempt whose command is sent now, with a reply due within `seconds`."""
+    return both(begin, time_limit(seconds))
+
+
+def time_limit(seconds: float) -> Change:
+    """Set the time limit: the command is sent now, and a reply is due within `seconds`."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        part.time_limit_at = now + timedelta(seconds=seconds)
+
+    return apply
+
+
+def report(ticks: Collection[Tick]) -> Change:
+    """Apply the worker's progress reports."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        for tick in ticks:
+            move_part(part, tick, now)
+            part.reason = storable(tick.message) or part.reason
+
+    return apply
+
+
+def overdue(reason: str, since: datetime) -> Change:
+    """Mark the target as past its time limit; the worker may still be running it (O19)."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        part.status, part.reason, part.overdue_since = TargetStatus.RUNNING_ON_WORKER, storable(reason), since
+
+    return apply
+
+
+def rest(
+    reason: str,
+    *,
+    until: datetime | None,
+    node: bool = False,
+    attempts: int | None = None,
+    worker_gone: bool = False,
+) -> Change:
+    """Queue the target for its node or its next attempt; `worker_gone`: no worker is running it any more."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        part.status, part.phase, part.time_limit_at = TargetStatus.QUEUED, "", None
+        part.reason, part.next_look_at, part.waits_for_node = storable(reason), until, node
+        part.attempts = part.attempts if attempts is None else attempts
+        part.overdue_since = None if worker_gone else part.overdue_since
+
+    return apply
+
+
+def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: int | None = None) -> Change:
+    """End the target; its progress stays (O70)."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        part.status, part.phase, part.time_limit_at = status, "", None
+        part.percentage = targets.share(part)
+        part.error, part.reason = storable(error), storable(reason)
+        part.attempts = part.attempts if attempts is None else attempts
+        part.next_look_at, part.waits_for_node, part.overdue_since = None, False, None
+        part.finished_at = now
+
+    return apply
+
+
+def both(first: Change, then: Change) -> Change:
+    """Apply two changes in order."""
+
+    def apply(part: OperationTarget, now: datetime) -> None:
+        first(part, now)
+        then(part, now)
+
+    return apply
+
+
+def note(notes: Mapping[UUID, str], *, now: datetime) -> None:
+    """Set the reason of cancelled targets to the reaction of their workers, in the caller's transaction.
+
+    No other column of an ended operation changes.
+    """
+    cancelled = OperationTarget.objects.filter(intent_id__in=notes, status=TargetStatus.CANCELLED)
+    ids = set(cancelled.values_list("operation_id", flat=True))
+    operations = list(Operation.objects.filter(pk__in=ids).order_by("pk").select_for_update(no_key=True))
+    if not operations:
+        return
+    parts = list(cancelled.select_for_update(no_key=True))
+    for part in parts:
+        part.reason = storable(notes[part.intent_id]) if part.intent_id else part.reason
+    update(parts, ["reason"])
+    announce(operations)
