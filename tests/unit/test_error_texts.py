@@ -1,4 +1,4 @@
-"""The texts of errors that are raised without one: they are on the wire, so they do not follow the docstrings."""
+"""Texts of errors that are raised without one: they are on the wire and independent of the docstrings."""
 
 import pytest
 
