@@ -39,6 +39,7 @@ Verb = Callable[[UUID, Actor, datetime, Options], object]
 class BulkFailed(errors.ClusterError):
     """The verb was refused for at least one of the nodes."""
 
+    message = "The verb was refused for at least one of the nodes."
     status = 409
     code = "bulk_failed"
 
