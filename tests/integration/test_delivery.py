@@ -509,7 +509,7 @@ async def test_a_file_that_is_still_being_written_is_looked_at_again(
             file.write(b"more")
         return made
 
-    monkeypatch.setattr(delivery, "plan", then_longer)
+    monkeypatch.setattr(delivery, "plan_files", then_longer)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()
