@@ -30,7 +30,7 @@ from nodes.loading.wait import Loads
 from nodes.registry import identity_cache
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +198,9 @@ def current() -> Gateway:
     return _running.gateway
 
 
-def hints() -> Hints:
+def hints() -> WakeUps:
     """Return the wake-ups of waiting requests; an unused instance before `start`."""
-    return _running.loads.hints if _running is not None else Hints()
+    return _running.loads.wake_ups if _running is not None else WakeUps()
 
 
 async def start() -> None:
@@ -209,7 +209,7 @@ async def start() -> None:
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
-    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), Hints()
+    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(), Loads(hints)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
@@ -246,7 +246,7 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
+async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         try:
             _handle_notification(channel, payload, hints, prefixes)
@@ -255,7 +255,7 @@ async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
             logger.exception("a notification on %s is passed over: %r", channel, payload)
 
 
-def _handle_notification(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
+def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: Prefixes | None) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
         identity_cache.shared().forget(payload)

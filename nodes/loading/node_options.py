@@ -9,7 +9,7 @@ from nodes.models import BackendNode
 from nodes.placement.tuning import Machine, tuned
 
 
-def of(definition: Definition, node_id: UUID) -> dict[str, Any]:
+def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
     """R2.80; one query. A node that has gone, or tells nothing of its memory, changes little."""
     options = load_options(definition)
     if not conf.cluster().node_options:

@@ -284,7 +284,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scale_up, "load_another", refuse)
+        patched.setattr(scale_up, "request_scale_up", refuse)
         replicas.look(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")
