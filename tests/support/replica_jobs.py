@@ -204,7 +204,7 @@ class Cluster:
         if not self.processes:
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
-        asked = {"ask": 0, "model": dice.choice(MODELS), "key": "", "n": 1}
+        asked = {"ask": 0, "scope": -1, "model": dice.choice(MODELS), "key": "", "n": 1}
         for row in self._exchange(process, picks=[asked]):
             self.requests.append((process, row[0]))
 
