@@ -30,7 +30,7 @@ from nodes.backends import admission, backend_requests, install
 from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import attempts, delivery, gpu_pinning, load_placement, needs, node_options
@@ -38,13 +38,13 @@ from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.free_memory import Room, made
 from nodes.loading.load_request import wish_of
 from nodes.loading.load_retry import again, elsewhere
+from nodes.loading.node_options import fingerprint
 from nodes.loading.progress_deadline import MovingWish
 from nodes.loading.send_files import Lanes
 from nodes.models import BackendNode
 from nodes.placement.choose import gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.placement.node_backoff import Setbacks
-from nodes.placement.tuning import fingerprint
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -128,14 +128,14 @@ class LoadModel:
             raise await attempts.kept(work, Cause.UNDEFINED, missing)
         request = wish_of(work.operation)
         name, besides = definition.name, request.besides
-        if not request.another and await in_thread(placement_snapshot.serving, name, besides=besides):
+        if not request.another and await in_thread(fleet_queries.serving, name, besides=besides):
             return {"already_loaded": True}
-        if not request.another and await in_thread(placement_snapshot.on_its_way, name, besides=besides):
+        if not request.another and await in_thread(fleet_queries.on_its_way, name, besides=besides):
             # R2.64: no replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
             outcome = load_placement.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
             raise await attempts.kept(work, Cause.ON_ITS_WAY, outcome)
-        if request.replaces and await in_thread(placement_snapshot.loaded_by, request.replaces) == revision(
+        if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
-from nodes.decisions.placement_snapshots import known, sections
+from nodes.decisions.load_snapshots import known, sections
 from nodes.decisions.reserved_memory import GpuShare
-from nodes.decisions.snapshot_sections import changes, encoded, restored
+from nodes.decisions.snapshot_log import changes, encoded, restored
 from nodes.definitions.files import parse
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import gpu_pinning, needs
@@ -22,10 +22,19 @@ from nodes.loading.failures import NodeRefused
 from nodes.placement.choose import Candidate, Need, Reason, choose, refusal, shares_of
 from nodes.placement.evict import Guard, Resident, choose_victims, short_of_memory, without
 from nodes.placement.explain import TERMS, FleetView, explain
-from nodes.placement.gpus import SPLIT_OVERHEAD, Rooms, filled, fit, given_back, total
-from nodes.placement.load_decision import LoadQuestion
-from nodes.placement.plan import successive
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu
+from nodes.placement.load_decision import LoadQuestion, successive
+from nodes.placement.memory import (
+    NEVER,
+    SPLIT_OVERHEAD,
+    MemoryReading,
+    Reservation,
+    Rooms,
+    filled,
+    fit,
+    given_back,
+    on_gpu,
+    total,
+)
 from nodes.registry import gpus, heartbeats
 from nodes.replicas.slots import Slot
 from tests.unit.test_placement import view

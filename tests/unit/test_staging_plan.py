@@ -12,7 +12,7 @@ from nodes.definitions.files import Unusable, read
 from nodes.definitions.sizes import measure
 from nodes.loading.file_keys import NoKey, key_of, path_of, root_of
 from nodes.loading.staging_plan import FilePlan, Unsendable, plan
-from nodes.placement.estimate import disk
+from nodes.placement.memory import disk
 
 ROOT = "/srv/w/models/flux"
 
