@@ -61,6 +61,7 @@ _REQUEST_FIELDS = {
 class LogprobsUnsupported(InvalidInput):
     """The model's engine does not tell log probabilities."""
 
+    message = "The model's engine does not tell log probabilities."
     code = "unsupported_by_backend"
 
 

@@ -128,6 +128,8 @@ def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
 class _Contradiction(InvalidInput):
     """response_format: the schema leaves no value that all of its `const` and `enum` name."""
 
+    message = "response_format: the schema leaves no value that all of its `const` and `enum` name."
+
     def __init__(self) -> None:
         super().__init__(field="response_format")
 

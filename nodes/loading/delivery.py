@@ -27,7 +27,7 @@ from nodes.models import BackendNode
 from nodes.placement import deadlines, memory
 from nodes.placement.choose import disk_words, gib
 from nodes.registry import dial_targets, file_port
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots, staged_files
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot

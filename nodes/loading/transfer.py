@@ -24,7 +24,7 @@ from nodes.loading.source_files import OpenedFile
 from nodes.loading.staging_plan import LocalFile
 from nodes.loading.upload_meter import Meter
 from nodes.placement import deadlines
-from nodes.registry.http_client import reason_of
+from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
 
 _MOST_BYTES = 64 * 1024

@@ -76,6 +76,8 @@ class Beat:
 class Overtaken(errors.ClusterError):
     """Somebody else changed the node while the batch was being written."""
 
+    message = "Somebody else changed the node while the batch was being written."
+
 
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the known fields of a heartbeat (`contract/http-api.md` §1.2).

@@ -21,7 +21,7 @@ from nodes.loading.staging_plan import FilePlan, LocalFile, plan
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable
 from nodes.loading.upload_meter import Meter
 from nodes.models import FileHash
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import client_of
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server

@@ -18,8 +18,7 @@ from nodes.loading.send_files import Lanes, Sending, Sent
 from nodes.loading.staging_plan import plan
 from nodes.loading.transfer import FileRefused
 from nodes.loading.upload_meter import Meter
-from nodes.registry.dial_targets import Contact, HttpServer
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from tests.support import worker_http
 
 pytestmark = pytest.mark.django_db(transaction=True)
