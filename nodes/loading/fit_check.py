@@ -33,9 +33,9 @@ FIT = Shape(
 COMPONENTS = (NODE_FIT, FIT)
 
 
-def fit_of(model_name: str) -> Row:
+def node_fit(model_name: str) -> Row:
     """NotFound for a model that is not defined. The same number of queries for any number of nodes."""
-    wanted = None if names.unprintable(model_name) else load_explanation.wanted_of(model_name)
+    wanted = None if names.unprintable(model_name) else load_explanation.needs_of(model_name)
     if wanted is None:
         raise errors.NotFound("there is no such model")
     selector = fleet_queries.selectors_of([model_name])[model_name]

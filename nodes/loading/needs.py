@@ -13,7 +13,7 @@ VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_g
 """Payload keys of a waiting load's need: the first three in bytes, the last a boolean."""
 
 
-def of(definition: Definition, files: ModelFiles) -> Need:
+def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     """Return the need of a load (R2.40, R2.37)."""
     options = load_options(definition)
     vram = memory.vram(files.weights, files.header, options)

@@ -16,7 +16,7 @@ from nodes.definitions.files import Definition, load_options
 from nodes.models import BackendNode
 
 
-def of(definition: Definition, node_id: UUID) -> dict[str, Any]:
+def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
     """R2.80; one query. A node that has gone, or tells nothing of its memory, changes little."""
     options = load_options(definition)
     if not conf.cluster().node_options:

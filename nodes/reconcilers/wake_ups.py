@@ -18,7 +18,7 @@ from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
 from nodes.decisions import fleet_queries
 from nodes.loading import load, needs
-from nodes.loading.load_request import wish_of
+from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, refusal
 from nodes.placement.node_backoff import from_payload, resting
 from nodes.reconcilers import intents
@@ -79,7 +79,7 @@ def _could_take(
     selector: Selector,
     now: datetime,
 ) -> bool:
-    node_backoffs, request = resting(from_payload(operation.payload), now), wish_of(operation)
+    node_backoffs, request = resting(from_payload(operation.payload), now), request_of(operation)
     need = needs.from_payload(operation.payload)
     return any(
         refusal(
@@ -90,7 +90,8 @@ def _could_take(
         )
         is None
         for node in nodes
-        if node.id not in request.besides and (request.only is None or node.id in request.only)
+        if node.id not in request.excluded_nodes
+        and (request.allowed_nodes is None or node.id in request.allowed_nodes)
     )
 
 

@@ -20,7 +20,7 @@ from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import delivery, load, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile
-from nodes.loading.staging_plan import plan
+from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import memory
@@ -64,7 +64,7 @@ def files(stage: Stage, settings: Settings) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
-    monkeypatch.setattr(delivery, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(delivery, "REPORT_EVERY", 0.02)
     monkeypatch.setattr(delivery, "_LOOK_AT_OTHER", 0.02)
 
 
@@ -504,12 +504,12 @@ async def test_a_file_that_is_still_being_written_is_looked_at_again(
 ) -> None:
 
     def then_longer(*args: Any) -> Any:
-        made = plan(*args)
+        made = plan_files(*args)
         with (files / "sub/a.gguf").open("ab") as file:
             file.write(b"more")
         return made
 
-    monkeypatch.setattr(delivery, "plan", then_longer)
+    monkeypatch.setattr(delivery, "plan_files", then_longer)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()

@@ -24,7 +24,7 @@ from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.free_memory import what_makes_room
+from nodes.loading.free_memory import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
@@ -70,7 +70,7 @@ def placed(number: int, need: Need) -> Slot | Eviction | None:
         question = asked(model, need)
         decision, room = question.view.decide(), None
         if (node := decision.node) is None:
-            room = what_makes_room(model, question, decision)
+            room = find_eviction(model, question, decision)
             if room is None or room.node is None:
                 return room
             node = room.node
@@ -186,7 +186,7 @@ def test_a_victim_that_got_a_request_stays() -> None:
     old(node, "a")
     need = Need(vram=5 * GB, vram_required=True)
     question = asked("m", need)
-    room = what_makes_room("m", question, question.view.decide())
+    room = find_eviction("m", question, question.view.decide())
     assert room is not None
     assert [one.name for one in room.victims] == ["a#0"]
     NodeModel.objects.update(in_flight=1)
@@ -262,7 +262,7 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     need = Need(vram=5 * GB, vram_required=True)
     question = asked("m", need)
     with django_assert_num_queries(3):
-        what_makes_room("m", question, question.view.decide())
+        find_eviction("m", question, question.view.decide())
     with django_assert_num_queries(5):
         found = fleet_queries.fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}

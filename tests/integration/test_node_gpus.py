@@ -18,7 +18,7 @@ from nodes.decisions import fleet_queries
 from nodes.live import rows as live_rows
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
-from nodes.loading.free_memory import what_makes_room
+from nodes.loading.free_memory import find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
 from nodes.placement.explain import FleetView
@@ -262,7 +262,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     need = Need(vram=20 * GIB, vram_required=True)
     fleet = fleet_queries.fleet("m")
     view = FleetView(fleet, need)
-    room = what_makes_room("m", LoadQuestion(view), view.decide())
+    room = find_eviction("m", LoadQuestion(view), view.decide())
     assert room is not None
     assert room.node is not None
     assert [one.name for one in room.victims] == ["old1#0"]
@@ -364,7 +364,7 @@ def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[
 
     monkeypatch.setattr(load, "BackendClient", Client)
     need = Need(vram=size * GIB, vram_required=True)
-    monkeypatch.setattr("nodes.loading.needs.of", lambda *_: need)
+    monkeypatch.setattr("nodes.loading.needs.estimate_need", lambda *_: need)
     return heard
 
 

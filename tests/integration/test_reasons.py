@@ -79,14 +79,16 @@ def claimed() -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Place:
+async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Placement:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
             bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    what = load_placement.Wanted(definition(), need)
-    return await load_placement.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
+    what = load_placement.LoadNeeds(definition(), need)
+    return await load_placement.reserve_slot(
+        bus, work, what, attempt=AttemptId(work.id, work.operation.fence)
+    )
 
 
 def kept() -> list[PlacementRecord]:

@@ -29,7 +29,7 @@ from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Postpone, Work
 from operations.ledger import lease, outcome
 from operations.models import Operation
@@ -113,7 +113,7 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
         assert running is not None
         await hot.in_thread(lambda: replicas.look(tick=True))
         work = await hot.in_thread(claimed)
-        done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), Hints())(work), 60)
+        done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), WakeUps())(work), 60)
         assert done["replica_index"] == 1
         await hot.in_thread(former.refresh_from_db)
         assert (former.state, former.reason, former.in_flight) == ("unloading", "replaced", 1)
@@ -139,7 +139,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     await hot.in_thread(lambda: replicas.look(tick=True))
     work = await hot.in_thread(claimed)
     with pytest.raises(Postpone) as waits:
-        await load.LoadModel(bus, folder.folder(), Hints())(work)
+        await load.LoadModel(bus, folder.folder(), WakeUps())(work)
     assert "no free slot" in waits.value.reason
 
     def put_back() -> None:
@@ -164,7 +164,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     assert (former.state, former.reason) == ("unloading", "replaced")
     assert await Stopper(bus).look_once() == 1
     again = await hot.in_thread(claimed)
-    assert (await load.LoadModel(bus, folder.folder(), Hints())(again))["replica_index"] == 0
+    assert (await load.LoadModel(bus, folder.folder(), WakeUps())(again))["replica_index"] == 0
     left = await hot.in_thread(NodeModel.objects.get)
     assert (left.state, left.config_revision) == ("loaded", await hot.in_thread(revision))
     await hot.in_thread(lambda: replicas.look(tick=True))
@@ -211,7 +211,7 @@ async def test_nothing_is_loaded_when_the_definition_was_edited_back(loads: list
     await hot.in_thread(lambda: replicas.look(tick=True))
     await hot.in_thread(lambda: NodeModel.objects.update(config_revision=revision()))
     work = await hot.in_thread(claimed)
-    assert await load.LoadModel(PlayedBus(), Folder(models), Hints())(work) == {"already_loaded": True}
+    assert await load.LoadModel(PlayedBus(), Folder(models), WakeUps())(work) == {"already_loaded": True}
     await hot.in_thread(former.refresh_from_db)
     assert former.state == "loaded"
 
@@ -252,7 +252,7 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
         return claimed()
 
     async def loaded(work: Work) -> NodeModel:
-        done = await load.LoadModel(bus, folder.folder(), Hints())(work)
+        done = await load.LoadModel(bus, folder.folder(), WakeUps())(work)
         now = clock.now()
         await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
         return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))

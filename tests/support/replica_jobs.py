@@ -27,7 +27,7 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload import UnloadModel
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
 from operations.ledger import admission, lease, outcome
 from operations.ledger.fence import LeaseLost
@@ -190,7 +190,7 @@ class Cluster:
         if rows:
             row = dice.choice(rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
-            wish = UnloadWish(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
+            wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
             unload_requests.unload(wish, now=clock.now())
 
     def cancels(self, dice: Random) -> None:

@@ -119,7 +119,7 @@ def _rule(text: str) -> Any:
 
 def explain(options: Options) -> str:
     """As `GET /api/models/:model/explain`."""
-    row = load_explanation.explained(options["model"], clock.now())
+    row = load_explanation.explain_model(options["model"], clock.now())
     return rendering.as_json(row) if options["json"] else placement_texts.explained(row, clock.now())
 
 
