@@ -13,9 +13,8 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.dialects.anthropic_requests import CountBody
 from nodes.gateway import gateway
-from nodes.gateway.engine_calls import with_prompt
-from nodes.gateway.generate import templated
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
+from nodes.gateway.generate import templated, with_prompt
 from nodes.gateway.request import InferenceRequest
 
 

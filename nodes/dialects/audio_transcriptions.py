@@ -21,11 +21,10 @@ from localai_cluster.web.wire import Answer
 from nodes.dialects import audio_transcripts
 from nodes.dialects.openai_bodies import Text
 from nodes.gateway import gateway
+from nodes.gateway.gateway import defined
 from nodes.gateway.generation import Sink, TextDelta
-from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.silence_limit import silence
-from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway.streams import EventStream, node_header, silence
 from nodes.gateway.worker_files import open_files
 
 LARGEST_BODY = 100 * 1024 * 1024

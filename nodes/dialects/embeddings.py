@@ -19,7 +19,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.dialects.openai_bodies import Text, Whole
 from nodes.gateway import gateway
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 

@@ -15,7 +15,7 @@ from nodes.definitions.files import Definition
 from nodes.dialects.ollama_answers import moment
 from nodes.dialects.openai_bodies import Text
 from nodes.gateway.endpoint import confirm
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.models import NodeModel
 from operations.executor.work import in_thread

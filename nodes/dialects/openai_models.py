@@ -8,7 +8,7 @@ from localai_cluster.web.wire import Answer
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
 from nodes.gateway.endpoint import confirm
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 
 ONE_MODEL = "/v1/models/"

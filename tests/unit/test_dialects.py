@@ -37,7 +37,7 @@ from nodes.dialects.openai_chat import ChatBody
 from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
 from nodes.dialects.responses_requests import ResponsesBody
-from nodes.gateway.engine_calls import Reading, named, sampling_options, with_prompt
+from nodes.gateway.generate import Reading, named, sampling_options, with_prompt
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
