@@ -196,7 +196,7 @@ class DecisionForm(forms.Form):
 
 
 @dataclass(frozen=True)
-class Decision:
+class NodeDecision:
     """An action of the list; `event` is its event of the table in `states.py`."""
 
     name: str
@@ -226,7 +226,7 @@ class Decision:
         return approved.node.name + (token if approved.api_token else "")
 
 
-APPROVE = Decision(
+APPROVE = NodeDecision(
     "approve",
     "Approve",
     "approved",
@@ -235,7 +235,7 @@ APPROVE = Decision(
     Event.APPROVED,
     needs_reason=False,
 )
-REJECT = Decision(
+REJECT = NodeDecision(
     "reject",
     "Reject",
     "rejected",
@@ -355,7 +355,7 @@ class BackendNodeAdmin(ModelAdmin):
         return self._decide(request, queryset, REJECT)
 
     def _decide(
-        self, request: HttpRequest, queryset: QuerySet[BackendNode], decision: Decision
+        self, request: HttpRequest, queryset: QuerySet[BackendNode], decision: NodeDecision
     ) -> HttpResponse | None:
         nodes = list(queryset.order_by("name")[: MAX_SELECTED + 1])
         if len(nodes) > MAX_SELECTED:
@@ -373,7 +373,7 @@ class BackendNodeAdmin(ModelAdmin):
         return None
 
     def _run(
-        self, request: HttpRequest, decision: Decision, revisions: Mapping[str, int], reason: str
+        self, request: HttpRequest, decision: NodeDecision, revisions: Mapping[str, int], reason: str
     ) -> None:
         """Decide on each node in a transaction of its own; report what was done and what was refused."""
         actor = of_principal(principals.of_user(request.user))
@@ -394,7 +394,7 @@ class BackendNodeAdmin(ModelAdmin):
             self.message_user(request, f"{refused - MAX_REFUSALS_SHOWN} more were skipped.", messages.ERROR)
 
     def _confirmation(
-        self, request: HttpRequest, nodes: list[BackendNode], decision: Decision, form: DecisionForm
+        self, request: HttpRequest, nodes: list[BackendNode], decision: NodeDecision, form: DecisionForm
     ) -> TemplateResponse:
         """Return the page that shows the identity of each node, and why others are skipped."""
         lines = [(node, decision.refusal(node), self.identity(node), self.hardware(node)) for node in nodes]
