@@ -27,7 +27,7 @@ from nodes.dialects.anthropic_count import count_tokens
 from nodes.dialects.audio_speech import speech
 from nodes.dialects.embeddings import embed
 from nodes.dialects.openai_bodies import LARGEST_BODY
-from nodes.dialects.openai_models import ONE_MODEL, list_models, one_model
+from nodes.dialects.openai_models import MODEL_PREFIX, list_models, show_model
 from nodes.dialects.rerank import rerank
 from nodes.dialects.tokens import detokenize, tokenize
 from nodes.gateway.endpoint import Endpoint, Handler
@@ -46,11 +46,11 @@ class RawRoute:
 
 
 def _anthropic(handler: Handler) -> Endpoint:
-    return Endpoint("POST", handler, LARGEST_BODY, refused=anthropic_answers.refused)
+    return Endpoint("POST", handler, LARGEST_BODY, refused=anthropic_answers.render_error)
 
 
 def _ollama(method: str, handler: Handler, limit: int | None = None) -> Endpoint:
-    return Endpoint(method, handler, limit, refused=ollama_answers.refused)
+    return Endpoint(method, handler, limit, refused=ollama_answers.render_error)
 
 
 _embeddings = Endpoint("POST", embed)
@@ -82,8 +82,8 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("POST", "/tts", Endpoint("POST", speech(tells_node=False), wire.MAX_BODY)),
     RawRoute("POST", "/api/chat", _ollama("POST", text.ollama_chat, LARGEST_BODY)),
     RawRoute("POST", "/api/generate", _ollama("POST", text.ollama_generate, LARGEST_BODY)),
-    RawRoute("POST", "/api/embed", _ollama("POST", ollama_embed.embed)),
-    RawRoute("POST", "/api/embeddings", _ollama("POST", ollama_embed.embed_one)),
+    RawRoute("POST", "/api/embed", _ollama("POST", ollama_embed.ollama_embed)),
+    RawRoute("POST", "/api/embeddings", _ollama("POST", ollama_embed.ollama_embed_one)),
     RawRoute("POST", "/api/show", _ollama("POST", ollama_models.show)),
     RawRoute("GET", "/api/tags", _ollama("GET", ollama_models.tags)),
     RawRoute("GET", "/api/ps", _ollama("GET", ollama_models.running)),
@@ -92,7 +92,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),
     RawRoute("GET", "/models", _models),
-    RawRoute("GET", ONE_MODEL + "{model}", Endpoint("GET", one_model)),
+    RawRoute("GET", MODEL_PREFIX + "{model}", Endpoint("GET", show_model)),
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),

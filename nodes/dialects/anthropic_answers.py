@@ -13,7 +13,7 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.dialects import blocks
-from nodes.dialects.anthropic_requests import read
+from nodes.dialects.anthropic_requests import parse_request
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.gateway.generation import Dialect, Head, TextDelta, Usage, total
 
@@ -37,19 +37,19 @@ def _error(error: ClusterError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": wire.naming_field(error)}}
 
 
-def refused(error: ClusterError) -> Answer:
+def render_error(error: ClusterError) -> Answer:
     """Return the error response in Anthropic's envelope."""
     return Answer(orjson.dumps(_error(error)), error.status, wire.error_answer(error).headers)
 
 
-def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
-    content = [_content(head, block) for block in blocks.of(deltas)]
+    content = [_render_block(head, block) for block in blocks.collect_blocks(deltas)]
     reason = next((delta.finish for delta in deltas if delta.finish), "stop")
-    return orjson.dumps(_message(head, content, _reason(reason), _usage(total(deltas, 1))))
+    return orjson.dumps(_render_message(head, content, _reason(reason), _render_usage(total(deltas, 1))))
 
 
-def _message(
+def _render_message(
     head: Head, content: Sequence[Any], reason: str | None, usage: Mapping[str, int]
 ) -> dict[str, Any]:
     return {
@@ -68,7 +68,7 @@ def _reason(finish: str) -> str:
     return _REASONS.get(finish, "end_turn")
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _render_usage(usage: Usage) -> dict[str, int]:
     """Return the usage in Anthropic's form.
 
     Cached tokens are excluded from the prompt's, and present only if the engine reported them.
@@ -77,9 +77,9 @@ def _usage(usage: Usage) -> dict[str, int]:
     return fields if usage.cached is None else fields | {"cache_read_input_tokens": usage.cached}
 
 
-def _content(head: Head, block: Block) -> dict[str, Any]:
+def _render_block(head: Head, block: Block) -> dict[str, Any]:
     if block.kind is BlockKind.CALL:
-        return _opening(head, block) | {"input": blocks.arguments(block.content)}
+        return _opening(head, block) | {"input": blocks.parse_arguments(block.content)}
     return _opening(head, block) | {_FIELDS[block.kind]: block.content}
 
 
@@ -102,7 +102,7 @@ def _opening(head: Head, block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": identity, "name": call.name, "input": {}}
 
 
-def _event(kind: str, **content: Any) -> bytes:
+def _render_event(kind: str, **content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **content}))
 
 
@@ -122,25 +122,37 @@ class MessageEvents:
         events = []
         if not self._has_started:
             self._has_started = True
-            events.append(_event("message_start", message=_message(self._head, [], None, _usage(Usage()))))
+            events.append(
+                _render_event(
+                    "message_start", message=_render_message(self._head, [], None, _render_usage(Usage()))
+                )
+            )
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
-            events.append(_event("message_delta", delta=end, usage=_usage(total([delta], 1))))
+            events.append(_render_event("message_delta", delta=end, usage=_render_usage(total([delta], 1))))
         return events
 
     def _render_step(self, step: BlockStep) -> bytes:
         index, kind = step.block.number, step.block.kind
         if step.change is BlockChange.OPENED:
-            return _event("content_block_start", index=index, content_block=_opening(self._head, step.block))
+            return _render_event(
+                "content_block_start", index=index, content_block=_opening(self._head, step.block)
+            )
         if step.change is BlockChange.CLOSED:
-            return _event("content_block_stop", index=index)
+            return _render_event("content_block_stop", index=index)
         delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
-        return _event("content_block_delta", index=index, delta=delta)
+        return _render_event("content_block_delta", index=index, delta=delta)
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
         return b"event: error\ndata: " + orjson.dumps(_error(error)) + b"\n\n"
 
 
-DIALECT = Dialect(read, MessageEvents, whole, done=_event("message_stop"), keep_alive=_event("ping"))
+DIALECT = Dialect(
+    parse_request,
+    MessageEvents,
+    render_response,
+    done=_render_event("message_stop"),
+    keep_alive=_render_event("ping"),
+)

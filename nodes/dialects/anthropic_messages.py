@@ -12,7 +12,7 @@ import msgspec
 from localai_cluster.web.wire import wrong
 from nodes.dialects import openai_messages
 from nodes.dialects.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFunction, Text, ToolCall
-from nodes.dialects.tools import as_json
+from nodes.dialects.tools import encode_json
 from nodes.gateway.generation import Utterance
 
 
@@ -63,24 +63,24 @@ class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=Tr
     """Ignored: no template knows it."""
 
 
-Block = TextBlock | ImageBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
+InputBlock = TextBlock | ImageBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
 
 
 class Turn(msgspec.Struct, frozen=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], msgspec.Meta(max_length=MOST_PARTS)]
+    content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
-def said(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
+def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
     """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
     if system:
-        yield Utterance("system", system if isinstance(system, str) else _text(system))
+        yield Utterance("system", system if isinstance(system, str) else _join_texts(system))
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
             yield Utterance(message.role, message.content)
@@ -92,7 +92,7 @@ _ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
 _USER_BLOCKS = (ResultBlock, ImageBlock)
 
 
-def _convert_message(role: str, blocks: Sequence[Block], field_path: str) -> Iterator[Utterance]:
+def _convert_message(role: str, blocks: Sequence[InputBlock], field_path: str) -> Iterator[Utterance]:
     misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
     for index, block in enumerate(blocks):
         if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
@@ -104,44 +104,44 @@ def _convert_message(role: str, blocks: Sequence[Block], field_path: str) -> Ite
         return
     yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
     if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
-        yield Utterance(role, _text(blocks))
+        yield Utterance(role, _join_texts(blocks))
 
 
-def _assistant_message(blocks: Sequence[Block]) -> Utterance:
+def _assistant_message(blocks: Sequence[InputBlock]) -> Utterance:
     calls = [
-        ToolCall(block.id, CalledFunction(block.name, as_json(block.input)))
+        ToolCall(block.id, CalledFunction(block.name, encode_json(block.input)))
         for block in blocks
         if isinstance(block, CallBlock)
     ]
     return Utterance(
         "assistant",
-        _text(blocks),
+        _join_texts(blocks),
         reasoning="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
-        tool_calls=as_json(calls) if calls else "",
+        tool_calls=encode_json(calls) if calls else "",
     )
 
 
 def _tool_message(block: ResultBlock) -> Utterance:
     content = block.content or ""
-    text = content if isinstance(content, str) else _text(content)
+    text = content if isinstance(content, str) else _join_texts(content)
     return Utterance("tool", text, tool_call_id=block.tool_use_id)
 
 
-def _text(blocks: Sequence[Block]) -> str:
+def _join_texts(blocks: Sequence[InputBlock]) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
-def images(messages: Sequence[Turn]) -> tuple[str, ...]:
+def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
     """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
     return tuple(
-        openai_messages.checked(image.source.data, field_path)
+        openai_messages.check_base64(image.source.data, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
         for image, field_path in _images(message.content, f"messages[{number}].content")
     )
 
 
-def _images(blocks: Sequence[Block], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
+def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
     for index, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
             yield block, f"{field_path}[{index}]"

@@ -9,8 +9,17 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.dialects import anthropic_messages, openai_bodies
 from nodes.dialects.anthropic_messages import Messages, System
-from nodes.dialects.openai_bodies import MOST_STOPS, Count, Share, Text, Whole
-from nodes.dialects.tools import MOST_TOOLS, Choice, ForcedTool, Function, FunctionName, Tool, as_json, chosen
+from nodes.dialects.openai_bodies import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
+from nodes.dialects.tools import (
+    MOST_TOOLS,
+    Choice,
+    ForcedTool,
+    Function,
+    FunctionName,
+    Tool,
+    check_tools,
+    encode_json,
+)
 from nodes.gateway import schemas
 from nodes.gateway.generation import Conversation, Generation, Sampling
 
@@ -65,26 +74,26 @@ class CountBody(msgspec.Struct, kw_only=True, frozen=True):
             for tool in self.tools or ()
         ]
         choice = self.tool_choice
-        tools_json, choice_json = chosen(tools, _choice(choice), "input_schema")
+        tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
         is_single_call = choice is not None and choice.disable_parallel_tool_use
         return Conversation(
-            messages=tuple(anthropic_messages.said(self.system, self.messages)),
+            messages=tuple(anthropic_messages.convert_messages(self.system, self.messages)),
             tools=tools_json,
             tool_choice=choice_json,
             parallel_tool_calls=False if tools_json and is_single_call else None,
-            images=anthropic_messages.images(self.messages),
+            images=anthropic_messages.collect_images(self.messages),
         )
 
 
 class MessagesBody(CountBody, kw_only=True, frozen=True):
     """The body of a request. Other fields of Anthropic's are ignored, or refused by name."""
 
-    max_tokens: Count
+    max_tokens: PositiveInt
     stream: bool | None = None
     stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
-    temperature: Share | None = None
-    top_p: Share | None = None
-    top_k: Whole | None = None
+    temperature: Fraction | None = None
+    top_p: Fraction | None = None
+    top_k: NonNegativeInt | None = None
     output_config: OutputConfig | None = None
 
 
@@ -94,9 +103,9 @@ REFUSED = {
 }
 
 
-def read(fields: Mapping[str, Any]) -> Generation:
+def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
+    openai_bodies.refuse_fields(fields, REFUSED)
     body = wire.typed(fields, MessagesBody)
     return Generation(
         model=body.model,
@@ -128,4 +137,4 @@ def _schema(config: OutputConfig | None) -> str:
     if config is None or config.format is None:
         return ""
     schemas.check([(config.format.schema, "output_config.format.schema")])
-    return as_json(config.format.schema)
+    return encode_json(config.format.schema)

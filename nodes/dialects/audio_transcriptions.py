@@ -65,7 +65,9 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     )
     if body.stream:
         return EventStream(
-            request, audio_transcripts.told(), lambda sink: _stream(request, upload, call_options, sink)
+            request,
+            audio_transcripts.event_format(),
+            lambda sink: _stream(request, upload, call_options, sink),
         )
 
     async def work(engine: BackendClient) -> TranscriptResult:
@@ -74,7 +76,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
 
     result = await gateway.current().run(request, work)
     granularities = body.timestamp_granularities or ["segment"]
-    content, kind = audio_transcripts.rendered(
+    content, kind = audio_transcripts.render_transcript(
         body.response_format or "json", result, "word" in granularities, "segment" in granularities
     )
     return Answer(content, headers=tuple(node_header(request)), kind=kind)
@@ -120,7 +122,7 @@ async def _stream(
                 transcript = await _forward_pieces(engine, request, call, sink)
             except Unimplemented:
                 result = await engine.transcribe(call, request.deadline - clock.monotonic())
-                transcript = audio_transcripts.text_of(result)
+                transcript = audio_transcripts.transcript_text(result)
                 await sink(TextDelta(0, transcript))
             await sink(TextDelta(0, reasoning=transcript, finish="stop"))
 
@@ -141,7 +143,7 @@ async def _forward_pieces(
                 if reply.delta:
                     await sink(TextDelta(0, reply.delta))
                 if reply.HasField("final_result"):
-                    transcript = audio_transcripts.text_of(reply.final_result)
+                    transcript = audio_transcripts.transcript_text(reply.final_result)
                 limit.begin()
     except TimeoutError:
         raise DeadlineExceeded("the engine has sent nothing for too long") from None

@@ -9,27 +9,29 @@ from typing import Any
 import orjson
 
 from localai_cluster.rpc.messages import TranscriptResult, TranscriptSegment
-from nodes.dialects.openai_events import DONE, Chunks, event
+from nodes.dialects.openai_events import DONE, Chunks, render_event
 from nodes.gateway.generation import Telling, TextDelta
 
 _SECOND = 1_000_000_000
 _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
 
 
-def rendered(form: str, result: TranscriptResult, words: bool, segments: bool) -> tuple[bytes, bytes]:
+def render_transcript(
+    form: str, result: TranscriptResult, words: bool, segments: bool
+) -> tuple[bytes, bytes]:
     """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
         return orjson.dumps(_verbose(result, words, segments)), _JSON
     if form == "text":
-        return text_of(result).encode() + b"\n", _PLAIN
+        return transcript_text(result).encode() + b"\n", _PLAIN
     if form == "srt":
         return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
     if form == "vtt":
         return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
-    return orjson.dumps({"text": text_of(result)}), _JSON
+    return orjson.dumps({"text": transcript_text(result)}), _JSON
 
 
-def text_of(result: TranscriptResult) -> str:
+def transcript_text(result: TranscriptResult) -> str:
     """Return the complete text; some engines report segments only."""
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
@@ -39,7 +41,7 @@ def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Mapping[s
         "task": "transcribe",
         "language": result.language,
         "duration": result.duration or _seconds(max((part.end for part in result.segments), default=0)),
-        "text": text_of(result),
+        "text": transcript_text(result),
     }
     if words:
         document["words"] = [
@@ -82,7 +84,7 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def told() -> Telling:
+def event_format() -> Telling:
     """Return the event stream of a transcript: its pieces, then the complete text."""
     return Telling(_Pieces(), DONE)
 
@@ -101,8 +103,8 @@ class _Pieces(Chunks):
         for delta in deltas:
             if delta.text:
                 self._pieces.append(delta.text)
-                events += event({"type": "transcript.text.delta", "delta": delta.text})
+                events += render_event({"type": "transcript.text.delta", "delta": delta.text})
             if delta.finish:
                 transcript = delta.reasoning or "".join(self._pieces).strip()
-                events += event({"type": "transcript.text.done", "text": transcript})
+                events += render_event({"type": "transcript.text.done", "text": transcript})
         return events

@@ -17,7 +17,7 @@ from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects.openai_bodies import Text, Whole
+from nodes.dialects.openai_bodies import NonNegativeInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
@@ -35,8 +35,8 @@ class WrongDimensions(InvalidInput):
     code = "invalid_dimensions"
 
 
-Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
-Texts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1)]
+Texts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 Input = str | tuple[int, ...]
 """A text, or its token ids."""
 
@@ -75,7 +75,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
         ]
 
 
-def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
+def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     body = wire.typed(fields, EmbeddingsBody)
     texts = [item for item in body.inputs if isinstance(item, str)]
@@ -86,12 +86,12 @@ def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
 
 async def embed(request: InferenceRequest) -> Answer:
     """Create the embeddings of one request."""
-    body = parse(wire.json_object(request.body))
-    results = await vectors(request, body)
-    return Answer(render(body, results), headers=tuple(node_header(request)))
+    body = parse_request(wire.json_object(request.body))
+    results = await compute_embeddings(request, body)
+    return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
 
-async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
+async def compute_embeddings(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
     """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
     definition = await defined(body.model)
     request.model = definition.name
@@ -100,7 +100,7 @@ async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[E
         request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
     )
     for result in results:
-        _check(result, body.dimensions)
+        _check_result(result, body.dimensions)
     return results
 
 
@@ -147,7 +147,7 @@ async def _call(
     return await engine.embedding(call, remaining)
 
 
-def _check(result: EmbeddingResult, dimensions: int | None) -> None:
+def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
     """Raise InvalidInput unless the model returns one vector for each text, of the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
         raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
@@ -158,10 +158,12 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
         )
 
 
-def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
+def render_response(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     """Return the response body."""
-    tokens = tokens_of(results)
-    form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else vector
+    tokens = count_tokens(results)
+    form: Callable[[Sequence[float]], object] = (
+        _encode_base64 if body.encoding_format == "base64" else to_float32
+    )
     data = [
         {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
         for index, result in enumerate(results)
@@ -171,12 +173,12 @@ def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def tokens_of(results: Sequence[EmbeddingResult]) -> int:
+def count_tokens(results: Sequence[EmbeddingResult]) -> int:
     """Return the number of tokens of all inputs."""
     return sum(result.prompt_tokens or result.tokens for result in results)
 
 
-def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
+def to_float32(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
     """Return the vector in single precision, as the engine sent it.
 
     It prints in the fewest digits that parse to the same number.
@@ -184,6 +186,6 @@ def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
     return np.array(numbers, dtype=np.float32)
 
 
-def _base64(numbers: Sequence[float]) -> str:
+def _encode_base64(numbers: Sequence[float]) -> str:
     """Return base64 of little-endian float32, as the openai client decodes it."""
-    return base64.b64encode(vector(numbers).astype("<f4").tobytes()).decode()
+    return base64.b64encode(to_float32(numbers).astype("<f4").tobytes()).decode()

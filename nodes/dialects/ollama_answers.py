@@ -14,7 +14,7 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.dialects import blocks
-from nodes.dialects.ollama_requests import read_chat, read_generate
+from nodes.dialects.ollama_requests import parse_chat, parse_generate
 from nodes.gateway import generation
 from nodes.gateway.generation import Dialect, FoldedChoice, Head, TextDelta, Took, ToolPiece
 
@@ -43,62 +43,64 @@ def error_body(error: ClusterError) -> bytes:
     return orjson.dumps({"error": wire.naming_field(error)})
 
 
-def refused(error: ClusterError) -> Answer:
+def render_error(error: ClusterError) -> Answer:
     """Return the error response in Ollama's envelope."""
     return Answer(error_body(error), error.status, wire.error_answer(error).headers)
 
 
-def _line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"model": head.generation.model, "created_at": moment(head.created), **content, **fields}
+def _render_line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": head.generation.model, "created_at": format_time(head.created), **content, **fields}
 
 
-def moment(seconds: int) -> str:
+def format_time(seconds: int) -> str:
     """Return a Unix time in Ollama's format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def nanoseconds(seconds: float) -> int:
+def to_nanoseconds(seconds: float) -> int:
     """Return a duration in Ollama's unit."""
     return int(seconds * 1_000_000_000)
 
 
-def _end(last: TextDelta) -> dict[str, Any]:
+def _render_end(last: TextDelta) -> dict[str, Any]:
     """Return the finish reason, the durations and the token counts."""
     durations, usage = last.took or Took(), generation.total([last], 1)
     return {
         "done": True,
         "done_reason": "length" if last.finish == "length" else "stop",
-        "total_duration": nanoseconds(durations.load + durations.prompt + durations.answer),
-        "load_duration": nanoseconds(durations.load),
+        "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
+        "load_duration": to_nanoseconds(durations.load),
         "prompt_eval_count": usage.prompt,
-        "prompt_eval_duration": nanoseconds(durations.prompt),
+        "prompt_eval_duration": to_nanoseconds(durations.prompt),
         "eval_count": usage.completion,
-        "eval_duration": nanoseconds(durations.answer),
+        "eval_duration": to_nanoseconds(durations.answer),
     }
 
 
-def _calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
+def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
     return [
         {
             "id": piece.id or f"call_{head.id[:24]}_{piece.index}",
             "function": {
                 "index": index,
                 "name": piece.name,
-                "arguments": blocks.arguments(piece.arguments),
+                "arguments": blocks.parse_arguments(piece.arguments),
             },
         }
         for index, piece in enumerate(pieces)
     ]
 
 
-def whole_in(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
+def response_renderer(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
     """Return a function that renders a complete response in this form."""
 
     def render_whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: FoldedChoice = generation.folded(deltas, 1)[0]
         last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-        document = _line(
-            head, render(choice.text, choice.reasoning, _calls(head, choice.tools)), **_end(last)
+        document = _render_line(
+            head,
+            render(choice.text, choice.reasoning, _render_calls(head, choice.tools)),
+            **_render_end(last),
         )
         return orjson.dumps(document | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
 
@@ -127,18 +129,20 @@ class OllamaLines:
         if delta.text or delta.reasoning or delta.logprobs:
             logprobs = {"logprobs": delta.logprobs} if delta.logprobs else {}
             piece = self._render(delta.text, delta.reasoning, [])
-            lines.append(_line(self._head, piece, done=False, **logprobs))
+            lines.append(_render_line(self._head, piece, done=False, **logprobs))
         if delta.finish:
             if calls := generation.joined(self._calls):
-                calls_piece = self._render("", "", _calls(self._head, calls))
-                lines.append(_line(self._head, calls_piece, done=False))
-            lines.append(_line(self._head, self._render("", "", []), **_end(delta)))
+                calls_piece = self._render("", "", _render_calls(self._head, calls))
+                lines.append(_render_line(self._head, calls_piece, done=False))
+            lines.append(_render_line(self._head, self._render("", "", []), **_render_end(delta)))
         return lines
 
 
 def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], render: Renderer) -> Dialect:
-    return Dialect(read, lambda head: OllamaLines(head, render), whole_in(render), kind=KIND, keep_alive=b" ")
+    return Dialect(
+        read, lambda head: OllamaLines(head, render), response_renderer(render), kind=KIND, keep_alive=b" "
+    )
 
 
-CHAT = _dialect(read_chat, _as_message)
-GENERATE = _dialect(read_generate, _as_response)
+CHAT = _dialect(parse_chat, _as_message)
+GENERATE = _dialect(parse_generate, _as_response)

@@ -10,8 +10,8 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.dialects import embeddings
-from nodes.dialects.ollama_answers import nanoseconds
-from nodes.dialects.openai_bodies import Count, Text
+from nodes.dialects.ollama_answers import to_nanoseconds
+from nodes.dialects.openai_bodies import PositiveInt, Text
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 
@@ -21,7 +21,7 @@ class EmbedBody(msgspec.Struct, frozen=True):
 
     model: Text
     input: Text | list[Text]
-    dimensions: Count | None = None
+    dimensions: PositiveInt | None = None
 
 
 class OlderEmbedBody(msgspec.Struct, frozen=True):
@@ -31,33 +31,33 @@ class OlderEmbedBody(msgspec.Struct, frozen=True):
     prompt: Text
 
 
-async def embed(request: InferenceRequest) -> Answer:
+async def ollama_embed(request: InferenceRequest) -> Answer:
     """Respond with a vector for each text."""
     started_at = clock.monotonic()
     body = wire.typed(wire.json_object(request.body), EmbedBody)
     fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
-    results = await embeddings.vectors(request, embeddings.parse(fields))
+    results = await embeddings.compute_embeddings(request, embeddings.parse_request(fields))
     answer = {
         "model": body.model,
-        "embeddings": [embeddings.vector(result.embeddings) for result in results],
-        "total_duration": nanoseconds(clock.monotonic() - started_at),
+        "embeddings": [embeddings.to_float32(result.embeddings) for result in results],
+        "total_duration": to_nanoseconds(clock.monotonic() - started_at),
         "load_duration": 0,
-        "prompt_eval_count": embeddings.tokens_of(results),
+        "prompt_eval_count": embeddings.count_tokens(results),
     }
-    return _answer(request, answer)
+    return _ollama_answer(request, answer)
 
 
-async def embed_one(request: InferenceRequest) -> Answer:
+async def ollama_embed_one(request: InferenceRequest) -> Answer:
     """Respond with the vector of one text."""
     body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
     try:
-        body_for_vectors = embeddings.parse({"model": body.model, "input": body.prompt})
+        body_for_vectors = embeddings.parse_request({"model": body.model, "input": body.prompt})
     except InvalidInput as error:
         raise InvalidInput(error.message, field="prompt") from error
-    (result,) = await embeddings.vectors(request, body_for_vectors)
-    return _answer(request, {"embedding": embeddings.vector(result.embeddings)})
+    (result,) = await embeddings.compute_embeddings(request, body_for_vectors)
+    return _ollama_answer(request, {"embedding": embeddings.to_float32(result.embeddings)})
 
 
-def _answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
+def _ollama_answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
     body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return Answer(body, headers=tuple(node_header(request)))

@@ -12,7 +12,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
-from nodes.dialects.ollama_answers import moment
+from nodes.dialects.ollama_answers import format_time
 from nodes.dialects.openai_bodies import Text
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.model_lookup import defined
@@ -42,7 +42,7 @@ async def tags(request: InferenceRequest) -> Answer:
     """Respond with all models that have a definition."""
     await confirm(request)
     models = [
-        _entry(definition) | {"modified_at": moment(definition.changed)}
+        _ollama_entry(definition) | {"modified_at": format_time(definition.changed)}
         for definition in await folder.every()
     ]
     return Answer(orjson.dumps({"models": models}))
@@ -52,11 +52,11 @@ async def running(request: InferenceRequest) -> Answer:
     """Respond with the models that have a loaded replica."""
     await confirm(request)
     try:
-        loaded = await in_thread(_loaded)
+        loaded = await in_thread(_loaded_memory)
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        _entry(definition)
+        _ollama_entry(definition)
         | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
         for definition in await folder.every()
         if definition.name in loaded
@@ -64,7 +64,7 @@ async def running(request: InferenceRequest) -> Answer:
     return Answer(orjson.dumps({"models": models}))
 
 
-def _loaded() -> dict[str, int]:
+def _loaded_memory() -> dict[str, int]:
     """Return the total GPU memory of the replicas of each model, in bytes."""
     rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
     return dict(rows)
@@ -82,10 +82,10 @@ async def show(request: InferenceRequest) -> Answer:
                 "modelfile": "",
                 "parameters": "",
                 "template": definition.answering.template,
-                "details": _entry(definition)["details"],
+                "details": _ollama_entry(definition)["details"],
                 "model_info": {"general.context_length": context} if context else {},
                 "capabilities": _capabilities(definition),
-                "modified_at": moment(definition.changed),
+                "modified_at": format_time(definition.changed),
             }
         )
     )
@@ -97,7 +97,7 @@ def _capabilities(definition: Definition) -> list[str]:
     return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
 
 
-def _entry(definition: Definition) -> dict[str, Any]:
+def _ollama_entry(definition: Definition) -> dict[str, Any]:
     """Return one model. Its size is 0, because its files are not measured for a list."""
     return {
         "name": definition.name,

@@ -12,9 +12,9 @@ import msgspec
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.dialects import openai_bodies, openai_messages
-from nodes.dialects.openai_bodies import Penalty, Share, Stop, Text, Whole
+from nodes.dialects.openai_bodies import Fraction, NonNegativeInt, Penalty, Stop, Text
 from nodes.dialects.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFunction, ToolCall
-from nodes.dialects.tools import Tools, as_json, chosen
+from nodes.dialects.tools import Tools, check_tools, encode_json
 from nodes.gateway import schemas
 from nodes.gateway.generation import Conversation, Generation, Prompt, Sampling, Utterance
 
@@ -28,9 +28,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
 
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_k: Whole | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
+    top_k: NonNegativeInt | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
     seed: int | None = None
     stop: Stop = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
@@ -131,12 +131,12 @@ REFUSED = {
 }
 
 
-def read_chat(fields: Mapping[str, Any]) -> Generation:
+def parse_chat(fields: Mapping[str, Any]) -> Generation:
     """Parse a chat; raise InvalidInput, which names the first wrong field."""
     body = wire.typed(fields, OllamaChatBody)
-    tools, choice = chosen(body.tools or (), None)
+    tools, choice = check_tools(body.tools or (), None)
     images = tuple(
-        openai_messages.checked(image, f"messages[{number}].images[{index}]")
+        openai_messages.check_base64(image, f"messages[{number}].images[{index}]")
         for number, message in enumerate(body.messages)
         for index, image in enumerate(message.images or ())
     )
@@ -144,9 +144,9 @@ def read_chat(fields: Mapping[str, Any]) -> Generation:
     return body.to_generation(Conversation(utterances, tools, choice, images=images), _NAMES)
 
 
-def read_generate(fields: Mapping[str, Any]) -> Generation:
+def parse_generate(fields: Mapping[str, Any]) -> Generation:
     """Parse one prompt; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
+    openai_bodies.refuse_fields(fields, REFUSED)
     body = wire.typed(fields, GenerateBody)
     if body.raw:
         if body.images:
@@ -154,7 +154,8 @@ def read_generate(fields: Mapping[str, Any]) -> Generation:
         return body.to_generation(body.prompt, _NAMES)
     system = (Utterance("system", body.system),) if body.system else ()
     images = (
-        openai_messages.checked(image, f"images[{index}]") for index, image in enumerate(body.images or ())
+        openai_messages.check_base64(image, f"images[{index}]")
+        for index, image in enumerate(body.images or ())
     )
     conversation = Conversation((*system, Utterance("user", body.prompt)), images=tuple(images))
     return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
@@ -170,7 +171,7 @@ def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
         calls = [
             ToolCall(
                 call.id or f"call_{number}_{index}",
-                CalledFunction(call.function.name, as_json(call.function.arguments)),
+                CalledFunction(call.function.name, encode_json(call.function.arguments)),
             )
             for index, call in enumerate(message.tool_calls or ())
         ]
@@ -186,13 +187,13 @@ def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
             name=message.tool_name or "",
             tool_call_id=answered_id,
             reasoning=message.thinking or "",
-            tool_calls=as_json(calls) if calls else "",
+            tool_calls=encode_json(calls) if calls else "",
         )
 
 
 def _schema(format: str | dict[str, Any] | None) -> str:
     """Return the JSON schema of the response, "" if any text is allowed."""
     if not isinstance(format, dict):
-        return as_json({"type": "object"}) if format else ""
+        return encode_json({"type": "object"}) if format else ""
     schemas.check([(format, "format")])
-    return as_json(format)
+    return encode_json(format)

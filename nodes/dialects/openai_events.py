@@ -13,7 +13,7 @@ from nodes.gateway.generation import TextDelta
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Mapping[str, Any]) -> bytes:
+def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
 

@@ -90,7 +90,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
-def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
+def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
     for number, message in enumerate(messages):
         field_path = f"messages[{number}]"
@@ -102,7 +102,7 @@ def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
         yield Utterance(
             # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
-            content=_text(message.content) or message.refusal or "",
+            content=_join_texts(message.content) or message.refusal or "",
             name=message.name or "",
             tool_call_id=message.tool_call_id or "",
             reasoning=message.reasoning_content or "",
@@ -110,7 +110,7 @@ def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
         )
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _join_texts(content: str | list[Part] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = (
@@ -121,19 +121,19 @@ def _text(content: str | list[Part] | None) -> str:
     return "\n".join(texts)
 
 
-def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     return tuple(
-        image_of(part.image_url.url, field_path)
+        parse_image_url(part.image_url.url, field_path)
         for part, field_path in _parts(messages)
         if isinstance(part, ImagePart)
     )
 
 
-def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+def collect_audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
     return tuple(
-        checked(part.input_audio.data, field_path)
+        check_base64(part.input_audio.data, field_path)
         for part, field_path in _parts(messages)
         if isinstance(part, AudioPart)
     )
@@ -146,7 +146,7 @@ def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
                 yield part, f"messages[{number}].content[{index}]"
 
 
-def image_of(url: str, field_path: str) -> str:
+def parse_image_url(url: str, field_path: str) -> str:
     """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
 
     `where` is the path of the URL in the request.
@@ -154,10 +154,10 @@ def image_of(url: str, field_path: str) -> str:
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
         raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
-    return checked(data, field_path)
+    return check_base64(data, field_path)
 
 
-def checked(data: str, field_path: str) -> str:
+def check_base64(data: str, field_path: str) -> str:
     """Return `data` unchanged; raise InvalidInput if it is empty or not base64."""
     try:
         is_empty = not base64.b64decode(data, validate=True)

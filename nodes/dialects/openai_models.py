@@ -11,7 +11,7 @@ from nodes.gateway.endpoint import confirm
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
 
-ONE_MODEL = "/v1/models/"
+MODEL_PREFIX = "/v1/models/"
 """Path prefix of one model; the name after it may contain `/`."""
 
 
@@ -22,10 +22,10 @@ async def list_models(request: InferenceRequest) -> Answer:
     return Answer(orjson.dumps({"object": "list", "data": data}))
 
 
-async def one_model(request: InferenceRequest) -> Answer:
+async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
-    definition = await defined(request.path.removeprefix(ONE_MODEL))
+    definition = await defined(request.path.removeprefix(MODEL_PREFIX))
     return Answer(orjson.dumps(_entry(definition)))
 
 

@@ -10,7 +10,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import RerankRequest, RerankResult
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects.openai_bodies import Count, Text
+from nodes.dialects.openai_bodies import PositiveInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
@@ -31,7 +31,7 @@ class RerankBody(msgspec.Struct, frozen=True):
     model: Text
     query: Text
     documents: Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1, max_length=MOST_DOCUMENTS)]
-    top_n: Count | None = None
+    top_n: PositiveInt | None = None
     return_documents: bool | None = None
 
     @property
@@ -53,10 +53,10 @@ async def rerank(request: InferenceRequest) -> Answer:
         return await engine.rerank(call, request.deadline - clock.monotonic())
 
     result = await gateway.current().run(request, work)
-    return Answer(orjson.dumps(render(body, result)), headers=tuple(node_header(request)))
+    return Answer(orjson.dumps(render_ranking(body, result)), headers=tuple(node_header(request)))
 
 
-def render(body: RerankBody, result: RerankResult) -> dict[str, Any]:
+def render_ranking(body: RerankBody, result: RerankResult) -> dict[str, Any]:
     """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
     best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
     entries = []

@@ -13,10 +13,10 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.web import wire
 from nodes.dialects import blocks
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
-from nodes.dialects.responses_requests import read
+from nodes.dialects.responses_requests import parse_request
 from nodes.gateway.generation import Dialect, Head, TextDelta, Usage, total
 
-Content = dict[str, Any]
+Json = dict[str, Any]
 
 _PREFIXES = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _EVENT_NAMES = {
@@ -26,18 +26,18 @@ _EVENT_NAMES = {
 }
 
 
-def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return orjson.dumps(_final_response(head, blocks.of(deltas), last))
+    return orjson.dumps(_final_response(head, blocks.collect_blocks(deltas), last))
 
 
-def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Content:
+def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
     """Return the final `response` object."""
     is_truncated = last.finish == "length"
     status = "incomplete" if is_truncated else "completed"
     items = [
-        _item(head, block, status if block is response_blocks[-1] else "completed")
+        _render_item(head, block, status if block is response_blocks[-1] else "completed")
         for block in response_blocks
     ]
     return _response(
@@ -45,11 +45,11 @@ def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelt
         status,
         items,
         incomplete_details={"reason": "max_output_tokens"} if is_truncated else None,
-        usage=_usage(total([last], 1)),
+        usage=_render_usage(total([last], 1)),
     )
 
 
-def _response(head: Head, status: str, output: Sequence[Content], **fields: Any) -> Content:
+def _response(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -68,7 +68,7 @@ def _response(head: Head, status: str, output: Sequence[Content], **fields: Any)
     }
 
 
-def _usage(usage: Usage) -> Content:
+def _render_usage(usage: Usage) -> Json:
     """Return the usage. Required fields that engines do not report are 0."""
     return {
         "input_tokens": usage.prompt,
@@ -83,10 +83,10 @@ def _identity(head: Head, block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{head.id}_{block.number}"
 
 
-def _item(head: Head, block: Block, status: str) -> Content:
+def _render_item(head: Head, block: Block, status: str) -> Json:
     """Return an item of the output; an item in progress is empty."""
     identity = _identity(head, block)
-    parts = [] if status == "in_progress" else [_part(head, block)]
+    parts = [] if status == "in_progress" else [_render_part(head, block)]
     if block.kind is BlockKind.THOUGHT:
         return {"id": identity, "type": "reasoning", "status": status, "summary": [], "content": parts}
     if block.kind is BlockKind.TEXT:
@@ -102,11 +102,11 @@ def _item(head: Head, block: Block, status: str) -> Content:
     }
 
 
-def _part(head: Head, block: Block) -> Content:
+def _render_part(head: Head, block: Block) -> Json:
     """Return the only part of a message or a thought, with its content so far."""
     if block.kind is BlockKind.THOUGHT:
         return {"type": "reasoning_text", "text": block.content}
-    part: Content = {"type": "output_text", "text": block.content, "annotations": []}
+    part: Json = {"type": "output_text", "text": block.content, "annotations": []}
     return part | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
 
 
@@ -128,7 +128,7 @@ class ResponseEvents:
         events = [self._start_events()] if not self._number else []
         flat_fields = {name: error_fields[name] for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
-        items = [_item(self._head, block, "incomplete") for block in self._blocks.made]
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
         reason = {"code": "server_error", "message": error_fields["message"]}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
@@ -158,10 +158,10 @@ class ResponseEvents:
         inner = {} if block.kind is BlockKind.CALL else {"content_index": 0}
         if step.change is BlockChange.OPENED:
             blank = Block(block.number, block.kind, block.call)
-            item = _item(self._head, blank, "in_progress")
+            item = _render_item(self._head, blank, "in_progress")
             yield self._event("response.output_item.added", output_index=block.number, item=item)
             if inner:
-                part = _part(self._head, blank)
+                part = _render_part(self._head, blank)
                 yield self._event("response.content_part.added", **position, **inner, part=part)
         elif step.change is BlockChange.SAID:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
@@ -169,9 +169,9 @@ class ResponseEvents:
         else:
             yield self._event(f"{name}.done", **position, **inner, **_final_content(block))
             if inner:
-                part = _part(self._head, block)
+                part = _render_part(self._head, block)
                 yield self._event("response.content_part.done", **position, **inner, part=part)
-            item = _item(self._head, block, status)
+            item = _render_item(self._head, block, status)
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
@@ -189,4 +189,4 @@ def _final_content(block: Block) -> Mapping[str, Any]:
     return {"text": block.content, "logprobs": block.logprobs}
 
 
-DIALECT = Dialect(read, ResponseEvents, whole)
+DIALECT = Dialect(parse_request, ResponseEvents, render_response)

@@ -12,7 +12,7 @@ import msgspec
 from localai_cluster.web.wire import wrong
 from nodes.dialects import openai_messages
 from nodes.dialects.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFunction, ToolCall
-from nodes.dialects.tools import as_json
+from nodes.dialects.tools import encode_json
 from nodes.gateway.generation import Utterance
 
 
@@ -49,7 +49,7 @@ _NEEDED = {
 }
 
 
-def said(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
+def convert_items(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
     """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
     if instructions:
         yield Utterance("system", instructions)
@@ -79,8 +79,8 @@ def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
 
 def _input_message(item: Item) -> Utterance:
     if item.type == "function_call_output":
-        return Utterance("tool", _text(item.output), tool_call_id=item.call_id or "")
-    return Utterance("user" if item.role == "user" else "system", _text(item.content))
+        return Utterance("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
+    return Utterance("user" if item.role == "user" else "system", _join_texts(item.content))
 
 
 def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
@@ -93,25 +93,25 @@ def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
     if any(item.type != "reasoning" for item in items):
         yield Utterance(
             "assistant",
-            "".join(_text(item.content) for item in items if item.type == "message"),
-            reasoning="\n".join(_text(item.content) for item in items if item.type == "reasoning"),
-            tool_calls=as_json(calls) if calls else "",
+            "".join(_join_texts(item.content) for item in items if item.type == "message"),
+            reasoning="\n".join(_join_texts(item.content) for item in items if item.type == "reasoning"),
+            tool_calls=encode_json(calls) if calls else "",
         )
 
 
-def _text(content: Contents | None) -> str:
+def _join_texts(content: Contents | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = (part.text if part.text is not None else part.refusal for part in content)
     return "\n".join(text for text in texts if text is not None)
 
 
-def images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
+def collect_images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     if isinstance(input_items, str):
         return ()
     return tuple(
-        openai_messages.image_of(part.image_url or "", f"input[{number}].{name}[{index}]")
+        openai_messages.parse_image_url(part.image_url or "", f"input[{number}].{name}[{index}]")
         for number, item in enumerate(input_items)
         for name, content in (("content", item.content), ("output", item.output))
         if isinstance(content, list)

@@ -12,7 +12,7 @@ import msgspec
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.dialects import openai_bodies, responses_items
-from nodes.dialects.openai_bodies import Count, Share, Text
+from nodes.dialects.openai_bodies import Fraction, PositiveInt, Text
 from nodes.dialects.responses_items import Items
 from nodes.dialects.tools import (
     MOST_TOOLS,
@@ -22,8 +22,8 @@ from nodes.dialects.tools import (
     FunctionName,
     Name,
     Tool,
-    as_json,
-    chosen,
+    check_tools,
+    encode_json,
 )
 from nodes.gateway import schemas
 from nodes.gateway.generation import Conversation, Generation, Sampling
@@ -72,9 +72,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     input: str | Items
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: PositiveInt | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    top_p: Fraction | None = None
     tools: Annotated[list[FlatTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -95,23 +95,23 @@ REFUSED = {
 }
 
 
-def read(fields: Mapping[str, Any]) -> Generation:
+def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
+    openai_bodies.refuse_fields(fields, REFUSED)
     body = wire.typed(fields, ResponsesBody)
     tools = [
         Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in body.tools or ()
     ]
-    tools_json, choice = chosen(tools, _choice(body.tool_choice), "parameters")
+    tools_json, choice = check_tools(tools, _choice(body.tool_choice), "parameters")
     return Generation(
         model=body.model,
         prompts=(
             Conversation(
-                messages=tuple(responses_items.said(body.instructions, body.input)),
+                messages=tuple(responses_items.convert_items(body.instructions, body.input)),
                 tools=tools_json,
                 tool_choice=choice,
                 parallel_tool_calls=body.parallel_tool_calls if tools_json else None,
-                images=responses_items.images(body.input),
+                images=responses_items.collect_images(body.input),
             ),
         ),
         sampling=Sampling(
@@ -137,11 +137,11 @@ def _schema(text: TextConfig | None) -> str:
     if text is None or text.format is None or text.format.type == "text":
         return ""
     if text.format.type == "json_object":
-        return as_json({"type": "object"})
+        return encode_json({"type": "object"})
     if text.format.schema is None:
         raise InvalidInput("text.format.schema: what the JSON is to be", field="text")
     schemas.check([(text.format.schema, "text.format.schema")])
-    return as_json(text.format.schema)
+    return encode_json(text.format.schema)
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:

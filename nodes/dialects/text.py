@@ -18,7 +18,7 @@ from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header
 
 
-def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
+def generation_handler(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
     """Return the handler of a route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
@@ -40,9 +40,9 @@ def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer |
     return answer
 
 
-chat = surface(openai_chat.DIALECT)
-completions = surface(openai_completions.DIALECT)
-messages = surface(anthropic_answers.DIALECT)
-responses = surface(responses_answers.DIALECT)
-ollama_chat = surface(ollama_answers.CHAT)
-ollama_generate = surface(ollama_answers.GENERATE)
+chat = generation_handler(openai_chat.DIALECT)
+completions = generation_handler(openai_completions.DIALECT)
+messages = generation_handler(anthropic_answers.DIALECT)
+responses = generation_handler(responses_answers.DIALECT)
+ollama_chat = generation_handler(ollama_answers.CHAT)
+ollama_generate = generation_handler(ollama_answers.GENERATE)

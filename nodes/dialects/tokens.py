@@ -11,7 +11,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects.openai_bodies import Text, Whole
+from nodes.dialects.openai_bodies import NonNegativeInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
@@ -28,7 +28,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     """The body of a request."""
 
     model: Text
-    tokens: Annotated[list[Whole], msgspec.Meta(max_length=1_000_000)]
+    tokens: Annotated[list[NonNegativeInt], msgspec.Meta(max_length=1_000_000)]
 
 
 async def tokenize(request: InferenceRequest) -> Answer:

@@ -45,7 +45,7 @@ Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
 Choice = Literal["none", "auto", "required"] | ForcedTool
 
 
-def chosen(
+def check_tools(
     tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
 ) -> tuple[str, str]:
     """Validate the tools and the choice; return both in the form for engines.
@@ -64,10 +64,10 @@ def chosen(
     if not tool_names or choice == "none":
         return "", ""
     if isinstance(choice, ForcedTool):
-        return as_json(tools), as_json(choice)
-    return as_json(tools), choice or "auto"
+        return encode_json(tools), encode_json(choice)
+    return encode_json(tools), choice or "auto"
 
 
-def as_json(value: object) -> str:
+def encode_json(value: object) -> str:
     """Return the JSON of a value; structs are supported."""
     return msgspec.json.encode(value).decode()

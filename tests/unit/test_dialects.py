@@ -154,7 +154,7 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 )
 def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_chat.read(CHAT | change)
+        openai_chat.parse_request(CHAT | change)
     assert refused.value.field == field
     assert len(refused.value.message) < 500
 
@@ -178,7 +178,7 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
 )
 def test_a_wrong_field_of_a_completion_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_completions.read(COMPLETION | change)
+        openai_completions.parse_request(COMPLETION | change)
     assert refused.value.field == field
 
 
@@ -231,7 +231,7 @@ DEFINITION: Definition = parse({"name": "m", "backend": "b", "parameters": {"mod
 
 
 def test_what_a_chat_says_reaches_the_engine() -> None:
-    asked = openai_chat.read(
+    asked = openai_chat.parse_request(
         CHAT
         | {
             "messages": [
@@ -271,7 +271,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
 @pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
 def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
     """As large as one may be: a look that began again at each sign would run into the test's time limit."""
-    openai_chat.read(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+    openai_chat.parse_request(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
 
 
 @pytest.mark.parametrize("where", ["request", "definition"])
@@ -280,12 +280,12 @@ def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None
     says = {"seed": -1}
     parameters = {"model": "file"} | (says if where == "definition" else {})
     definition = parse({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
-    asked = openai_chat.read(CHAT | (says if where == "request" else {}))
+    asked = openai_chat.parse_request(CHAT | (says if where == "request" else {}))
     assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 
 
 def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
-    prompt = openai_chat.read(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
+    prompt = openai_chat.parse_request(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
     assert isinstance(prompt, Conversation)
     assert (prompt.tools, prompt.tool_choice) == ("", "")
 
@@ -300,12 +300,12 @@ def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
     ids=["text", "object", "schema"],
 )
 def test_a_format_of_the_answer_is_a_schema_for_the_engine(format: dict[str, Any], grammar: str) -> None:
-    assert openai_chat.read(CHAT | {"response_format": format}).sampling.grammar == grammar
+    assert openai_chat.parse_request(CHAT | {"response_format": format}).sampling.grammar == grammar
 
 
 def test_parentheses_in_texts_and_classes_are_characters() -> None:
     grammar = 'root ::= "\\"' + "(" * 500 + '" [' + "(" * 500 + "\\]] ((x)) # " + "(" * 500
-    assert openai_chat.read(CHAT | {"grammar": grammar}).sampling.grammar == grammar
+    assert openai_chat.parse_request(CHAT | {"grammar": grammar}).sampling.grammar == grammar
 
 
 def two(name: str) -> dict[str, Any]:
@@ -315,11 +315,11 @@ def two(name: str) -> dict[str, Any]:
 
 def test_a_schema_may_name_a_part_twice_but_not_without_end() -> None:
     shared = {"type": "object", "properties": two("x"), "$defs": {"x": {}}}
-    openai_chat.read(CHAT | with_schema(shared))
+    openai_chat.parse_request(CHAT | with_schema(shared))
     levels = {f"x{n}": {"properties": two(f"x{n + 1}")} for n in range(40)}
     doubling = {"$ref": "#/$defs/x0", "$defs": {**levels, "x40": {}}}
     with pytest.raises(InvalidInput, match="parts"):
-        openai_chat.read(CHAT | with_schema(doubling))
+        openai_chat.parse_request(CHAT | with_schema(doubling))
 
 
 # Deltas ---------------------------------------------------------------------------------------------------
@@ -439,7 +439,9 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True}))).told([delta])
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).told(
+        [delta]
+    )
     assert delta.size > len(told) / 2
 
 
@@ -462,11 +464,11 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert named(Rejected(text), openai_completions.read(COMPLETION)).field == field
+    assert named(Rejected(text), openai_completions.parse_request(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
-    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT)))
+    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT)))
     failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
