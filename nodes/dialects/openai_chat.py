@@ -8,11 +8,9 @@ import orjson
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import openai_bodies, openai_messages
-from nodes.dialects.openai_bodies import PositiveInt, SamplingBody
-from nodes.dialects.openai_events import DONE, Chunks, render_event
-from nodes.dialects.openai_messages import Messages
-from nodes.dialects.tools import Choice, Name, Tools, check_tools, encode_json
+from nodes.dialects import openai_common, openai_messages
+from nodes.dialects.openai_common import DONE, Chunks, PositiveInt, SamplingBody, render_event
+from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
 from nodes.gateway import generation, schemas
 from nodes.gateway.generation import (
     NO_ARGUMENTS,
@@ -73,7 +71,7 @@ REFUSED = {
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     body = wire.typed(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
@@ -84,7 +82,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
     return Generation(
         model=body.model,
         prompts=(_conversation(body),),
-        sampling=openai_bodies.to_sampling(
+        sampling=openai_common.to_sampling(
             body,
             limit,
             grammar=schema or body.grammar or "",
@@ -139,7 +137,7 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             "created": head.created,
             "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.render_usage(generation.total(deltas, request.n)),
+            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
         }
     )
 
@@ -244,7 +242,7 @@ class ChatChunks(Chunks):
 
     def _usage(self) -> dict[str, Any]:
         usage = generation.total(self._ended, self._head.generation.n)
-        return self._chunk([], openai_bodies.render_usage(usage))
+        return self._chunk([], openai_common.render_usage(usage))
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {

@@ -8,9 +8,16 @@ import orjson
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import openai_bodies
-from nodes.dialects.openai_bodies import MOST_CHOICES, NonNegativeInt, SamplingBody, Text
-from nodes.dialects.openai_events import DONE, Chunks, render_event
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import (
+    DONE,
+    MOST_CHOICES,
+    Chunks,
+    NonNegativeInt,
+    SamplingBody,
+    Text,
+    render_event,
+)
 from nodes.gateway import generation
 from nodes.gateway.generation import Dialect, Generation, Head, TextDelta
 
@@ -45,7 +52,7 @@ REFUSED = {
 
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
@@ -58,7 +65,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
     return Generation(
         model=body.model,
         prompts=prompts,
-        sampling=openai_bodies.to_sampling(
+        sampling=openai_common.to_sampling(
             body,
             body.max_tokens or DEFAULT_TOKENS,
             grammar=body.grammar or "",
@@ -103,7 +110,7 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             "created": head.created,
             "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.render_usage(generation.total(deltas, request.n)),
+            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
         }
     )
 
@@ -151,7 +158,7 @@ class CompletionChunks(Chunks):
             self._ended.append(delta)
             if request.usage_in_stream and len(self._ended) == request.choices:
                 usage = generation.total(self._ended, request.n)
-                events.append(self._chunk([], openai_bodies.render_usage(usage)))
+                events.append(self._chunk([], openai_common.render_usage(usage)))
         return events
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:

@@ -5,13 +5,7 @@ from collections.abc import Awaitable, Callable
 from localai_cluster.kit import clock
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects import (
-    anthropic_answers,
-    ollama_answers,
-    openai_chat,
-    openai_completions,
-    responses_answers,
-)
+from nodes.dialects import anthropic, ollama, openai_chat, openai_completions, responses
 from nodes.gateway.generate import generate
 from nodes.gateway.generation import Dialect, Head, TextDelta
 from nodes.gateway.request import InferenceRequest
@@ -42,7 +36,7 @@ def generation_handler(dialect: Dialect) -> Callable[[InferenceRequest], Awaitab
 
 chat = generation_handler(openai_chat.DIALECT)
 completions = generation_handler(openai_completions.DIALECT)
-messages = generation_handler(anthropic_answers.DIALECT)
-responses = generation_handler(responses_answers.DIALECT)
-ollama_chat = generation_handler(ollama_answers.CHAT)
-ollama_generate = generation_handler(ollama_answers.GENERATE)
+messages = generation_handler(anthropic.DIALECT)
+openai_responses = generation_handler(responses.DIALECT)
+ollama_chat = generation_handler(ollama.CHAT)
+ollama_generate = generation_handler(ollama.GENERATE)

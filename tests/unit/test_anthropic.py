@@ -16,8 +16,7 @@ from localai_cluster.kit.errors import (
     Unavailable,
 )
 from nodes.dialects import blocks
-from nodes.dialects.anthropic_answers import DIALECT, render_error
-from nodes.dialects.anthropic_requests import parse_request
+from nodes.dialects.anthropic import DIALECT, parse_request, render_error
 from nodes.dialects.blocks import BlockKind
 from nodes.gateway.endpoint import TooLarge
 from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, folded

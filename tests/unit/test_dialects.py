@@ -16,27 +16,16 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse
-from nodes.dialects import (
-    anthropic_answers,
-    anthropic_requests,
-    audio_speech,
-    images_generations,
-    ollama_answers,
-    ollama_requests,
-    openai_chat,
-    openai_completions,
-    responses_answers,
-    responses_requests,
-)
-from nodes.dialects.anthropic_requests import MessagesBody
+from nodes.dialects import anthropic, audio_speech, images, ollama, openai_chat, openai_completions, responses
+from nodes.dialects.anthropic import MessagesBody
 from nodes.dialects.audio_speech import SpeechBody
-from nodes.dialects.images_generations import ImagesBody
-from nodes.dialects.ollama_embed import EmbedBody, OlderEmbedBody
-from nodes.dialects.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
+from nodes.dialects.images import ImagesBody
+from nodes.dialects.ollama import GenerateBody, OllamaChatBody, OllamaOptions
 from nodes.dialects.openai_chat import ChatBody
 from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
-from nodes.dialects.responses_requests import ResponsesBody
+from nodes.dialects.responses import ResponsesBody
+from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
 from nodes.gateway.engine_calls import Reading, named, sampling_options, with_prompt
 from nodes.gateway.generation import (
     Conversation,
@@ -194,16 +183,16 @@ NAMED = {
         COMPLETION,
         (*CompletionBody.__struct_fields__, *openai_completions.REFUSED, "best_of"),
     ),
-    anthropic_answers.DIALECT: (
+    anthropic.DIALECT: (
         CHAT | {"max_tokens": 5},
-        (*MessagesBody.__struct_fields__, *anthropic_requests.REFUSED),
+        (*MessagesBody.__struct_fields__, *anthropic.REFUSED),
     ),
-    responses_answers.DIALECT: (
+    responses.DIALECT: (
         {"model": "m", "input": "hello"},
-        (*ResponsesBody.__struct_fields__, *responses_requests.REFUSED),
+        (*ResponsesBody.__struct_fields__, *responses.REFUSED),
     ),
-    ollama_answers.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
-    ollama_answers.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama_requests.REFUSED)),
+    ollama.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
+    ollama.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama.REFUSED)),
 }
 
 
@@ -476,18 +465,18 @@ def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
 
 TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
     "Fields": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
-    "Anthropic's fields": [(MessagesBody, anthropic_requests.REFUSED)],
-    "Fields of OpenAI's Responses": [(ResponsesBody, responses_requests.REFUSED)],
+    "Anthropic's fields": [(MessagesBody, anthropic.REFUSED)],
+    "Fields of OpenAI's Responses": [(ResponsesBody, responses.REFUSED)],
     "Ollama's fields": [
         (OllamaChatBody, ()),
-        (GenerateBody, ollama_requests.REFUSED),
+        (GenerateBody, ollama.REFUSED),
         (OllamaOptions, ()),
         (EmbedBody, ()),
         (OlderEmbedBody, ()),
     ],
     "Sound and images": [
         (SpeechBody, audio_speech.REFUSED),
-        (ImagesBody, images_generations.REFUSED),
+        (ImagesBody, images.REFUSED),
     ],
 }
 
@@ -512,11 +501,11 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
     chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
-    (item,) = json.loads(responses_answers.DIALECT.whole(head, deltas))["output"]
+    (item,) = json.loads(responses.DIALECT.whole(head, deltas))["output"]
     assert item["arguments"] == arguments
-    (block,) = json.loads(anthropic_answers.DIALECT.whole(head, deltas))["content"]
+    (block,) = json.loads(anthropic.DIALECT.whole(head, deltas))["content"]
     assert block["input"] == {}
-    for dialect in (openai_chat.DIALECT, responses_answers.DIALECT, anthropic_answers.DIALECT):
+    for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
         told = dialect.events(head).told(deltas)
         pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
         assert pieces is bool(arguments)

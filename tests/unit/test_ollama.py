@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects import blocks
-from nodes.dialects.ollama_answers import CHAT, GENERATE, render_error
-from nodes.dialects.ollama_requests import REFUSED, parse_chat, parse_generate
+from nodes.dialects.ollama import CHAT, GENERATE, REFUSED, parse_chat, parse_generate, render_error
 from nodes.gateway.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 

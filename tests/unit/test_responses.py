@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
-from nodes.dialects.responses_answers import DIALECT
-from nodes.dialects.responses_items import Item
-from nodes.dialects.responses_requests import LOGPROBS, REFUSED, parse_request
+from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, parse_request
 from nodes.gateway.generation import Conversation, TextDelta, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 

@@ -14,7 +14,7 @@ from localai_cluster.edge import without_slash
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
-from nodes.dialects.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse_request, render_response
+from nodes.dialects.retrieval import MAX_TEXT_BYTES, MAX_TEXTS, parse_request, render_response
 
 GOOD: dict[str, Any] = {"model": "m", "input": "a"}
 

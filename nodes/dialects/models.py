@@ -1,4 +1,4 @@
-"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, and `/api/version`."""
+"""Lists of models: OpenAI's `/v1/models`; Ollama's `/api/tags`, `/api/show`, `/api/ps`, `/api/version`."""
 
 from typing import Any
 
@@ -12,13 +12,44 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
-from nodes.dialects.ollama_answers import format_time
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects.ollama import format_time
+from nodes.dialects.openai_common import Text
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.models import NodeModel
 from operations.executor.work import in_thread
+
+MODEL_PREFIX = "/v1/models/"
+"""Path prefix of one model; the name after it may contain `/`."""
+
+
+async def list_models(request: InferenceRequest) -> Answer:
+    """Respond with the list of models."""
+    await confirm(request)
+    data = [_entry(definition) for definition in await folder.every()]
+    return Answer(orjson.dumps({"object": "list", "data": data}))
+
+
+async def show_model(request: InferenceRequest) -> Answer:
+    """Respond with one model; raise ModelNotFound."""
+    await confirm(request)
+    definition = await defined(request.path.removeprefix(MODEL_PREFIX))
+    return Answer(orjson.dumps(_entry(definition)))
+
+
+def _entry(definition: Definition) -> dict[str, Any]:
+    """Return one model in OpenAI's form, with the warnings of its definition."""
+    entry: dict[str, Any] = {
+        "id": definition.name,
+        "object": "model",
+        "created": definition.changed,
+        "owned_by": "localai",
+    }
+    if definition.answering.warnings:
+        entry["warnings"] = list(definition.answering.warnings)
+    return entry
+
 
 VERSION = "0.12.0"
 """The implemented version of Ollama's API; clients refuse older versions."""

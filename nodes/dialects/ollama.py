@@ -1,22 +1,46 @@
-"""Ollama's `POST /api/chat` and `/api/generate`: the requests. Pure.
+"""Ollama's `POST /api/chat` and `/api/generate`: requests, responses as JSON or as lines of it. Pure.
 
 Streaming is the default. Load options are ignored, because the definition determines them. `keep_alive` is
-ignored too, because the cluster decides when a model is unloaded.
+ignored too, because the cluster decides when a model is unloaded. Every line but the last has a piece of the
+response. Tool calls are sent complete, just before the last line, because their arguments are objects here. A
+blank before a line keeps the connection alive.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
+import orjson
 
-from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import openai_bodies, openai_messages
-from nodes.dialects.openai_bodies import Fraction, NonNegativeInt, Penalty, Stop, Text
-from nodes.dialects.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFunction, ToolCall
-from nodes.dialects.tools import Tools, check_tools, encode_json
-from nodes.gateway import schemas
-from nodes.gateway.generation import Conversation, Generation, Prompt, Sampling, Utterance
+from localai_cluster.web.wire import Answer
+from nodes.dialects import blocks, openai_common, openai_messages
+from nodes.dialects.openai_common import Fraction, NonNegativeInt, Penalty, Stop, Text
+from nodes.dialects.openai_messages import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    CalledFunction,
+    ToolCall,
+    Tools,
+    check_tools,
+    encode_json,
+)
+from nodes.gateway import generation, schemas
+from nodes.gateway.generation import (
+    Conversation,
+    Dialect,
+    FoldedChoice,
+    Generation,
+    Head,
+    Prompt,
+    Sampling,
+    TextDelta,
+    Took,
+    ToolPiece,
+    Utterance,
+)
 
 _NO_LIMITS = (-1, -2)
 """Values of `num_predict` without a limit of their own: unlimited, and up to the context size."""
@@ -146,7 +170,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
 
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
     """Parse one prompt; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     body = wire.typed(fields, GenerateBody)
     if body.raw:
         if body.images:
@@ -197,3 +221,133 @@ def _schema(format: str | dict[str, Any] | None) -> str:
         return encode_json({"type": "object"}) if format else ""
     schemas.check([(format, "format")])
     return encode_json(format)
+
+
+KIND = b"application/x-ndjson"
+
+Calls = list[dict[str, Any]]
+Renderer = Callable[[str, str, Calls], dict[str, Any]]
+"""Renders text, thoughts and tool calls in the form of a route."""
+
+
+def _as_message(text: str, thought: str, calls: Calls) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["thinking"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _as_response(text: str, thought: str, _: Calls) -> dict[str, Any]:
+    return {"response": text, **({"thinking": thought} if thought else {})}
+
+
+def error_body(error: ClusterError) -> bytes:
+    """Return the error envelope, which has a text only."""
+    return orjson.dumps({"error": wire.naming_field(error)})
+
+
+def render_error(error: ClusterError) -> Answer:
+    """Return the error response in Ollama's envelope."""
+    return Answer(error_body(error), error.status, wire.error_answer(error).headers)
+
+
+def _render_line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": head.generation.model, "created_at": format_time(head.created), **content, **fields}
+
+
+def format_time(seconds: int) -> str:
+    """Return a Unix time in Ollama's format."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def to_nanoseconds(seconds: float) -> int:
+    """Return a duration in Ollama's unit."""
+    return int(seconds * 1_000_000_000)
+
+
+def _render_end(last: TextDelta) -> dict[str, Any]:
+    """Return the finish reason, the durations and the token counts."""
+    durations, usage = last.took or Took(), generation.total([last], 1)
+    return {
+        "done": True,
+        "done_reason": "length" if last.finish == "length" else "stop",
+        "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
+        "load_duration": to_nanoseconds(durations.load),
+        "prompt_eval_count": usage.prompt,
+        "prompt_eval_duration": to_nanoseconds(durations.prompt),
+        "eval_count": usage.completion,
+        "eval_duration": to_nanoseconds(durations.answer),
+    }
+
+
+def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
+    return [
+        {
+            "id": piece.id or f"call_{head.id[:24]}_{piece.index}",
+            "function": {
+                "index": index,
+                "name": piece.name,
+                "arguments": blocks.parse_arguments(piece.arguments),
+            },
+        }
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def response_renderer(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
+    """Return a function that renders a complete response in this form."""
+
+    def render_whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+        choice: FoldedChoice = generation.folded(deltas, 1)[0]
+        last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
+        document = _render_line(
+            head,
+            render(choice.text, choice.reasoning, _render_calls(head, choice.tools)),
+            **_render_end(last),
+        )
+        return orjson.dumps(document | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
+
+    return render_whole
+
+
+class OllamaLines:
+    """The stream of one response."""
+
+    def __init__(self, head: Head, render: Renderer) -> None:
+        self._head = head
+        self._render = render
+        self._calls: list[ToolPiece] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the lines of these deltas."""
+        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._render_delta(delta))
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return the line that ends a failed response."""
+        return error_body(error) + b"\n"
+
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        lines = []
+        self._calls.extend(delta.tools)
+        if delta.text or delta.reasoning or delta.logprobs:
+            logprobs = {"logprobs": delta.logprobs} if delta.logprobs else {}
+            piece = self._render(delta.text, delta.reasoning, [])
+            lines.append(_render_line(self._head, piece, done=False, **logprobs))
+        if delta.finish:
+            if calls := generation.joined(self._calls):
+                calls_piece = self._render("", "", _render_calls(self._head, calls))
+                lines.append(_render_line(self._head, calls_piece, done=False))
+            lines.append(_render_line(self._head, self._render("", "", []), **_render_end(delta)))
+        return lines
+
+
+def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], render: Renderer) -> Dialect:
+    return Dialect(
+        read, lambda head: OllamaLines(head, render), response_renderer(render), kind=KIND, keep_alive=b" "
+    )
+
+
+CHAT = _dialect(parse_chat, _as_message)
+GENERATE = _dialect(parse_generate, _as_response)

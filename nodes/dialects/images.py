@@ -16,8 +16,8 @@ from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import GenerateImageRequest
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects import openai_bodies
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
 from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
@@ -100,7 +100,7 @@ async def generate(request: InferenceRequest) -> Answer:
 
 def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse_fields(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     if fields.get("response_format") == "url":
         raise InvalidInput(
             "response_format: no images are kept to link to; ask for b64_json", field="response_format"

@@ -1,18 +1,22 @@
-"""The common fields of OpenAI's chat and completion bodies, and their conversion. Pure.
+"""Fields that OpenAI's chat and completion bodies share, their conversion, and the events of a stream. Pure.
 
 Unknown fields are ignored, as OpenAI's own server does with fields that only concern itself (`store`,
 `service_tier`, `user` …). A field that requires an unsupported feature is refused by name (`refuse_fields`).
+A stream consists of server-sent events without names.
 """
 
 import re
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import orjson
 
-from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.web import wire
 from nodes.gateway import schemas
-from nodes.gateway.generation import Sampling, Usage
+from nodes.gateway.generation import Sampling, TextDelta, Usage
 
 MOST_CHOICES = 32
 """Limit on the choices of one request, all prompts together."""
@@ -112,3 +116,23 @@ def render_usage(tokens: Usage) -> dict[str, Any]:
     if tokens.cached is not None:
         fields["prompt_tokens_details"] = {"cached_tokens": tokens.cached}
     return fields
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def render_event(content: Mapping[str, Any]) -> bytes:
+    """Return one event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class Chunks(ABC):
+    """The stream of one response."""
+
+    @abstractmethod
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return an event with the ordinary error envelope, then the end of the stream."""
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
