@@ -21,11 +21,9 @@ from localai_cluster.web.wire import Header
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
-from nodes.gateway.byte_streams import ByteSink, ByteStream, FileAnswer
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.silence_limit import silence
-from nodes.gateway.streams import node_header
+from nodes.gateway.streams import ByteSink, ByteStream, FileAnswer, node_header, silence
 from nodes.gateway.worker_files import open_files
 
 KINDS = {

@@ -23,11 +23,10 @@ from localai_cluster.web.multipart import Upload
 from localai_cluster.web.wire import Answer
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
+from nodes.gateway.gateway import defined
 from nodes.gateway.generation import Sink, Telling, TextDelta
-from nodes.gateway.model_lookup import defined
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.silence_limit import silence
-from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway.streams import EventStream, node_header, silence
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000

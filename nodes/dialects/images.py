@@ -19,7 +19,7 @@ from localai_cluster.web.wire import Answer
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 from nodes.gateway.worker_files import open_files

@@ -15,7 +15,7 @@ from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
 from nodes.dialects.openai_common import Text
 from nodes.gateway.endpoint import confirm
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.models import NodeModel
 from operations.executor.work import in_thread

@@ -26,7 +26,7 @@ from localai_cluster.web.wire import Answer
 from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 

@@ -19,9 +19,8 @@ from localai_cluster.web.wire import Answer
 from nodes.dialects.anthropic import CountBody
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.engine_calls import with_prompt
-from nodes.gateway.generate import templated
-from nodes.gateway.model_lookup import defined
+from nodes.gateway.gateway import defined
+from nodes.gateway.generate import templated, with_prompt
 from nodes.gateway.request import InferenceRequest
 
 

@@ -17,7 +17,7 @@ from django.test import Client
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig
-from nodes.scheduling import boot, store
+from nodes.scheduling import rules, store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, MOST_REPLICAS, Rule
 from operations.changes.events import conninfo
 from tests.support import api
@@ -238,8 +238,8 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
 
 
 def bootstrap(monkeypatch: pytest.MonkeyPatch, *entries: Any, file: str = "") -> str:
-    monkeypatch.setenv(boot.INLINE, json.dumps(entries))
-    monkeypatch.setenv(boot.FILE, file)
+    monkeypatch.setenv(rules.INLINE, json.dumps(entries))
+    monkeypatch.setenv(rules.FILE, file)
     said = io.StringIO()
     call_command("bootstrap", stdout=said)
     return said.getvalue()
@@ -269,7 +269,7 @@ def test_one_wrong_entry_ends_the_start_and_sets_nothing(monkeypatch: pytest.Mon
     """The error names setting, entry, reason and what to do."""
     with pytest.raises(CommandError) as failed:
         bootstrap(monkeypatch, {"model_name": "a"}, {"model_name": "m", "min_replicas": -1})
-    assert str(failed.value).startswith(f"{boot.INLINE}: entry 2 ('m'): min_replicas must be from 0 to")
+    assert str(failed.value).startswith(f"{rules.INLINE}: entry 2 ('m'): min_replicas must be from 0 to")
     assert "docs/configuration.md" in str(failed.value)
     assert not ModelSchedulingConfig.objects.exists()
 

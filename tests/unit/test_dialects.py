@@ -26,7 +26,7 @@ from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
 from nodes.dialects.responses import ResponsesBody
 from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
-from nodes.gateway.engine_calls import Reading, named, sampling_options, with_prompt
+from nodes.gateway.generate import Reading, named, sampling_options, with_prompt
 from nodes.gateway.generation import (
     Conversation,
     Dialect,

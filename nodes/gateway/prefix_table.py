@@ -1,11 +1,13 @@
-"""Prefix table for routing: the replica that last received each beginning of a prompt. Pure.
+"""Chains of prompts, and the table of the replica that last received each beginning of a prompt. Pure.
 
-A hash of a chain stands for the whole prompt up to that block, so the tree of R3.8 is a flat table per model:
-hash -> the replica and the time. Entries are in order of use. Expired and excess entries are dropped from the
-front. The entries of a removed replica stay in the table and are skipped, because the replica is flagged.
-Each replica's weight is updated incrementally: nothing here iterates over all entries.
+A chain has one hash per block of a prompt, over the block and everything before it: two prompts for one model
+have equal hashes at a position if and only if they are equal up to there. Every process computes equal hashes
+for equal prompts, because processes exchange them (R3.3, R3.4).
 
-Not thread-safe.
+So the tree of R3.8 is a flat table per model: hash -> the replica and the time. Entries are in order of use.
+Expired and excess entries are dropped from the front. The entries of a removed replica stay in the table and
+are skipped, because the replica is flagged. Each replica's weight is updated incrementally: nothing here
+iterates over all entries. Not thread-safe.
 """
 
 from collections import OrderedDict
@@ -14,7 +16,51 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
 
-from nodes.gateway.prompt_chains import Chain
+from xxhash import xxh64_intdigest
+
+from nodes.gateway.generation import Conversation, Prompt
+
+Chain = tuple[int, ...]
+
+WINDOW, DEPTH = 256, 64
+"""Bytes of a block, and the number of blocks that count (C40)."""
+LONGEST = WINDOW * DEPTH
+"""Bytes of a prompt that count."""
+
+
+def chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
+    """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
+    hashes, last = [], xxh64_intdigest(model.encode())
+    for start in range(0, min(len(prompt), window * depth), window):
+        last = xxh64_intdigest(last.to_bytes(8, "little") + prompt[start : start + window])
+        hashes.append(last)
+    return tuple(hashes)
+
+
+def prompt_bytes(prompt: Prompt) -> bytes:
+    """Return the beginning of the engine's prompt text.
+
+    If the engine renders the messages, it is the role and content of each message. It is empty for token ids,
+    because only the engine can decode them.
+    """
+    if isinstance(prompt, Conversation):
+        return _message_bytes(prompt) if prompt.rendered is None else _text(prompt.rendered)
+    return _text(prompt) if isinstance(prompt, str) else b""
+
+
+def _text(prompt: str) -> bytes:
+    return prompt[:LONGEST].encode()[:LONGEST]
+
+
+def _message_bytes(conversation: Conversation) -> bytes:
+    pieces, size = [], 0
+    for message in conversation.messages:
+        pieces.append(f"{message.role}\n{message.content[:LONGEST]}\n".encode())
+        size += len(pieces[-1])
+        if size >= LONGEST:
+            break
+    return b"".join(pieces)[:LONGEST]
+
 
 HALF_LIFE = 120.0
 """Seconds in which an entry loses half of its weight (C43)."""

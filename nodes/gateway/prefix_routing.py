@@ -1,30 +1,65 @@
-"""Routing by prefix in one web process: its memory, its advice to picks and its updates from their results.
+"""Routing by prefix in one web process: its table, its advice to picks, its updates from their results.
 
 request with a chain -> `advise` (the replica that had the prompt's prefix) -> the pick, one statement ->
 `landed` (record, count, notify other processes). The overload guard is in the statement, because only the
-database has the load of all replicas.
+database has the load of all replicas. `PrefixService` connects this to the bus, which carries hints between
+web processes (decision 20): without it each process remembers its own prompts only.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 import psycopg
 from psycopg.types.json import Jsonb
 
+from localai_cluster import bus_access
 from localai_cluster.kit import clock
+from localai_cluster.kit.cluster_settings import MOST_PRESSURE
 from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
-from nodes.gateway.affinity import Affinity, Place
-from nodes.gateway.prefix_updates import Given, News
-from nodes.gateway.pressure import Pressure
+from nodes.gateway.prefix_table import Affinity, Place
+from nodes.gateway.prefix_updates import Given, News, Outbox, hear
 from nodes.gateway.request import InferenceRequest
+from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
 from nodes.scheduling.pressure import REPORT, WINDOW
 
 logger = logging.getLogger(__name__)
+
+
+class Pressure:
+    """The diversions of one web process: for each model the latest times, as many as count."""
+
+    def __init__(self, window: timedelta = WINDOW) -> None:
+        self._window = window
+        self._times: dict[str, deque[datetime]] = {}
+
+    def record(self, model: str, now: datetime) -> None:
+        """Record one diversion (R3.18)."""
+        times = self._times.setdefault(model, deque(maxlen=MOST_PRESSURE))
+        times.append(now)
+        self._prune(times, now)
+
+    def within(self, model: str, now: datetime) -> Sequence[datetime]:
+        """Return the times that are at most one window old, oldest first (R3.19)."""
+        times = self._times.get(model)
+        if times is None:
+            return ()
+        self._prune(times, now)
+        if not times:
+            del self._times[model]
+        return tuple(times)
+
+    def _prune(self, times: deque[datetime], now: datetime) -> None:
+        while times and now - times[0] > self._window:
+            times.popleft()
+
 
 REPORT_EVERY = 2.0
 """Seconds between two reports of pressure, and between two checks for a due sweep."""
@@ -120,3 +155,38 @@ def _report_parameters(
         model: [time.isoformat() for time in model_times] for model, model_times in times_by_model.items()
     }
     return {"process": process, "told": Jsonb(times), "now": now, "since": now - 2 * WINDOW}
+
+
+class PrefixService:
+    """Prefix routing of one web process. Bound to the serving event loop."""
+
+    def __init__(self, ttl: float, bus: Bus) -> None:
+        self._bus = bus
+        self._telling = Outbox(bus)
+        self.prefixes = Prefixes(ttl, self._telling.tell)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def connect(cls, ttl: float) -> "PrefixService":
+        """Create a service with a bus connection of its own, which `stop` closes."""
+        bus = NatsBus(bus_access.service("web"), name="web", echo=False)
+        bus.start()
+        return cls(ttl, bus)
+
+    async def start(self, pool: Pool, process: UUID) -> None:
+        """Start to send and receive updates. Does not wait for a connection."""
+        metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
+        hooks.on_removed.append(self._telling.removed)
+        await hear(self._bus, self.prefixes.heard)
+        self._tasks = [
+            asyncio.create_task(self._telling.run(), name="prefix news"),
+            asyncio.create_task(self.prefixes.keep(pool, process), name="prefixes"),
+        ]
+
+    async def stop(self) -> None:
+        """Stop the tasks and close the bus."""
+        hooks.on_removed.remove(self._telling.removed)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._bus.close()

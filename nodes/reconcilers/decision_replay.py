@@ -7,16 +7,14 @@ depends on is not in the rows.
 from dataclasses import dataclass
 from uuid import UUID
 
-from nodes.decisions import decision_log, fleet_snapshots, placement_snapshots
-from nodes.decisions import scale_snapshots as scheduling
-from nodes.decisions.fleet_snapshots import Seen
-from nodes.decisions.snapshot_sections import State
+from nodes.decisions import decision_log, load_snapshots, scale_records, snapshot_log
+from nodes.decisions import scale_records as scheduling
+from nodes.decisions.snapshot_log import Seen, State
 from nodes.loading import attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation
 from nodes.placement.load_decision import settle
-from nodes.reconcilers import scale_records
 from nodes.replicas import unload_records
 from nodes.scheduling.plan import plan
 
@@ -41,7 +39,7 @@ def recomputed(record: PlacementRecord) -> Found | None:
         return Found(attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
-    state = fleet_snapshots.recall(Seen(record.base, record.position))
+    state = snapshot_log.recall(Seen(record.base, record.position))
     return None if state is None else _from(state, record)
 
 
@@ -63,7 +61,7 @@ def _from(state: State, record: PlacementRecord) -> Found | None:
 
 
 def _settled(state: State, record: PlacementRecord, model: str) -> tuple[Explanation, Eviction | None] | None:
-    known = placement_snapshots.known(state, str(record.operation_id), model)
+    known = load_snapshots.known(state, str(record.operation_id), model)
     if known is None:
         return None
     question, decision = known.question, known.question.view.decide()

@@ -12,13 +12,12 @@ from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
-from nodes.decisions.snapshot_sections import Section, State
-from nodes.placement.choose import Candidate, Need
+from nodes.decisions.snapshot_log import Section, State
+from nodes.placement.choose import Candidate, Need, Selector
 from nodes.placement.evict import Eviction, Guard, Resident
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion, Occupants
 from nodes.placement.node_backoff import Setback
-from nodes.placement.selector import Selector
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _Read = Callable[[Any], Any]

@@ -1,22 +1,87 @@
-"""Stored snapshots of placement decisions, for repeating them: the only writer of `PlacementLog`.
+"""Stored snapshots of decisions, for repeating them: the only writer of `PlacementLog`.
 
 A base holds the snapshot of one decision. Later decisions add the differences, so each refers to a base and a
 position in its log. Every process has a base of its own: no two processes write to one log or wait for each
 other. A base lasts a minute, or until its log has grown larger than it; without changes it lasts an hour. A
 base without a decision, because its process died in between, does no harm and is pruned like the others.
+
+A snapshot is made of sections of keys and values. An entry is JSON, so a decoded section has texts for ids,
+and lists for sets and tuples.
 """
 
 import os
 import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import reduce
+from operator import add
+from typing import Any
 from uuid import UUID, uuid4
 
+import orjson
 from django.db import IntegrityError, connection
+from django.db.models import BigIntegerField, F, Func, QuerySet, Sum, Value, Window
 
-from nodes.decisions.snapshot_sections import Changes, Sections, State, apply, changes, encoded, restored
-from nodes.decisions.table_bounds import time_of_oldest_fitting
 from nodes.models import PlacementLog
+
+State = dict[str, dict[Any, Any]]
+"""By section: the rows that were last recorded."""
+Changes = dict[str, tuple[dict[Any, Any], list[Any]]]
+"""By section: new or changed rows, and removed keys."""
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Section:
+    """The rows that a decision read under one name; values must be immutable."""
+
+    rows: Mapping[Any, Any]
+    whole: bool = True
+    """False: only these keys were read; rows with other keys are unchanged."""
+
+
+Sections = Mapping[str, Section]
+
+
+def changes(state: State, seen: Sections) -> Changes:
+    """Return the differences between these sections and the state."""
+    result: Changes = {}
+    for name, section in seen.items():
+        before, now = state.get(name, {}), section.rows
+        new = {key: value for key, value in now.items() if before.get(key, _MISSING) != value}
+        removed = list(before.keys() - now.keys()) if section.whole else []
+        if new or removed:
+            result[name] = (new, removed)
+    return result
+
+
+def apply(state: State, changed_sections: Changes) -> None:
+    """Apply the changes to the state."""
+    for name, (new, removed) in changed_sections.items():
+        section = state.setdefault(name, {})
+        section.update(new)
+        for key in removed:
+            section.pop(key, None)
+
+
+def encoded(changed_sections: Changes) -> bytes:
+    """Encode one entry of a log."""
+    return orjson.dumps(changed_sections, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+
+
+def restored(entries: Iterable[bytes]) -> State:
+    """Return the state after these entries, starting with the first entry of the log."""
+    state: State = {}
+    for entry in entries:
+        apply(state, orjson.loads(entry))
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """Encode a set as a sorted list, so that equal sets have equal encodings; a named tuple as a list."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+
 
 LASTS = timedelta(minutes=1)
 UNCHANGED = timedelta(hours=1)
@@ -127,3 +192,23 @@ def prune(*, before: datetime, limit: int) -> int:
     old = PlacementLog.objects.filter(at__lt=before).order_by("at", "pk")
     deleted, _ = PlacementLog.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
     return deleted
+
+
+_ROW = 300
+"""Bytes of a row besides its large columns, with its entries in the indexes."""
+_TICK = timedelta(microseconds=1)
+
+
+def time_of_oldest_fitting(rows: QuerySet[Any], at: str, large: Sequence[str], space: int) -> datetime | None:
+    """Return the time `at` from which on rows fit into `space` bytes; None if all do. One query.
+
+    Of `large` columns the stored size counts, which is compressed. PostgreSQL knows it without reading them.
+    """
+    sizes = (Func(F(name), function="pg_column_size", output_field=BigIntegerField()) for name in large)
+    size = reduce(add, sizes, Value(_ROW, output_field=BigIntegerField()))
+    newest_first = (F(at).desc(), F("id").desc())
+    added = rows.annotate(total=Window(Sum(size), order_by=newest_first))
+    last: datetime | None = (
+        added.filter(total__gt=space).order_by(*newest_first).values_list(at, flat=True).first()
+    )
+    return last + _TICK if last is not None else None
