@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: the request body, the calls to the engine, the response."""
+"""Embeddings (`/v1/embeddings`; Ollama's `/api/embed` and `/api/embeddings`) and `/v1/rerank`."""
 
 import asyncio
 import base64
@@ -14,10 +14,17 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
-from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions
+from localai_cluster.rpc.messages import (
+    EMBEDDING_LAYOUT_PER_TOKEN,
+    EmbeddingResult,
+    PredictOptions,
+    RerankRequest,
+    RerankResult,
+)
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects.openai_bodies import Text, Whole
+from nodes.dialects.ollama import to_nanoseconds
+from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
@@ -35,8 +42,8 @@ class WrongDimensions(InvalidInput):
     code = "invalid_dimensions"
 
 
-Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
-Texts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1)]
+Texts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 Input = str | tuple[int, ...]
 """A text, or its token ids."""
 
@@ -75,7 +82,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
         ]
 
 
-def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
+def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     body = wire.typed(fields, EmbeddingsBody)
     texts = [item for item in body.inputs if isinstance(item, str)]
@@ -86,12 +93,12 @@ def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
 
 async def embed(request: InferenceRequest) -> Answer:
     """Create the embeddings of one request."""
-    body = parse(wire.json_object(request.body))
-    results = await vectors(request, body)
-    return Answer(render(body, results), headers=tuple(node_header(request)))
+    body = parse_request(wire.json_object(request.body))
+    results = await compute_embeddings(request, body)
+    return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
 
-async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
+async def compute_embeddings(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
     """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
     definition = await defined(body.model)
     request.model = definition.name
@@ -100,7 +107,7 @@ async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[E
         request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
     )
     for result in results:
-        _check(result, body.dimensions)
+        _check_result(result, body.dimensions)
     return results
 
 
@@ -147,7 +154,7 @@ async def _call(
     return await engine.embedding(call, remaining)
 
 
-def _check(result: EmbeddingResult, dimensions: int | None) -> None:
+def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
     """Raise InvalidInput unless the model returns one vector for each text, of the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
         raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
@@ -158,10 +165,12 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
         )
 
 
-def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
+def render_response(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     """Return the response body."""
-    tokens = tokens_of(results)
-    form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else vector
+    tokens = count_tokens(results)
+    form: Callable[[Sequence[float]], object] = (
+        _encode_base64 if body.encoding_format == "base64" else to_float32
+    )
     data = [
         {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
         for index, result in enumerate(results)
@@ -171,12 +180,12 @@ def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def tokens_of(results: Sequence[EmbeddingResult]) -> int:
+def count_tokens(results: Sequence[EmbeddingResult]) -> int:
     """Return the number of tokens of all inputs."""
     return sum(result.prompt_tokens or result.tokens for result in results)
 
 
-def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
+def to_float32(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
     """Return the vector in single precision, as the engine sent it.
 
     It prints in the fewest digits that parse to the same number.
@@ -184,6 +193,106 @@ def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
     return np.array(numbers, dtype=np.float32)
 
 
-def _base64(numbers: Sequence[float]) -> str:
+def _encode_base64(numbers: Sequence[float]) -> str:
     """Return base64 of little-endian float32, as the openai client decodes it."""
-    return base64.b64encode(vector(numbers).astype("<f4").tobytes()).decode()
+    return base64.b64encode(to_float32(numbers).astype("<f4").tobytes()).decode()
+
+
+class EmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request. Other fields of Ollama's are ignored."""
+
+    model: Text
+    input: Text | list[Text]
+    dimensions: PositiveInt | None = None
+
+
+class OlderEmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request in the older form."""
+
+    model: Text
+    prompt: Text
+
+
+async def ollama_embed(request: InferenceRequest) -> Answer:
+    """Respond with a vector for each text."""
+    started_at = clock.monotonic()
+    body = wire.typed(wire.json_object(request.body), EmbedBody)
+    fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
+    results = await compute_embeddings(request, parse_request(fields))
+    answer = {
+        "model": body.model,
+        "embeddings": [to_float32(result.embeddings) for result in results],
+        "total_duration": to_nanoseconds(clock.monotonic() - started_at),
+        "load_duration": 0,
+        "prompt_eval_count": count_tokens(results),
+    }
+    return _ollama_answer(request, answer)
+
+
+async def ollama_embed_one(request: InferenceRequest) -> Answer:
+    """Respond with the vector of one text."""
+    body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
+    try:
+        body_for_vectors = parse_request({"model": body.model, "input": body.prompt})
+    except InvalidInput as error:
+        raise InvalidInput(error.message, field="prompt") from error
+    (result,) = await compute_embeddings(request, body_for_vectors)
+    return _ollama_answer(request, {"embedding": to_float32(result.embeddings)})
+
+
+def _ollama_answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
+    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Answer(body, headers=tuple(node_header(request)))
+
+
+MOST_DOCUMENTS = 2048
+
+
+class RerankDocument(msgspec.Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, frozen=True):
+    """The body of a request."""
+
+    model: Text
+    query: Text
+    documents: Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1, max_length=MOST_DOCUMENTS)]
+    top_n: PositiveInt | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+
+async def rerank(request: InferenceRequest) -> Answer:
+    """Rank the documents of one request."""
+    body = wire.typed(wire.json_object(request.body), RerankBody)
+    definition = await defined(body.model)
+    request.model = definition.name
+    call = RerankRequest(
+        query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
+    )
+
+    async def work(engine: BackendClient) -> RerankResult:
+        return await engine.rerank(call, request.deadline - clock.monotonic())
+
+    result = await gateway.current().run(request, work)
+    return Answer(orjson.dumps(render_ranking(body, result)), headers=tuple(node_header(request)))
+
+
+def render_ranking(body: RerankBody, result: RerankResult) -> dict[str, Any]:
+    """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
+    best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
+    entries = []
+    for document in best[: body.top_n]:
+        entry: dict[str, Any] = {"index": document.index, "relevance_score": document.relevance_score}
+        if body.return_documents is not False:
+            entry["document"] = {"text": document.text}
+        entries.append(entry)
+    usage = {"total_tokens": result.usage.total_tokens, "prompt_tokens": result.usage.prompt_tokens}
+    return {"model": body.model, "usage": usage, "results": entries}

@@ -16,8 +16,8 @@ from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import GenerateImageRequest
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects import openai_bodies
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
@@ -87,18 +87,20 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
 
 async def generate(request: InferenceRequest) -> Answer:
     """Generate the images of one request."""
-    body = parse(wire.json_object(request.body))
+    body = parse_request(wire.json_object(request.body))
     definition = await defined(body.model)
     request.model = definition.name
     calls = _calls(body, definition.model, definition.answering.defaults)
     images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))
-    content = await asyncio.to_thread(render, request.request_id, int(clock.now().timestamp()), images)
+    content = await asyncio.to_thread(
+        render_response, request.request_id, int(clock.now().timestamp()), images
+    )
     return Answer(content, headers=tuple(node_header(request)))
 
 
-def parse(fields: Mapping[str, Any]) -> ImagesBody:
+def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     if fields.get("response_format") == "url":
         raise InvalidInput(
             "response_format: no images are kept to link to; ask for b64_json", field="response_format"
@@ -151,7 +153,7 @@ async def _draw_images(
     return images
 
 
-def render(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
+def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
     """Return the response body."""
     data = [{"b64_json": base64.b64encode(image).decode()} for image in images]
     return orjson.dumps({"id": identifier, "created": created, "data": data})

@@ -1,4 +1,4 @@
-"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, and `/api/version`."""
+"""Lists of models: OpenAI's `/v1/models`; Ollama's `/api/tags`, `/api/show`, `/api/ps`, `/api/version`."""
 
 from typing import Any
 
@@ -12,13 +12,44 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
-from nodes.dialects.ollama_answers import moment
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects.ollama import format_time
+from nodes.dialects.openai_common import Text
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.models import NodeModel
 from operations.executor.work import in_thread
+
+MODEL_PREFIX = "/v1/models/"
+"""Path prefix of one model; the name after it may contain `/`."""
+
+
+async def list_models(request: InferenceRequest) -> Answer:
+    """Respond with the list of models."""
+    await confirm(request)
+    data = [_entry(definition) for definition in await folder.every()]
+    return Answer(orjson.dumps({"object": "list", "data": data}))
+
+
+async def show_model(request: InferenceRequest) -> Answer:
+    """Respond with one model; raise ModelNotFound."""
+    await confirm(request)
+    definition = await defined(request.path.removeprefix(MODEL_PREFIX))
+    return Answer(orjson.dumps(_entry(definition)))
+
+
+def _entry(definition: Definition) -> dict[str, Any]:
+    """Return one model in OpenAI's form, with the warnings of its definition."""
+    entry: dict[str, Any] = {
+        "id": definition.name,
+        "object": "model",
+        "created": definition.changed,
+        "owned_by": "localai",
+    }
+    if definition.answering.warnings:
+        entry["warnings"] = list(definition.answering.warnings)
+    return entry
+
 
 VERSION = "0.12.0"
 """The implemented version of Ollama's API; clients refuse older versions."""
@@ -42,7 +73,7 @@ async def tags(request: InferenceRequest) -> Answer:
     """Respond with all models that have a definition."""
     await confirm(request)
     models = [
-        _entry(definition) | {"modified_at": moment(definition.changed)}
+        _ollama_entry(definition) | {"modified_at": format_time(definition.changed)}
         for definition in await folder.every()
     ]
     return Answer(orjson.dumps({"models": models}))
@@ -52,11 +83,11 @@ async def running(request: InferenceRequest) -> Answer:
     """Respond with the models that have a loaded replica."""
     await confirm(request)
     try:
-        loaded = await in_thread(_loaded)
+        loaded = await in_thread(_loaded_memory)
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        _entry(definition)
+        _ollama_entry(definition)
         | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
         for definition in await folder.every()
         if definition.name in loaded
@@ -64,7 +95,7 @@ async def running(request: InferenceRequest) -> Answer:
     return Answer(orjson.dumps({"models": models}))
 
 
-def _loaded() -> dict[str, int]:
+def _loaded_memory() -> dict[str, int]:
     """Return the total GPU memory of the replicas of each model, in bytes."""
     rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
     return dict(rows)
@@ -82,10 +113,10 @@ async def show(request: InferenceRequest) -> Answer:
                 "modelfile": "",
                 "parameters": "",
                 "template": definition.answering.template,
-                "details": _entry(definition)["details"],
+                "details": _ollama_entry(definition)["details"],
                 "model_info": {"general.context_length": context} if context else {},
                 "capabilities": _capabilities(definition),
-                "modified_at": moment(definition.changed),
+                "modified_at": format_time(definition.changed),
             }
         )
     )
@@ -97,7 +128,7 @@ def _capabilities(definition: Definition) -> list[str]:
     return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
 
 
-def _entry(definition: Definition) -> dict[str, Any]:
+def _ollama_entry(definition: Definition) -> dict[str, Any]:
     """Return one model. Its size is 0, because its files are not measured for a list."""
     return {
         "name": definition.name,
