@@ -139,9 +139,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
-    from nodes.decisions import fleet_snapshots
+    from nodes.decisions import snapshot_log
 
-    fleet_snapshots.forget()
+    snapshot_log.forget()
 
 
 def _unusable() -> bool:
@@ -160,7 +160,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     yield
     from nodes.models import PlacementRecord
-    from nodes.reconcilers import recomputing
+    from nodes.reconcilers import decision_replay
 
     if item.get_closest_marker("django_db") is None or _unusable():
         return
@@ -171,4 +171,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             raise
         return  # the test plays one
     for record in records:
-        assert recomputing.recomputed(record) == recomputing.said(record), f"record {record.pk}: {record}"
+        assert decision_replay.recomputed(record) == decision_replay.said(record), (
+            f"record {record.pk}: {record}"
+        )

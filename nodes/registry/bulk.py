@@ -29,6 +29,7 @@ from operations.models import OperationTarget, TargetStatus
 
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
 RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
+_REFUSALS_SHOWN = 10
 
 Options = Mapping[str, Any]
 """Arguments of a verb as the operation's payload stores them."""
@@ -38,6 +39,7 @@ Verb = Callable[[UUID, Actor, datetime, Options], object]
 class BulkFailed(errors.ClusterError):
     """The verb was refused for at least one of the nodes."""
 
+    message = "The verb was refused for at least one of the nodes."
     status = 409
     code = "bulk_failed"
 
@@ -92,10 +94,15 @@ class RunOnNodes:
         """Run the verb on each node whose target has not ended. Raises BulkFailed if a node refused it."""
         for node_id in await in_thread(_unfinished_nodes, work):
             await in_thread(_run_on_node, work, node_id)
-        rows = await in_thread(lambda: list(OperationTarget.objects.filter(operation_id=work.id)))
+        rows = await in_thread(
+            lambda: list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
+        )
         refusals = [f"{row.node_name}: {row.error}" for row in rows if row.status == TargetStatus.ERROR]
         if refusals:
-            raise BulkFailed("; ".join(refusals))
+            more = len(refusals) - _REFUSALS_SHOWN
+            raise BulkFailed(
+                "; ".join(refusals[:_REFUSALS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            )
         return {"message": f"done on {work.operation.element}"}
 
 
