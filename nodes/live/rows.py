@@ -18,7 +18,7 @@ from localai_cluster.web.shapes import Row, text
 from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT
-from nodes.placement.reservations import Reservation
+from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import LabelsOf, skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column

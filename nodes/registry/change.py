@@ -18,7 +18,7 @@ from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, logs, names
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts, facts_of
@@ -164,9 +164,7 @@ class Change:
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
             retire.forget(self.node.id)
-        elif which == "all" or (
-            which == "idle" and not any(placement_snapshot.in_flight(self.node.id).values())
-        ):
+        elif which == "all" or (which == "idle" and not any(fleet_queries.in_flight(self.node.id).values())):
             retire.depart(self.node.id, now=self.now)
 
 

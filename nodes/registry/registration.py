@@ -38,7 +38,7 @@ from nodes.registry.registration_claim import Claim, Registration, claim
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import retire
 from nodes.replicas.lifecycle import engine_of
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 _TRIES = 3
 """Attempts to create and lock the node rows: the node may be removed between the insert and the lock."""
