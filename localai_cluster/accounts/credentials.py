@@ -24,6 +24,8 @@ class WrongKey(errors.NotAuthenticated):
     In OpenAI's words: clients tell a wrong key from a wrong request by them (LiteLLM).
     """
 
+    message = "Incorrect API key provided."
+
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:

@@ -21,6 +21,7 @@ from localai_cluster.kit import errors
 class PasswordChangeRequired(errors.Forbidden):
     """The generated password must be changed first."""
 
+    message = "The generated password must be changed first."
     code = "password_change_required"
     code_on_wire = True
 

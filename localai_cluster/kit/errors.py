@@ -11,6 +11,8 @@ from typing import Any
 class ClusterError(Exception):
     """Something went wrong inside the cluster."""
 
+    message = "Something went wrong inside the cluster."
+    """Text for callers where none is given. A subclass that is raised without a text sets its own."""
     status = 500
     code = "internal_error"
     permanent = True
@@ -18,7 +20,7 @@ class ClusterError(Exception):
     """True if the nested envelope has the word `code` instead of the status."""
 
     def __init__(self, message: str | None = None, *, field: str | None = None, **data: Any) -> None:
-        self.message = message or (self.__class__.__doc__ or "").strip().split("\n")[0]
+        self.message = message or self.message
         self.field = field
         self.data: Mapping[str, Any] = data
         super().__init__(self.message)
@@ -27,6 +29,7 @@ class ClusterError(Exception):
 class InvalidInput(ClusterError):
     """The request is not valid."""
 
+    message = "The request is not valid."
     status = 400
     code = "invalid_request"
 
@@ -34,6 +37,7 @@ class InvalidInput(ClusterError):
 class NotAuthenticated(ClusterError):
     """A valid credential is required."""
 
+    message = "A valid credential is required."
     status = 401
     code = "unauthorized"
 
@@ -41,6 +45,7 @@ class NotAuthenticated(ClusterError):
 class Forbidden(ClusterError):
     """This credential may not do that."""
 
+    message = "This credential may not do that."
     status = 403
     code = "forbidden"
 
@@ -48,6 +53,7 @@ class Forbidden(ClusterError):
 class NotFound(ClusterError):
     """There is no such thing."""
 
+    message = "There is no such thing."
     status = 404
     code = "not_found"
 
@@ -55,6 +61,7 @@ class NotFound(ClusterError):
 class Conflict(ClusterError):
     """The present state does not allow that."""
 
+    message = "The present state does not allow that."
     status = 409
     code = "conflict"
 
@@ -62,6 +69,7 @@ class Conflict(ClusterError):
 class Unavailable(ClusterError):
     """Not possible right now; trying again later may help."""
 
+    message = "Not possible right now; trying again later may help."
     status = 503
     code = "unavailable"
     permanent = False

@@ -19,6 +19,7 @@ R = TypeVar("R")
 class BusError(Unavailable):
     """The message bus could not do that."""
 
+    message = "The message bus could not do that."
     code = "bus_error"
 
 

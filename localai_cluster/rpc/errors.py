@@ -40,6 +40,7 @@ _BROKEN = (
 class BackendError(ClusterError):
     """The inference engine did not answer the request."""
 
+    message = "The inference engine did not answer the request."
     code = "backend_error"
     repeatable = False
     replica_gone = False
@@ -48,6 +49,7 @@ class BackendError(ClusterError):
 class Refused(BackendError, Unavailable):
     """Nothing accepts connections at the engine's address."""
 
+    message = "Nothing accepts connections at the engine's address."
     code = "backend_refused"
     repeatable = True
     replica_gone = True
@@ -56,6 +58,7 @@ class Refused(BackendError, Unavailable):
 class Lost(BackendError, Unavailable):
     """The connection to the engine broke before it answered."""
 
+    message = "The connection to the engine broke before it answered."
     # Not marked repeatable: a request that kills its engine must not walk through all replicas. Yet an idle
     # connection to a process that just died ends this way too, so a caller should repeat such a request once.
     code = "backend_lost"
@@ -65,6 +68,7 @@ class Lost(BackendError, Unavailable):
 class Busy(BackendError, Unavailable):
     """The engine takes no further work right now."""
 
+    message = "The engine takes no further work right now."
     code = "backend_busy"
     repeatable = True
 
@@ -72,6 +76,7 @@ class Busy(BackendError, Unavailable):
 class ModelNotLoaded(BackendError, Unavailable):
     """The engine runs but holds no model."""
 
+    message = "The engine runs but holds no model."
     code = "model_not_loaded"
     repeatable = True
 
@@ -86,18 +91,21 @@ class IdentityMismatch(BackendError, Unavailable):
 class DeadlineExceeded(BackendError, Unavailable):
     """The engine did not answer in time."""
 
+    message = "The engine did not answer in time."
     code = "backend_timeout"
 
 
 class Cancelled(BackendError, Unavailable):
     """The engine gave the call up."""
 
+    message = "The engine gave the call up."
     code = "backend_cancelled"
 
 
 class Unauthenticated(BackendError, Unavailable):
     """The engine refused its node's token; its worker must register again."""
 
+    message = "The engine refused its node's token; its worker must register again."
     code = "backend_unauthenticated"
     permanent = True
 
@@ -105,12 +113,14 @@ class Unauthenticated(BackendError, Unavailable):
 class Unimplemented(BackendError, InvalidInput):
     """The model's engine does not offer this kind of request."""
 
+    message = "The model's engine does not offer this kind of request."
     code = "unsupported_by_backend"
 
 
 class Rejected(BackendError, InvalidInput):
     """The engine does not accept this input."""
 
+    message = "The engine does not accept this input."
     code = "rejected_by_backend"
 
 
@@ -123,6 +133,7 @@ class ContextExceeded(Rejected):
 class BackendFailed(BackendError, Unavailable):
     """The engine failed while it worked on the request."""
 
+    message = "The engine failed while it worked on the request."
     code = "backend_failed"
 
 

@@ -51,6 +51,7 @@ DIGEST = "sha256:"
 class InstallFailed(ClusterError):
     """The backend could not be installed."""
 
+    message = "The backend could not be installed."
     code = "install_failed"
 
 

@@ -16,6 +16,7 @@ R = TypeVar("R")
 class CommandFailed(errors.ClusterError):
     """The worker did not do it, or must not be asked to."""
 
+    message = "The worker did not do it, or must not be asked to."
     status = 502
     code = "command_failed"
 

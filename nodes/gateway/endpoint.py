@@ -44,6 +44,7 @@ class MethodNotAllowed(ClusterError):
 class TooLarge(ClusterError):
     """The request body is too large."""
 
+    message = "The request body is too large."
     status = 413
     code = "request_too_large"
 

@@ -49,16 +49,20 @@ def is_last(cause: Cause, times: int) -> bool:
 class LoadFailed(errors.Unavailable):
     """The model could not be loaded."""
 
+    message = "The model could not be loaded."
     code = "model_load_failed"
 
 
 class NodeRefused(LoadFailed):
     """This node could not load it; another one may."""
 
+    message = "This node could not load it; another one may."
+
 
 class WorkerGone(errors.Unavailable):
     """The attempt's worker is gone, or its place on it."""
 
+    message = "The attempt's worker is gone, or its place on it."
     code = "worker_gone"
 
 

@@ -21,7 +21,7 @@ from localai_cluster.kit.rows import claim_rows, seconds_until_due
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dial_targets
-from nodes.registry.http_client import CONNECT_LIMIT, client_of, reason_of
+from nodes.registry.dial_targets import CONNECT_LIMIT, client_of, reason_of
 from operations.changes import events
 
 EVERY = 300.0

@@ -119,6 +119,16 @@ def test_a_node_that_refuses_stops_no_other_and_is_retried_alone() -> None:
     assert repeated["jobID"] != str(again.id), "the retry leaves out a node that this request is for"
 
 
+def test_the_error_of_the_operation_names_ten_refusals_and_counts_the_others() -> None:
+    operation = run("approve", nodes(13))
+    run_controller()
+    operation.refresh_from_db()
+    assert operation.error.count("only a pending node can be approved") == 10
+    assert operation.error.startswith("node-0: ")
+    assert operation.error.endswith(" and 3 more")
+    assert len(parts(operation)) == 13
+
+
 def test_the_same_verb_on_the_same_nodes_is_joined() -> None:
     two = nodes(2)
     assert run("drain", two).id == run("drain", two[::-1]).id

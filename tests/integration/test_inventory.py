@@ -27,7 +27,7 @@ from localai_cluster.messaging.codec import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import services
 from operations.changes import events
@@ -432,7 +432,7 @@ class Stage:
 
     async def ends(self) -> str:
         """Carries it out; how its operation ended."""
-        await IntentQueue(self.bus, load_elsewhere).carry_out(self.intent)
+        await IntentQueue(self.bus, load_on_other_node).carry_out(self.intent)
         await hot.in_thread(self.operation.refresh_from_db)
         return self.operation.status
 

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Ended, Failed, Settlement
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.ledger import admission, attempts, progress, retention
@@ -360,7 +360,7 @@ def test_the_list_offers_to_cancel_exactly_what_the_server_cancels(kind: str, ru
 def test_work_that_runs_says_when_it_was_last_heard_of_and_when_it_is_given_up() -> None:
     """Review R5: a worker that never answers was a spinner for 15 minutes."""
     operation, began = ask(INSTALL, hot.node("one")), clock.now()
-    queue = IntentQueue(PlayedBus(), load_elsewhere)
+    queue = IntentQueue(PlayedBus(), load_on_other_node)
     (intent,) = queue.claim("controller", now=began, lease=60, limit=1)
     assert times_of(operation) == [(began, began + timedelta(seconds=900))] * 2
     heard = began + timedelta(seconds=100)

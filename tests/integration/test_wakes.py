@@ -20,7 +20,7 @@ from nodes.placement.choose import Need
 from nodes.placement.node_backoff import after_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import services as registry
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
@@ -285,7 +285,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     monkeypatch.setattr(heard, "changed", told)
     quiet = ("file_ports", "scaler", "stopper", "engines", "revocations", "checker", "news")
     parts: dict[str, Any] = {name: Listener() for name in quiet}
-    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": Hints()}
+    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": WakeUps()}
     tasks = [
         asyncio.create_task(heard.run()),
         asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),

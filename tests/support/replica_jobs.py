@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
@@ -28,7 +28,7 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload import UnloadModel
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
 from operations.ledger import admission, attempts
 from operations.models import Operation
@@ -81,7 +81,7 @@ class Cluster:
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(load_ends.end_abandoned, model, now=clock.now())
-        views = call(placement_snapshot.fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_queries.fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -190,7 +190,7 @@ class Cluster:
         if rows:
             row = dice.choice(rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
-            wish = UnloadWish(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
+            wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
             unload_requests.unload(wish, now=clock.now())
 
     def cancels(self, dice: Random) -> None:

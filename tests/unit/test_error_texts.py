@@ -1,0 +1,59 @@
+"""Texts of errors that are raised without one: they are on the wire and independent of the docstrings."""
+
+import pytest
+
+from localai_cluster.accounts import credentials, passwords
+from localai_cluster.kit import errors
+from localai_cluster.messaging import bus
+from localai_cluster.rpc import errors as rpc_errors
+from localai_cluster.worker.installer import InstallFailed
+from nodes.commands.outcomes import CommandFailed
+from nodes.gateway import endpoint, gbnf, generate
+from nodes.loading import failures
+from nodes.registry import bulk, heartbeats
+
+TEXTS: dict[type[errors.ClusterError], str] = {
+    errors.ClusterError: "Something went wrong inside the cluster.",
+    errors.InvalidInput: "The request is not valid.",
+    errors.NotAuthenticated: "A valid credential is required.",
+    errors.Forbidden: "This credential may not do that.",
+    errors.NotFound: "There is no such thing.",
+    errors.Conflict: "The present state does not allow that.",
+    errors.Unavailable: "Not possible right now; trying again later may help.",
+    bus.BusError: "The message bus could not do that.",
+    rpc_errors.BackendError: "The inference engine did not answer the request.",
+    rpc_errors.Refused: "Nothing accepts connections at the engine's address.",
+    rpc_errors.Lost: "The connection to the engine broke before it answered.",
+    rpc_errors.Busy: "The engine takes no further work right now.",
+    rpc_errors.ModelNotLoaded: "The engine runs but holds no model.",
+    rpc_errors.DeadlineExceeded: "The engine did not answer in time.",
+    rpc_errors.Cancelled: "The engine gave the call up.",
+    rpc_errors.Unauthenticated: "The engine refused its node's token; its worker must register again.",
+    rpc_errors.Unimplemented: "The model's engine does not offer this kind of request.",
+    rpc_errors.Rejected: "The engine does not accept this input.",
+    rpc_errors.BackendFailed: "The engine failed while it worked on the request.",
+    credentials.WrongKey: "Incorrect API key provided.",
+    passwords.PasswordChangeRequired: "The generated password must be changed first.",
+    InstallFailed: "The backend could not be installed.",
+    CommandFailed: "The worker did not do it, or must not be asked to.",
+    endpoint.TooLarge: "The request body is too large.",
+    generate.LogprobsUnsupported: "The model's engine does not tell log probabilities.",
+    gbnf._Contradiction: (
+        "response_format: the schema leaves no value that all of its `const` and `enum` name."
+    ),
+    failures.LoadFailed: "The model could not be loaded.",
+    failures.NodeRefused: "This node could not load it; another one may.",
+    failures.WorkerGone: "The attempt's worker is gone, or its place on it.",
+    bulk.BulkFailed: "The verb was refused for at least one of the nodes.",
+    heartbeats.Overtaken: "Somebody else changed the node while the batch was being written.",
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), TEXTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_an_error_without_a_text_has_that_of_its_class(kind: type[errors.ClusterError], text: str) -> None:
+    assert (kind().message, str(kind())) == (text, text)
+
+
+def test_a_given_text_replaces_it() -> None:
+    error = errors.NotFound("no node has that id")
+    assert (error.message, str(error)) == ("no node has that id",) * 2
