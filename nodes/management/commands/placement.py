@@ -202,7 +202,8 @@ def _comparison_text(stored: Found, recomputed: Found | None) -> str:
     if recomputed == stored:
         return f"the same decision: {stored.outcome}: {printable(stored.reason)}"
     return printable(
-        f"ANOTHER decision: {recomputed.outcome}: {recomputed.reason}\ninstead of: {stored.outcome}: {stored.reason}"
+        f"ANOTHER decision: {recomputed.outcome}: {recomputed.reason}\n"
+        f"instead of: {stored.outcome}: {stored.reason}"
     )
 
 
