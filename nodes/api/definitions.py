@@ -13,7 +13,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.renderers import FastJSONRenderer
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, field
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, answered
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
@@ -24,7 +25,7 @@ PLACE = Shape(
     "ModelPlace",
     "A replica of a model.",
     [
-        field("node_id", UUID),
+        field("node_id", UUID_SCHEMA),
         field("node_name", TEXT),
         field("state", REPLICA_STATE.ref),
         field("node_status", NODE_STATUS.ref),

@@ -84,7 +84,6 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR)
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _SENT = sent({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}

@@ -1,18 +1,15 @@
 """Which nodes could take a model: what the map of the fleet shows."""
 
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, extend_schema
+from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
+from nodes.api.placement import _MODEL
 from nodes.api.base import NODE_ID, NodeView, answered
 from nodes.loading import fit_check
 
-_MODEL = OpenApiParameter(
-    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
-)
 _FULL = "no free slot for this model"
 _FIT = {
     "model": "minilm",

@@ -31,7 +31,6 @@ LOADING = Shape(
         field("eta_seconds", count(), "Seconds that are left, once bytes move.", optional=True),
     ],
 )
-COMPONENTS = (LOADING,)
 _EXAMPLE = {
     "model": "minilm",
     "state": "loading",

@@ -15,12 +15,10 @@ from nodes.api import (
     installed,
     installs,
     join_tokens,
-    load_status,
     overrides,
     plain_commands,
     registrations,
     samples,
-    worker_logs,
 )
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
@@ -56,8 +54,6 @@ COMPONENTS: tuple[Named, ...] = (
     *plain_commands.COMPONENTS,
     *engines.COMPONENTS,
     *join_tokens.COMPONENTS,
-    *load_status.COMPONENTS,
-    worker_logs.LOG_LINE,
     *definitions.COMPONENTS,
     *samples.COMPONENTS,
     RULE,

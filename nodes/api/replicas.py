@@ -13,7 +13,7 @@ from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, existing
 from nodes.models import NodeModel
 from nodes.registry.shape import REPLICA
 
-_EXAMPLE = answered(
+_REPLICAS_EXAMPLE = answered(
     [
         {
             "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
@@ -44,7 +44,7 @@ class NodeReplicasView(NodeView):
         summary="List a node's replicas",
         tags=["nodes"],
         responses={200: REPLICA.many, **refusals(401, 403, 404)},
-        examples=[_EXAMPLE],
+        examples=[_REPLICAS_EXAMPLE],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas in every state."""
@@ -61,7 +61,7 @@ class ReplicasView(NodeView):
         summary="List loaded replicas",
         tags=["nodes"],
         responses={200: REPLICA.many, **refusals(401, 403)},
-        examples=[_EXAMPLE],
+        examples=[_REPLICAS_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """Loaded replicas on healthy nodes."""

@@ -77,3 +77,6 @@ def _asked(node_id: str, question: Any, *about: str) -> Any:
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)
+
+
+COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR, LOADING, LOG_LINE)

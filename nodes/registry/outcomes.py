@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from localai_cluster.web.shapes import TEXT, UUID, Row, Shape, count, field
+from localai_cluster.web.shapes import TEXT, Row, Shape, count, field
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.registry.services import Approved, Outcome
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
@@ -10,7 +11,7 @@ APPROVED = Shape(
     "Approved",
     "The answer to an approval; an agent's token is shown this once.",
     [
-        field("id", UUID),
+        field("id", UUID_SCHEMA),
         field("name", TEXT),
         field("node_type", NODE_TYPE.ref),
         field("status", NODE_STATUS.ref),
@@ -22,7 +23,7 @@ OUTCOME = Shape(
     "Outcome",
     "What became of one of them; `name` and `status` if it worked, otherwise `error`.",
     [
-        field("id", UUID),
+        field("id", UUID_SCHEMA),
         field("name", TEXT, optional=True),
         field("status", NODE_STATUS.ref, optional=True),
         field("api_token", TEXT, "An agent's, shown this once.", optional=True),
