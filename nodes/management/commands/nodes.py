@@ -24,11 +24,11 @@ from localai_cluster.accounts.command_line import (
 )
 from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.kit.env import parse_duration
-from nodes.api.join_tokens import rows
+from nodes.api.join import rows
 from nodes.backends import node_stop
 from nodes.management import lookup, node_texts
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import joining, listing, node_rows, outcomes, services
+from nodes.registry import joining, listing, node_rows, services
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
@@ -178,7 +178,7 @@ def approve(options: Options) -> str:
     with lookup.hint_on_refusal("approve", nodes[0]):
         approved = services.approve(nodes[0].id, actor=current_actor(), now=clock.now())
     if options["json"]:
-        return as_json(outcomes.approved(approved))
+        return as_json(node_rows.approved(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
     return _summary(approved.node, "node approved") + shown_once
 
@@ -188,7 +188,7 @@ def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
     results = services.approve_many(ids, actor=current_actor(), now=clock.now())
     failed = sum(bool(result.error) for result in results)
     if options["json"]:
-        text = as_json(outcomes.outcomes(results))
+        text = as_json(node_rows.outcomes(results))
     else:
         names = {node.id: node.name for node in nodes}
         text = "\n".join(f"{names[result.id]}: {result.error or 'node approved'}" for result in results)
