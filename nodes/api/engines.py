@@ -42,7 +42,7 @@ from nodes.api.models import (
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import placement_snapshot
 from nodes.definitions import folder
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
@@ -156,7 +156,7 @@ class LoadView(APIView):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key(model),
             element=model,
             payload={"model": model},

@@ -16,10 +16,8 @@ from localai_cluster.web.shapes import Row
 from nodes.definitions.folder import folder
 from nodes.loading import needs
 from nodes.loading.failures import refusals
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.load import KIND
-from nodes.loading.load_placement import LoadNeeds, decide
-from nodes.loading.load_request import ANYWHERE, request_of
+from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
+from nodes.loading.load_request import ANYWHERE, KIND, request_of
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
 from nodes.loading.wait import has_other_node_since
 from nodes.models import NodeModel, PlacementRecord

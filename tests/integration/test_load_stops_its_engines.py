@@ -15,10 +15,9 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import placement_snapshot
-from nodes.loading import node_options
+from nodes.loading import load
 from nodes.loading.failures import LoadFailed
-from nodes.loading.load_request import SCALE_UP
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -137,13 +136,13 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = node_options.tuned_options
+    plain = load.tuned_options
 
     def lost(*given: Any) -> Any:
         NodeModel.objects.all().delete()
         return plain(*given)
 
-    monkeypatch.setattr(node_options, "tuned_options", lost)
+    monkeypatch.setattr(load, "tuned_options", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
@@ -185,7 +184,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
-        active = request_scale_up("echo", only=None, actor="test", reason="test")
+        active = request_scale_up("echo", allowed_nodes=None, actor="test", reason="test")
         (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
