@@ -1,4 +1,4 @@
-"""Reads files of the models folder and stores their hashes, in dedicated threads, because the folder may hang.
+"""Reads files of the models folder and stores their hashes, in dedicated threads: the folder may hang.
 
 A read from a mount whose server is down returns late or never. It must block neither the event loop, nor a
 thread that the database needs, nor the end of the process. The SHA-256 of a file is computed once, then

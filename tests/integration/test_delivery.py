@@ -480,7 +480,7 @@ async def test_a_folder_whose_server_does_not_answer_is_no_deadline(
     def late(*args: Any) -> Any:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
 
-    monkeypatch.setattr(OpenedFile, "_take", late)
+    monkeypatch.setattr(OpenedFile, "_read", late)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()
