@@ -20,7 +20,7 @@ from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import load_explanation, what_if
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
-from nodes.placement.estimate import LARGEST
+from nodes.placement.memory import LARGEST
 from nodes.reconcilers import rule_preview
 from nodes.scheduling.rules import Rule
 

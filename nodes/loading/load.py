@@ -21,7 +21,6 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstallReply
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
@@ -29,10 +28,10 @@ from nodes.backends import admission, backend_requests, install
 from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import attempts, load_placement, needs, staging
+from nodes.loading import attempts, load_placement, needs, node_options, staging
 from nodes.loading.attempts import Attempt, attempt_id
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
@@ -41,10 +40,8 @@ from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.choose import gib
 from nodes.placement.deadlines import MARGIN, load_limit
-from nodes.placement.tuning import Machine, fingerprint, tuned
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
-from nodes.replicas.slots import Slot
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Postpone, Work, in_thread
 from operations.models import TERMINAL, Operation, Status
@@ -76,14 +73,14 @@ class LoadModel:
             raise await in_thread(attempts.undefined, work.id)
         request = request_of(work.operation)
         name, besides = definition.name, request.excluded_nodes
-        if not request.is_scale_up and await in_thread(placement_snapshot.serving, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.serving, name, besides=besides):
             return {"already_loaded": True}
-        if not request.is_scale_up and await in_thread(placement_snapshot.on_its_way, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.on_its_way, name, besides=besides):
             # R2.64: no replica too many.
             raise await in_thread(
                 attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        if request.replaces and await in_thread(placement_snapshot.loaded_by, request.replaces) == revision(
+        if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
@@ -129,7 +126,7 @@ class LoadModel:
         if eviction is not None:
             await wait_until_evicted(eviction, attempt.work, attempt.slot)
         await self._ensure_backend(attempt)
-        options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
+        options = await in_thread(node_options.tuned_options, attempt.definition, attempt.slot.node_id)
         located, without = await staging.stage_files(attempt, options, self._transfer_limits)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
@@ -140,7 +137,7 @@ class LoadModel:
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
-            told=fingerprint(options),
+            told=node_options.fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,
@@ -214,7 +211,7 @@ class LoadModel:
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
-            gpus=reserved_gpus(attempt.slot),
+            gpus=node_options.reserved_gpus(attempt.slot),
         )
         reply = await _start_process(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine has ended.
@@ -228,7 +225,7 @@ class LoadModel:
         except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(slots.record_answer, attempt.slot, engine.address)
-        check_gpus(reply, attempt.slot)
+        node_options.check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
             retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
@@ -243,7 +240,7 @@ class LoadModel:
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            engine_options = options_from_mapping(with_gpu_split(options, attempt.slot))
+            engine_options = options_from_mapping(node_options.with_gpu_split(options, attempt.slot))
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
@@ -343,37 +340,3 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
         with contextlib.suppress(DatabaseError):
             if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
-
-
-def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
-    """Return the options of the definition, tuned to the machine unless that is off (R2.80); one query."""
-    options = load_options(definition)
-    if not conf.cluster().node_options:
-        return options
-    columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
-    row = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
-    return tuned(options, definition.backend, Machine(*row) if row else Machine())
-
-
-_MIB = 2**20
-
-
-def reserved_gpus(slot: Slot) -> tuple[str, ...]:
-    """Return the only GPUs that the engine may see; none: all of them."""
-    return tuple(gpu.id for gpu in slot.gpus)
-
-
-def check_gpus(reply: InstallReply, slot: Slot) -> None:
-    """Raise NodeRefused if the engine sees other GPUs, whose memory other loads have reserved."""
-    if slot.gpus and reply.gpus != reserved_gpus(slot):
-        raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
-
-
-def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
-    """Return the options of `LoadModel`, with the split of an engine over several GPUs.
-
-    Without it the engine would split by the memory that is free now, which may be another load's already.
-    """
-    if len(slot.gpus) < 2:
-        return options
-    return {**options, "TensorSplit": ",".join(str(max(gpu.amount // _MIB, 1)) for gpu in slot.gpus)}

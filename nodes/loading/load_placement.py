@@ -21,16 +21,10 @@ from localai_cluster.messaging.messages import ListReply
 from nodes.backends.failed_installs import recent_refusals
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.decisions import (
-    decision_log,
-    fleet_cache,
-    fleet_snapshots,
-    installed_preference,
-    placement_snapshot,
-)
+from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
 from nodes.decisions.decision_log import Decided
-from nodes.decisions.placement_snapshots import sections
-from nodes.decisions.snapshot_sections import Sections
+from nodes.decisions.load_snapshots import sections
+from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
 from nodes.loading import attempts, needs
 from nodes.loading.failures import Cause, WorkerGone, refusals, refused_by_all
@@ -159,7 +153,7 @@ def decide(
     """
     name = wanted.definition.name
     setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
-    selector = placement_snapshot.selectors_of([name])[name]
+    selector = fleet_queries.selectors_of([name])[name]
     view, decision = fleet_cache.shared().decided(
         name,
         FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.is_restricted),
@@ -167,7 +161,7 @@ def decide(
         besides=request.excluded_nodes,
         conflicts=wanted.conflicts,
     )
-    view, decision = installed_preference.prefer(view, decision, wanted.definition.backend)
+    view, decision = fleet_queries.prefer(view, decision, wanted.definition.backend)
     return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
 
 
@@ -189,7 +183,7 @@ def _reserve(
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition = clock.now(), wanted.definition
-    snapshot_ref = fleet_snapshots.remember(sections(str(load), definition.name, question, victims), now=now)
+    snapshot_ref = snapshot_log.remember(sections(str(load), definition.name, question, victims), now=now)
     return slots.reserve(
         explanation.node,
         definition.name,
@@ -258,7 +252,7 @@ async def _no_node(
 
 def _record(operation: Operation, explanation: Explanation, fleet_sections: Sections) -> None:
     now = clock.now()
-    snapshot_ref = fleet_snapshots.remember(fleet_sections, now=now)
+    snapshot_ref = snapshot_log.remember(fleet_sections, now=now)
     decision_log.record(Decided(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 

@@ -41,7 +41,7 @@ from nodes.loading.staging_plan import (
 )
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
 from nodes.models import BackendNode
-from nodes.placement import deadlines, estimate
+from nodes.placement import deadlines, memory
 from nodes.placement.choose import disk_words, gib
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
@@ -286,7 +286,7 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResu
 def _check_disk_space(slot: Slot, missing: int) -> None:
     """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
     node = BackendNode.objects.filter(pk=slot.node_id).first()
-    needed = estimate.disk(missing) if missing else 0
+    needed = memory.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
         problem = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:

@@ -7,14 +7,12 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from localai_cluster.web.shapes import Row
-from nodes.decisions import installed_preference, placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
-from nodes.placement.choose import Candidate, Need
+from nodes.placement.choose import ANY, Candidate, Need, Selector
 from nodes.placement.explain import Ending, FleetView
-from nodes.placement.load_decision import LoadQuestion, Occupants
-from nodes.placement.plan import successive
-from nodes.placement.selector import ANY, Selector
+from nodes.placement.load_decision import LoadQuestion, Occupants, successive
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction
 
@@ -84,8 +82,8 @@ class PlanSnapshot:
 def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) -> PlanSnapshot:
     """Read the snapshot that a placement decision uses, in a constant number of queries."""
     model, selector = question.model, _selector(question)
-    fleet = placement_snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
-    fleet = installed_preference.mark(fleet, question.backend)
+    fleet = fleet_queries.fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = fleet_queries.mark(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     residents = eviction.residents([node.id for node in fleet], now=now)
     return PlanSnapshot(
@@ -98,7 +96,7 @@ def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) 
 def _selector(question: PlanRequest) -> Selector:
     if question.selector is not None:
         return Selector(question.model, frozenset(question.selector.items()))
-    return placement_snapshot.selectors_of([question.model])[question.model] if question.model else ANY
+    return fleet_queries.selectors_of([question.model])[question.model] if question.model else ANY
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:

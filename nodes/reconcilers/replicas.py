@@ -21,11 +21,11 @@ from django.db.models.functions import Greatest
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
+from nodes.decisions import scale_records
 from nodes.definitions import folder
 from nodes.loading import load_request
 from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
-from nodes.reconcilers import scale_records
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, pressure

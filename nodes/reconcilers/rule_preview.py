@@ -19,7 +19,7 @@ from nodes.loading.what_if import NewNodes, PlanRequest, PlanSnapshot
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.placement.choose import NOTHING
 from nodes.placement.explain import SHOWN, Explanation
-from nodes.placement.plan import successive
+from nodes.placement.load_decision import successive
 from nodes.reconcilers import replicas
 from nodes.scheduling.plan import plan
 from nodes.scheduling.rules import Rule, check

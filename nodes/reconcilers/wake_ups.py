@@ -16,12 +16,11 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load_request, needs
 from nodes.loading.load_request import request_of
-from nodes.placement.choose import Candidate, refusal
+from nodes.placement.choose import Candidate, Selector, refusal
 from nodes.placement.node_backoff import from_payload, resting
-from nodes.placement.selector import Selector
 from nodes.reconcilers import intents
 from operations.executor.work import in_thread
 from operations.ledger import lease
@@ -61,11 +60,11 @@ def _loads(changed: Changed) -> list[UUID]:
     waiting = list(loads.only("id", "element", "payload")[:MOST])
     if not waiting:
         return []
-    selectors = placement_snapshot.selectors_of({operation.element for operation in waiting})
+    selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        placement_snapshot.fleet("", selector=Selector("", labels), only=changed),
-        placement_snapshot.taken(selectors),
+        fleet_queries.fleet("", selector=Selector("", labels), only=changed),
+        fleet_queries.taken(selectors),
     )
     now = clock.now()
     return [

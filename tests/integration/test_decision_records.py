@@ -19,10 +19,11 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
+from nodes.decisions import scale_records
 from nodes.loading import attempts, failures, load_request
 from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
-from nodes.reconcilers import replicas, scale_records
+from nodes.reconcilers import replicas
 from nodes.replicas import unload_requests
 from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload_requests import UnloadRequest

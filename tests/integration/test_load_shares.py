@@ -15,7 +15,7 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load_placement, load_request
 from nodes.loading.load_request import (
@@ -167,7 +167,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(placement_snapshot.fleet("m")).node
+                chosen = choose(fleet_queries.fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -188,7 +188,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -205,7 +205,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -308,8 +308,8 @@ class TestPlacing:
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
-                selector = placement_snapshot.selectors_of(["m", "n"])["m"]
-                seen = placement_snapshot.fleet("m", selector=selector)
+                selector = fleet_queries.selectors_of(["m", "n"])["m"]
+                seen = fleet_queries.fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

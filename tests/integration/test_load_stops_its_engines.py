@@ -14,8 +14,8 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.decisions import placement_snapshot
-from nodes.loading import load
+from nodes.decisions import fleet_queries
+from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
@@ -136,13 +136,13 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = load.tuned_options
+    plain = node_options.tuned_options
 
     def lost(*given: Any) -> Any:
         NodeModel.objects.all().delete()
         return plain(*given)
 
-    monkeypatch.setattr(load, "tuned_options", lost)
+    monkeypatch.setattr(node_options, "tuned_options", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
@@ -189,7 +189,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(placement_snapshot.fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_queries.fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index

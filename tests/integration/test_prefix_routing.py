@@ -17,10 +17,9 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from nodes.gateway.prefix_service import PrefixService
+from nodes.gateway.prefix_routing import Prefixes, PrefixService
+from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given
-from nodes.gateway.prefixes import Prefixes
-from nodes.gateway.prompt_chains import chain
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure

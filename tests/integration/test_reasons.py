@@ -21,7 +21,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from nodes.decisions import decision_log, placement_snapshot
+from nodes.decisions import decision_log, fleet_queries
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load_placement, load_request
 from nodes.models import (
@@ -37,8 +37,8 @@ from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
 from nodes.placement.choose import NOTHING, Need
 from nodes.placement.explain import Ending
-from nodes.reconcilers import recomputing, tasks
-from nodes.reconcilers.recomputing import Found
+from nodes.reconcilers import decision_replay, tasks
+from nodes.reconcilers.decision_replay import Found
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
@@ -116,8 +116,8 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.recomputed, row)
+        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
 
     @pytest.mark.rule("R1.72", "I14")
@@ -138,8 +138,8 @@ class TestRecords:
             None,
             "the backend is not there yet: not installed against installed on b",
         ]
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.recomputed, row)
+        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
         def given() -> Work:
@@ -187,7 +187,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -199,7 +199,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)

@@ -28,8 +28,8 @@ from nodes.reconcilers import replica_wake_ups, replicas, tasks
 from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
 from nodes.replicas import drains, terminations, unload
-from nodes.scheduling import passes, shape, store
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling import passes, store
+from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import Ruling, Unsatisfiable
 from operations.executor.operation_queue import write_batch
@@ -183,7 +183,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
     ends(load_of_m, Status.COMPLETED)
     assert shown() == (1, 1, 0)
     assert len({*revisions, store.revision()}) == 4, "pages read the rules again each time"
-    assert shape.LOAD_KIND == load_request.KIND
+    assert store.LOAD_KIND == load_request.KIND
 
 
 # --- what cannot be had

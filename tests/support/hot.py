@@ -17,9 +17,8 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.database_pool import DedicatedConnection, Pool
 from localai_cluster.rpc.client import ClientPool
 from nodes.gateway import gateway
-from nodes.gateway.picks import Picker
-from nodes.gateway.prefixes import Prefixes
-from nodes.gateway.web_process import ProcessHeartbeat
+from nodes.gateway.picks import Picker, ProcessHeartbeat
+from nodes.gateway.prefix_routing import Prefixes
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
 from operations.executor.wake_ups import WakeUps

@@ -25,7 +25,7 @@ from localai_cluster.rpc.errors import (
 from nodes.gateway import gateway
 from nodes.gateway.gateway import MAX_REPLICAS, Gateway
 from nodes.gateway.picks import Picker
-from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.prefix_routing import Prefixes
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.replicas import hooks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nodes.definitions.files import Unusable, read
 from nodes.definitions.sizes import measure
 from nodes.loading.staging_plan import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files, root_of
-from nodes.placement.estimate import disk
+from nodes.placement.memory import disk
 
 ROOT = "/srv/w/models/flux"
 
