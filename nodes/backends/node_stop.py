@@ -27,7 +27,7 @@ from nodes.commands.outcomes import (
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import actions
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, outcome
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import TargetStatus
 
@@ -148,4 +148,4 @@ async def _end(work: Work, problem: str) -> None:
     """Write the outcome of the operation's only target."""
     status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
     node_id = _node_id(work)
-    await in_thread(outcome.target_done, *work.attempt, node_id, status, problem, now=clock.now())
+    await in_thread(attempts.target_done, *work.attempt, node_id, status, problem, now=clock.now())

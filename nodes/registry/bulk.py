@@ -22,9 +22,9 @@ from nodes.models import BackendNode
 from nodes.registry import actions, services
 from operations import targets
 from operations.executor.work import Work, in_thread
-from operations.ledger import outcome
+from operations.ledger import attempts
 from operations.ledger.admission import Admission, OperationRequest, admit
-from operations.ledger.fence import owned
+from operations.ledger.attempts import owned
 from operations.models import OperationTarget, TargetStatus
 
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
@@ -126,7 +126,7 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
                 VERBS[work.operation.kind](node_id, actor, now, payload["options"])
         except errors.ClusterError as refusal:
             status, error = TargetStatus.ERROR, refusal.message
-        outcome.target_done(*work.attempt, node_id, status, error, now=now)
+        attempts.target_done(*work.attempt, node_id, status, error, now=now)
 
 
 def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:

@@ -20,7 +20,7 @@ from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
-from nodes.registry import drains as node_drains
+from nodes.registry import lifecycle as node_drains
 from nodes.registry import services
 from nodes.registry.services import Running
 from nodes.replicas import drains, hooks, load_ends, retire, slots, states, terminations
@@ -30,7 +30,7 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stopper import Stopper
 from operations.executor.work import in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -59,7 +59,7 @@ def running_load() -> AttemptId:
         load_request.KIND, key=load_key("echo"), element="echo", actor="test"
     )
     admission.admit(request, now=clock.now())
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
 
 
