@@ -31,9 +31,9 @@ from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import attempts, load_placement, needs, node_options, staging
-from nodes.loading.attempts import Attempt, attempt_id
+from nodes.loading import load_attempts, load_placement, needs, node_options, staging
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
+from nodes.loading.load_attempts import Attempt, attempt_id
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
@@ -70,7 +70,7 @@ class LoadModel:
         except FolderHangs as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
-            raise await in_thread(attempts.undefined, work.id)
+            raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
         name, besides = definition.name, request.excluded_nodes
         if not request.is_scale_up and await in_thread(fleet_queries.serving, name, besides=besides):
@@ -78,7 +78,7 @@ class LoadModel:
         if not request.is_scale_up and await in_thread(fleet_queries.on_its_way, name, besides=besides):
             # R2.64: no replica too many.
             raise await in_thread(
-                attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
+                load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
         if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
             definition
@@ -89,7 +89,7 @@ class LoadModel:
             return await unless(_slot_lost(attempt), self._run(attempt, eviction))
         except Exception as error:
             await _give_up(attempt)
-            outcome = await in_thread(attempts.after_error, attempt, error)
+            outcome = await in_thread(load_attempts.after_error, attempt, error)
             if outcome is error:
                 raise
             raise outcome from error
@@ -306,7 +306,9 @@ async def _start_process(
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
     """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
-    if end := attempts.end_if_not_needed(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
+    if end := load_attempts.end_if_not_needed(
+        await in_thread(Operation.objects.get, pk=attempt.work.id), reason
+    ):
         raise end
     await attempt.report("loading", f"{reason}; asking again")
 

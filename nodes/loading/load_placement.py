@@ -26,8 +26,9 @@ from nodes.decisions.decision_log import Decided
 from nodes.decisions.load_snapshots import sections
 from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
-from nodes.loading import attempts, needs
+from nodes.loading import load_attempts, needs
 from nodes.loading.failures import Cause, WorkerGone, refusals, refused_by_all
+from nodes.loading.load_attempts import retry_or_end
 from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
 from nodes.models import ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
@@ -208,7 +209,7 @@ async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacte
         return await contact_best(bus, nodes)
     except NotConnected:
         raise await in_thread(
-            attempts.without_slot, work.id, Cause.NO_BUS, _NO_BUS, seconds=_BUS_POLL, waiting=False
+            load_attempts.without_slot, work.id, Cause.NO_BUS, _NO_BUS, seconds=_BUS_POLL, waiting=False
         ) from None
 
 
@@ -241,7 +242,7 @@ async def _no_node(
     else:
         payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
         payload = into_payload(payload, setbacks)
-        outcome = attempts.retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
+        outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)
     if is_abandoned:
         explanation = replace(explanation, outcome=Ending.REFUSED)

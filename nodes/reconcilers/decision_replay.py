@@ -10,7 +10,7 @@ from uuid import UUID
 from nodes.decisions import decision_log, load_snapshots, scale_records, snapshot_log
 from nodes.decisions import scale_records as scheduling
 from nodes.decisions.snapshot_log import Seen, State
-from nodes.loading import attempts
+from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation
@@ -36,7 +36,7 @@ def said(record: PlacementRecord) -> Found:
 def recomputed(record: PlacementRecord) -> Found | None:
     """The decision again; None if what it saw is not kept any more."""
     if record.kind == DecisionKind.ATTEMPT:
-        return Found(attempts.ending(record.facts), record.reason, record.node_id)
+        return Found(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
     state = snapshot_log.recall(Seen(record.base, record.position))

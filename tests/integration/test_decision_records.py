@@ -20,7 +20,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
 from nodes.decisions import scale_records
-from nodes.loading import attempts, failures, load_request
+from nodes.loading import failures, load_attempts, load_request
 from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
@@ -140,7 +140,7 @@ async def test_an_attempt_that_ends_is_kept_with_what_follows(
     ],
 )
 def test_what_follows_an_attempt(cause: Cause, times: int, over: bool, outcome: str) -> None:
-    assert attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
+    assert load_attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
 
 
 async def test_a_load_that_all_nodes_have_refused_ends_with_a_record(stage: Stage) -> None:

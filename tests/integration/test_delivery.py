@@ -17,8 +17,9 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import subjects
 from nodes.decisions import fleet_cache, fleet_queries
-from nodes.loading import attempts, load_request, staging, transfer, wait
+from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
+from nodes.loading.load_attempts import attempt_id
 from nodes.loading.source_files import OpenedFile
 from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
@@ -339,7 +340,7 @@ def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
     (view,) = [one for one in fleet_queries.fleet("echo") if one.id == node.id]
     return slots.reserve(
-        view, "echo", attempt=attempts.attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
+        view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
     )
 
 
@@ -364,7 +365,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=attempts.attempt_id(work))
+        return slots.begin_staging(slot, attempt=attempt_id(work))
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
@@ -374,8 +375,8 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempts.attempt_id(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempts.attempt_id(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempt_id(stage.work)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -385,7 +386,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=attempts.attempt_id(works[number]))
+        return slots.begin_staging(places[number], attempt=attempt_id(works[number]))
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]
