@@ -80,14 +80,14 @@ async def admit(scope: Scope) -> None:
     def header(name: str) -> str:
         return headers.get(name.encode(), b"").decode("latin-1")
 
-    offered = credentials.offered(header)
+    offered = credentials.offered_credential(header)
     if not offered:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
-    if principals.same(offered, conf.cluster().metrics_token):
+    if principals.secrets_equal(offered, conf.cluster().metrics_token):
         return
     try:
-        principal = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
-            credentials.identify(offered)
+        principal = await database_sync_to_async(credentials.owner_of, thread_sensitive=False)(
+            credentials.classify_credential(offered)
         )
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error

@@ -21,7 +21,7 @@ from localai_cluster.accounts.session_store import SessionStore
 from localai_cluster.kit.errors import Forbidden, NotAuthenticated, Unavailable
 from localai_cluster.web.wire import Scope
 
-_READ = frozenset({b"cookie", b"host", b"origin", b"referer", b"x-csrftoken"})
+_CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"x-csrftoken"})
 """Headers that the session and CSRF checks read; they do not read the body or its content type."""
 
 
@@ -31,7 +31,7 @@ def has_session(scope: Scope) -> bool:
     return any(header == b"cookie" and name in value for header, value in scope["headers"])
 
 
-async def principal_of(scope: Scope) -> Principal:
+async def principal_of_request(scope: Scope) -> Principal:
     """Return the person of the request's session.
 
     Raises NotAuthenticated without a session, as WrongKey if the cookie's session was looked up in vain:
@@ -39,7 +39,7 @@ async def principal_of(scope: Scope) -> Principal:
     and PasswordChangeRequired while the password is the generated one.
     """
     try:
-        return await database_sync_to_async(_principal)(scope)
+        return await database_sync_to_async(_read_session)(scope)
     except DatabaseError as unreachable:
         raise Unavailable("the database is not reachable", retry_after=2) from unreachable
 
@@ -48,8 +48,8 @@ def _nothing(_: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
-def _principal(scope: Scope) -> Principal:
-    headers = [(name, value) for name, value in scope["headers"] if name in _READ]
+def _read_session(scope: Scope) -> Principal:
+    headers = [(name, value) for name, value in scope["headers"] if name in _CHECKED_HEADERS]
     request = ASGIRequest({**scope, "headers": headers, "query_string": b""}, io.BytesIO())
     request.session = SessionStore(request.COOKIES.get(settings.SESSION_COOKIE_NAME))
     has_session_key = request.session.session_key is not None

@@ -1,8 +1,8 @@
 """Credentials of REST, websockets and inference: none, the static key, a stored key, or an unknown one.
 
-`read` extracts the credential from a request's headers and classifies it, without the database. A stored key
-is only a claim until its row confirms it: `principal_of` reads the row with one query, and the hot path reads
-it in the statement that picks a replica (`nodes/replicas/statements.py`), by the same condition.
+`read_credential` extracts the credential from a request's headers and classifies it, without the database. A
+stored key is only a claim until its row confirms it: `owner_of` reads the row with one query, and the hot path
+reads it in the statement that picks a replica (`nodes/replicas/statements.py`), by the same condition.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class StoredKey:
     hash: str
 
 
-def offered(header: Callable[[str], str]) -> str | None:
+def offered_credential(header: Callable[[str], str]) -> str | None:
     """Return the credential in one of the accepted headers (§0.2), None if there is none.
 
     `header` returns a header's value, or "" if it is absent.
@@ -44,22 +44,22 @@ def offered(header: Callable[[str], str]) -> str | None:
     return header("x-api-key") or header("xi-api-key") or None
 
 
-def identify(credential: str) -> Principal | StoredKey:
+def classify_credential(credential: str) -> Principal | StoredKey:
     """Classify this credential; `ANONYMOUS` if it can be neither the static key nor a stored one."""
-    if principals.same(credential, conf.cluster().api_key):
+    if principals.secrets_equal(credential, conf.cluster().api_key):
         return STATIC_ADMIN
     if credential.startswith((principals.KEY_PREFIX, principals.AGENT_PREFIX)):
         return StoredKey(principals.hash_secret(credential))
     return ANONYMOUS
 
 
-def read(header: Callable[[str], str]) -> Principal | StoredKey | None:
+def read_credential(header: Callable[[str], str]) -> Principal | StoredKey | None:
     """Return the classified credential of a request's headers; None if they have none."""
-    credential = offered(header)
-    return None if credential is None else identify(credential)
+    credential = offered_credential(header)
+    return None if credential is None else classify_credential(credential)
 
 
-def principal_of(credential: Principal | StoredKey) -> Principal:
+def owner_of(credential: Principal | StoredKey) -> Principal:
     """Return the owner of this credential, in at most one query; `ANONYMOUS` if it is unknown."""
     if isinstance(credential, Principal):
         return credential

@@ -63,14 +63,14 @@ def hash_secret(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def same(offered: str, expected: str) -> bool:
+def secrets_equal(offered: str, expected: str) -> bool:
     """Compare two texts of any length in constant time; an empty `expected` matches nothing."""
     return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
 
 
 def is_registration_token(credential: str) -> bool:
     """Return True if this is the shared token that lets a worker register."""
-    return same(credential, conf.cluster().registration_token)
+    return secrets_equal(credential, conf.cluster().registration_token)
 
 
 def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:

@@ -20,7 +20,7 @@ from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import envelopes, fields, throttle
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 
 _MEANINGS = {
     400: "The request is not valid; `field` names what is wrong.",
@@ -78,7 +78,7 @@ class StatusView(SessionView):
                 "providers": ["local"],
                 "hasUsers": user is not None or get_user_model().objects.exists(),
                 "registrationMode": "invite",
-                "user": person(user) if user is not None else None,
+                "user": render_user(user) if user is not None else None,
             }
         )
 
@@ -104,7 +104,7 @@ class LoginView(SessionView):
     )
     def post(self, request: Request) -> Response:
         """By username and password, with a new session and a new CSRF token (D-SIGN-IN)."""
-        sent = validated(shapes.LoginSerializer, request)
+        sent = validate_body(shapes.LoginSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         user: Any = authenticate(request._request, **sent)
@@ -113,7 +113,7 @@ class LoginView(SessionView):
             raise errors.NotAuthenticated("incorrect username or password")
         throttle.sign_ins().forgive(address, now)
         login(request._request, user)
-        return Response({"user": person(user)})
+        return Response({"user": render_user(user)})
 
 
 class LogoutView(SessionView):
@@ -163,12 +163,12 @@ class PasswordView(SessionView):
         user_id = getattr(request.user, "pk", None)
         if user_id is None:
             raise errors.NotAuthenticated("sign-in required")
-        sent = validated(shapes.PasswordSerializer, request)
+        sent = validate_body(shapes.PasswordSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         try:
             with transaction.atomic():
-                user = passwords.change(user_id, sent["old"], sent["new"])
+                user = passwords.change_password(user_id, sent["old"], sent["new"])
                 audit.record(audit.Change("user.password_changed", f"user {user}", str(user.pk)))
         except passwords.PasswordRefused as refused:
             if "old" in refused.problems:
@@ -179,10 +179,10 @@ class PasswordView(SessionView):
             return Response(body, status=refused.status)
         throttle.sign_ins().forgive(address, now)
         update_session_auth_hash(request._request, user)
-        return Response({"user": person(user)})
+        return Response({"user": render_user(user)})
 
 
-def person(user: Any) -> dict[str, Any]:
+def render_user(user: Any) -> dict[str, Any]:
     """Return a user for the wire."""
     return {
         "id": str(user.pk),

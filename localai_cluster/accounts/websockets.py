@@ -21,7 +21,7 @@ from localai_cluster.accounts.principals import ANONYMOUS, Principal
 from localai_cluster.web import throttle, wire
 
 ACCESS = "cluster_access"
-"""NOTIFY channel: `user <id>` or `session <MD5 of its key>`, as in `known_as`."""
+"""NOTIFY channel: `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
 
 
 class PrincipalMiddleware:
@@ -32,34 +32,34 @@ class PrincipalMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Read the principal, in at most two queries; count a wrong key like one over REST."""
-        principal = watcher(await principal_of(scope))
-        if not principal.is_authenticated and credentials.offered(_header_of(scope)):
+        principal = without_newcomers(await principal_of_socket(scope))
+        if not principal.is_authenticated and credentials.offered_credential(_header_of(scope)):
             await throttle.api_keys().noted(credentials.WrongKey(), wire.client_of(scope))
         entries = {
             "principal": principal,
-            "principal_again": lambda: principal_again(scope),
-            "known_as": known_as(scope, principal),
+            "current_principal": lambda: current_principal(scope),
+            "access_names": access_names(scope, principal),
         }
         return await self._app({**scope, **entries}, receive, send)
 
 
-def known_as(scope: Any, principal: Principal) -> frozenset[str]:
+def access_names(scope: Any, principal: Principal) -> frozenset[str]:
     """Return the names of the caller in the database's notifications of `ACCESS`."""
     key = scope["session"].session_key or ""
     session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
     return frozenset({f"user {principal.user_id}", f"session {session}"})
 
 
-def watcher(principal: Principal) -> Principal:
+def without_newcomers(principal: Principal) -> Principal:
     """Return the caller for sockets: anonymous until a generated password is changed on the sign-in page."""
     return ANONYMOUS if principal.kind == "newcomer" else principal
 
 
-async def principal_of(scope: Any) -> Principal:
+async def principal_of_socket(scope: Any) -> Principal:
     """Return the caller; a wrong credential is anonymous, even together with a valid session."""
-    credential = credentials.read(_header_of(scope))
+    credential = credentials.read_credential(_header_of(scope))
     if credential is not None:
-        return await database_sync_to_async(credentials.principal_of)(credential)
+        return await database_sync_to_async(credentials.owner_of)(credential)
     return principals.of_session(await get_user(scope))
 
 
@@ -68,7 +68,7 @@ def _header_of(scope: Any) -> Callable[[str], str]:
     return lambda name: headers.get(name, "")
 
 
-async def principal_again(scope: Any) -> Principal:
+async def current_principal(scope: Any) -> Principal:
     """Return the current caller: the session is read again."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
-    return watcher(await principal_of({**scope, "session": session}))
+    return without_newcomers(await principal_of_socket({**scope, "session": session}))

@@ -19,7 +19,7 @@ _DISCARD_SECONDS = 5.0
 _MOST_DISCARDED = 16 * 1024 * 1024
 
 
-def too_many() -> Unavailable:
+def too_many_bodies() -> Unavailable:
     """Return the error for a body that arrives while the budget is exceeded."""
     return Unavailable("too many request bodies are arriving at once; try again", retry_after=1)
 
@@ -50,7 +50,7 @@ class Budget:
         return self.held > self.limit
 
 
-shared = Budget(MOST_HELD)
+shared_budget = Budget(MOST_HELD)
 """The budget of this web process."""
 
 
@@ -69,7 +69,7 @@ class Body:
         receive: wire.Receive,
         limit: int = wire.MAX_BODY,
         too_large: ClusterError | None = None,
-        budget: Budget = shared,
+        budget: Budget = shared_budget,
     ) -> None:
         self._scope = scope
         self._receive = receive
@@ -123,7 +123,7 @@ class Body:
                 f"the request body exceeds {self._limit} bytes", field="input"
             )
         if self._size > FIRST_PART and self._budget.is_exceeded:
-            raise too_many()
+            raise too_many_bodies()
         self._parts.append(part)
 
     def release(self) -> None:

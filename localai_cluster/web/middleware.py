@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from localai_cluster.web.bodies import Budget, too_many
+from localai_cluster.web.bodies import Budget, too_many_bodies
 
-LARGEST_BODY = 1024 * 1024 + 64 * 1024
+LARGEST_DJANGO_BODY = 1024 * 1024 + 64 * 1024
 """Bytes of a body that are passed on, above every route's own limit; further bytes are read and dropped."""
 FREE_BODY = 64 * 1024
 """Bytes of a body that are always admitted. Django reads a body before it knows the caller."""
-MOST_HELD = 64 * 1024 * 1024
+MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
 """Memory limit of all larger bodies of one process, in bytes."""
 
 
@@ -20,7 +20,7 @@ class BoundedBody:
 
     def __init__(self, application: Any) -> None:
         self._application = application
-        self._budget = Budget(MOST_HELD)
+        self._budget = Budget(MOST_HELD_BY_DJANGO)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the request on."""
@@ -29,9 +29,13 @@ class BoundedBody:
         async def bounded() -> Any:
             nonlocal passed, counted, refused
             message = await receive()
-            while passed > LARGEST_BODY and message["type"] == "http.request" and message.get("more_body"):
+            while (
+                passed > LARGEST_DJANGO_BODY
+                and message["type"] == "http.request"
+                and message.get("more_body")
+            ):
                 message = await receive()
-            if message["type"] == "http.request" and passed > LARGEST_BODY:
+            if message["type"] == "http.request" and passed > LARGEST_DJANGO_BODY:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
             if passed > FREE_BODY:
@@ -45,7 +49,7 @@ class BoundedBody:
         try:
             await self._application(scope, bounded, send)
             if refused:
-                raise too_many()
+                raise too_many_bodies()
         finally:
             self._budget.give_back(counted)
 

@@ -18,8 +18,8 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 
-KIND = "multipart/form-data"
-PIECE = 1024 * 1024
+FORM_TYPE = "multipart/form-data"
+WRITE_SIZE = 1024 * 1024
 """Bytes of one write to the file."""
 
 
@@ -45,14 +45,14 @@ class Form:
             upload.file.close()
 
 
-async def read(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
+async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
     """Return the form in a request's body; `kind` is its content type.
 
     Raises `too_large` above `limit` bytes, InvalidInput if the body is not such a form, Unavailable when the
     disk is full, Disconnected when the client disconnects before the end.
     """
-    if kind.partition(";")[0].strip().lower() != KIND:
-        raise InvalidInput(f"the body must be {KIND}")
+    if kind.partition(";")[0].strip().lower() != FORM_TYPE:
+        raise InvalidInput(f"the body must be {FORM_TYPE}")
     try:
         with tempfile.TemporaryFile() as body:
             size = await _spool(receive, body, limit, too_large)
@@ -73,7 +73,7 @@ async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: Clust
             raise too_large
         buffer += part
         has_more = message.get("more_body", False)
-        if len(buffer) >= PIECE or not has_more:
+        if len(buffer) >= WRITE_SIZE or not has_more:
             await asyncio.to_thread(body.write, bytes(buffer))
             buffer.clear()
     return size
@@ -99,16 +99,16 @@ class _Unnamed(FileUploadHandler):
 
 def _parse(body: IO[bytes], kind: str, size: int) -> Form:
     body.seek(0)
-    # Latin-1 decodes any bytes; `_text` then refuses invalid UTF-8, which Django would replace.
+    # Latin-1 decodes any bytes; `_decode` then refuses invalid UTF-8, which Django would replace.
     meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
     try:
         fields, files = MultiPartParser(meta, cast(Any, body), [_Unnamed()], "latin-1").parse()
     except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
         raise InvalidInput(f"the body is not a form that can be read: {error}") from error
-    form = Form(files={_text(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
+    form = Form(files={_decode(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
     try:
         texts = {
-            _text(name, "name of a field"): [_text(value, name) for value in fields.getlist(name)]
+            _decode(name, "name of a field"): [_decode(value, name) for value in fields.getlist(name)]
             for name in fields
         }
     except InvalidInput:
@@ -122,7 +122,7 @@ def _upload(uploaded: "UploadedFile[Any]") -> Upload:
     return Upload(uploaded.name or "", uploaded.size or 0, uploaded.file)
 
 
-def _text(raw: str, field: str) -> str:
+def _decode(raw: str, field: str) -> str:
     try:
         return raw.encode("latin-1").decode()
     except UnicodeError:

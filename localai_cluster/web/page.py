@@ -33,7 +33,7 @@ def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
 
 @ensure_csrf_cookie
 def _page(request: HttpRequest, status: int) -> HttpResponseBase:
-    build, nonce = ui.current(), secrets.token_urlsafe(16)
+    build, nonce = ui.current_build(), secrets.token_urlsafe(16)
     if build is None:
         response = HttpResponse(_NOT_BUILT, status=503)
     else:
@@ -48,7 +48,7 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
     is_navigation = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("accept", "")
     if (
         is_navigation
-        and ui.current()
+        and ui.current_build()
         and request.content_type != "application/json"
         and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)
     ):

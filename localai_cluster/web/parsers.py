@@ -77,7 +77,7 @@ class AlwaysJSON(BaseContentNegotiation):
         return renderer, renderer.media_type
 
 
-def validated(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
+def validate_body(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
     """Return the body's fields. InvalidInput unless it is an object, ValidationError for wrong fields."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)

@@ -39,7 +39,7 @@ class StaticFiles(ASGIStaticFilesHandler):
         try:
             if not path.startswith(HASHED):
                 return serve(request, path, insecure=True)
-            response = serve(request, _best(request, path), insecure=True)
+            response = serve(request, _best_encoding(request, path), insecure=True)
         except (SuspiciousOperation, ValueError) as error:
             raise Http404 from error
         response["Cache-Control"] = _FOR_EVER
@@ -47,7 +47,7 @@ class StaticFiles(ASGIStaticFilesHandler):
         return response
 
 
-def _best(request: HttpRequest, path: str) -> str:
+def _best_encoding(request: HttpRequest, path: str) -> str:
     """Return the compressed file if there is one and the client accepts gzip; Django sets the encoding."""
     compressed = f"{path}.gz"
     accepts_compressed = accepts_gzip(request.headers.get("accept-encoding", ""))

@@ -32,12 +32,12 @@ class PageBuild:
     preloads: tuple[str, ...]
 
 
-def current() -> PageBuild | None:
+def current_build() -> PageBuild | None:
     """Return the current build; None if there is none or it cannot be read."""
     manifest = settings.UI_DIST / "manifest.json"
     try:
         status = manifest.stat()
-        return _read(manifest, status.st_mtime_ns, status.st_size)
+        return _read_manifest(manifest, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -47,12 +47,12 @@ def current() -> PageBuild | None:
 
 def build_id() -> str:
     """Return the hash of the current build, "" without one: a page with another hash is out of date."""
-    build = current()
+    build = current_build()
     return build.id if build is not None else ""
 
 
 @lru_cache(maxsize=1)
-def _read(manifest: Path, changed_at: int, size: int) -> PageBuild:
+def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
     raw = manifest.read_bytes()
     chunks = json.loads(raw)
     needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, {ENTRY}))]

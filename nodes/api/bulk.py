@@ -13,7 +13,7 @@ from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from nodes.api.backend_bodies import InstallSerializer, install_wish
 from nodes.api.base import NODE_ID, NodeView, actor_of, answered, sent
 from nodes.api.cluster_backends import MOST_NODES
@@ -127,7 +127,7 @@ class BulkView(NodeView):
 
         Each node is decided separately. Agents get their API token by registering again.
         """
-        fields = validated(BulkSerializer, request)
+        fields = validate_body(BulkSerializer, request)
         bulk_request = bulk.BulkRequest(
             _KINDS[fields["verb"]],
             fields["ids"],
@@ -167,7 +167,7 @@ class BulkInstallView(NodeView):
 
         A node that cannot take it gets a part that fails with the reason; the others go on.
         """
-        fields = validated(BulkInstallSerializer, request)
+        fields = validate_body(BulkInstallSerializer, request)
         wish, asked = install_wish(fields), asked_by(request, [])
         admission = bulk_install.request(wish, asked, fields["ids"], now=clock.now())
         return Response(accepted(admission, INSTALL), status=202)

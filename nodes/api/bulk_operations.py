@@ -12,7 +12,7 @@ from rest_framework.views import APIView
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from nodes.api.installs import asked_by
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked
@@ -77,7 +77,7 @@ class BulkOperationsView(APIView):
     )
     def post(self, request: Request) -> Response:
         """Does it to each of them, each on its own, and answers how many. Repeating it does no harm."""
-        fields = validated(BulkOperationsSerializer, request)
+        fields = validate_body(BulkOperationsSerializer, request)
         return Response(_run(fields["verb"], fields["ids"], asked_by(request, []), fields.get("comment", "")))
 
 

@@ -24,7 +24,7 @@ from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
 from localai_cluster.web.fields import Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, answered, query, sent, text
@@ -148,7 +148,7 @@ class LoadView(APIView):
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
         if async_to_sync(folder.find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
@@ -185,7 +185,7 @@ class ShutdownView(APIView):
     @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         return carried_out(
             request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
         )

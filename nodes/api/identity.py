@@ -10,7 +10,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import fields
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api.base import (
     FINGERPRINT,
@@ -162,6 +162,6 @@ class RevokeView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Permanently rejects the worker's secret; the node is pending again, without an identity."""
         found = existing(node_id)
-        reason = validated(ReasonSerializer, request).get("reason", "")
+        reason = validate_body(ReasonSerializer, request).get("reason", "")
         services.revoke(found, actor=actor_of(request), now=clock.now(), reason=reason)
         return Response({"message": "identity revoked"})

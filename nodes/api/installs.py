@@ -13,7 +13,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.fields import Described
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent
@@ -105,7 +105,7 @@ def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
-    backend = validated(BackendSerializer, request)["backend"]
+    backend = validate_body(BackendSerializer, request)["backend"]
     return _on_one(request, node_commands.find_node(existing(node_id)), Wish(kind, backend))
 
 
@@ -115,7 +115,7 @@ class InstallView(NodeView):
     @_schema("install", "Install a backend on a node", InstallSerializer, "local@minilm", SAID[INSTALL])
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        wish = install_wish(validated(InstallSerializer, request))
+        wish = install_wish(validate_body(InstallSerializer, request))
         return _on_one(request, node_commands.find_node(existing(node_id)), wish)
 
 

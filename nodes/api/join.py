@@ -20,7 +20,7 @@ from localai_cluster.accounts.authentication import (
     BearerAuthentication,
     CookieAuthentication,
     client_address,
-    person,
+    person_of,
     principal,
 )
 from localai_cluster.kit import clock, conf, errors
@@ -57,7 +57,7 @@ class JoinAuthentication(BaseAuthentication):
             return principals.JOINING, None
         if principals.is_registration_token(offered):
             return principals.JOINING, None
-        if person(request).is_authenticated:
+        if person_of(request).is_authenticated:
             return None
         raise identity.WrongCredential("invalid registration token")
 

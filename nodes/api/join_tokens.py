@@ -14,7 +14,7 @@ from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import MOMENT, NodeView, actor_of, answered, message, page_schema, sent
@@ -142,7 +142,7 @@ class JoinTokensView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Works in place of the registration token, for new nodes until it expires or is used up."""
-        told = validated(JoinTokenRequestSerializer, request)
+        told = validate_body(JoinTokenRequestSerializer, request)
         configured = conf.cluster().public_url
         url = configured or _base_url(told.get("url") or request.build_absolute_uri("/"))
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)

@@ -15,7 +15,7 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
 from nodes.api.installs import ACCEPTED
 from nodes.backends import node_stop
@@ -154,7 +154,7 @@ class ApproveView(NodeView):
         With the `fingerprint` that the approver compared, 409 if the node has another one now.
         """
         found = existing(node_id)
-        fields = validated(ApproveSerializer, request)
+        fields = validate_body(ApproveSerializer, request)
         approved = services.approve(
             found,
             actor=actor_of(request),
@@ -192,7 +192,7 @@ class ApproveManyView(NodeView):
 
         Agents get their API token by registering again.
         """
-        fields = validated(ApproveManySerializer, request)
+        fields = validate_body(ApproveManySerializer, request)
         ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
         found = services.approve_many(
             ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
@@ -214,7 +214,7 @@ class RejectView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Rejects a pending node with a reason. Re-registering does not change that."""
         found = existing(node_id)
-        reason = validated(RejectionSerializer, request)["reason"]
+        reason = validate_body(RejectionSerializer, request)["reason"]
         services.reject(found, actor=actor_of(request), now=clock.now(), reason=reason)
         return Response({"message": "node rejected"})
 
@@ -236,7 +236,7 @@ class DrainView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Sends no new requests to the node; running ones may finish until the deadline."""
         found = existing(node_id)
-        fields = validated(DrainRequestSerializer, request)
+        fields = validate_body(DrainRequestSerializer, request)
         services.drain(
             found,
             actor=actor_of(request),
@@ -261,7 +261,7 @@ class ResumeView(NodeView):
     def post(self, request: Request, node_id: str) -> Response:
         """Returns the node to service; an offline node after its next heartbeat."""
         found = existing(node_id)
-        reason = validated(ReasonSerializer, request).get("reason", "")
+        reason = validate_body(ReasonSerializer, request).get("reason", "")
         services.resume(found, actor=actor_of(request), now=clock.now(), reason=reason)
         return Response({"message": "node resumed"})
 
@@ -291,7 +291,7 @@ class StopView(NodeView):
             node,
             actor=actor_of(request).name,
             now=clock.now(),
-            reason=validated(ReasonSerializer, request).get("reason", ""),
+            reason=validate_body(ReasonSerializer, request).get("reason", ""),
             request_id=request_id.get(),
             client_address=client_address(request),
         )

@@ -20,7 +20,7 @@ from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NodeView, answered, existing, sent
@@ -154,7 +154,7 @@ class _ModelView(NodeView):
         node_id: str | None = None,
     ) -> Response:
         """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
-        fields = validated(shape, request)
+        fields = validate_body(shape, request)
         node = node_commands.find_node(existing(node_id)) if node_id is not None else None
         return carried_out(request, ask, fields, said, node)
 

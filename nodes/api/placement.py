@@ -12,7 +12,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
@@ -253,7 +253,7 @@ class PlanView(NodeView):
         It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
         now if it were saved.
         """
-        return Response(plan_of(validated(PlacementPlanRequestSerializer, request), clock.now()))
+        return Response(plan_of(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
 
 
 def plan_of(body: dict[str, Any], now: datetime) -> Row:

@@ -14,7 +14,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.parsers import validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BACKEND_NAME, bare_name, checked_name
 from nodes.api.cluster_backends import command, started
@@ -94,7 +94,7 @@ class ApplyView(_Plain):
 
         A build for one kind of hardware is a 409 that names what to install instead.
         """
-        fields = validated(ApplySerializer, request)
+        fields = validate_body(ApplySerializer, request)
         gallery, _, name = fields["id"].rpartition("@")
         return _scheduled(request, Wish(INSTALL, name, gallery=gallery, force=fields.get("force", False)))
 

@@ -8,7 +8,7 @@ import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
 
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.accounts.websockets import principal_of_socket
 from localai_cluster.kit import errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.openapi import Operation, json_body, refusals
@@ -45,7 +45,7 @@ async def _from_a_person(scope: Scope) -> bool:
     found: list[Principal] = []
 
     async def note(inner: Any, receive: Any, send: Any) -> None:
-        found.append(await principal_of(inner))
+        found.append(await principal_of_socket(inner))
 
     asked: Any = CookieMiddleware(SessionMiddleware(note))
     await asked(scope, None, None)

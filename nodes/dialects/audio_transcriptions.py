@@ -185,7 +185,7 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
     values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
     values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
-    body = wire.typed(values_by_name, TranscriptionBody, texts=True)
+    body = wire.parse_struct(values_by_name, TranscriptionBody, texts=True)
     upload = request.form.files.get("file")
     if upload is None or not upload.size:
         raise InvalidInput("file: a file of sound is needed", field="file")

@@ -262,7 +262,7 @@ def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: P
     if channel in (OPERATIONS, ""):
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
-        sockets.look_again(payload)
+        sockets.recheck_sockets(payload)
         recent_sessions.clear()
         if _running is not None:
             _running.gateway.picker.confirmed_keys.clear()

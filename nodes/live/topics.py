@@ -12,7 +12,7 @@ from django.conf import settings
 
 from localai_cluster.kit import clock
 from localai_cluster.web import ui
-from localai_cluster.web.sockets import Scope, encoded, text_in
+from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.live import shapes, watch
 
 ALIVE_EVERY = 5.0
@@ -22,7 +22,7 @@ ALIVE_EVERY = 5.0
 def greeting(scope: Scope) -> str:
     """Says who the server is and whom it takes the client for."""
     principal = scope["principal"]
-    return encoded(
+    return encode_message(
         shapes.HELLO.of(
             at=clock.now().isoformat(),
             build=ui.build_id(),
@@ -34,7 +34,7 @@ def greeting(scope: Scope) -> str:
 
 async def nodes(scope: Scope) -> AsyncGenerator[str, None]:
     """Nodes and notices."""
-    async with contextlib.aclosing(watch.shared().follow(text_in(scope, "nodes"))) as messages:
+    async with contextlib.aclosing(watch.shared().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
@@ -43,4 +43,4 @@ async def alive(scope: Scope) -> AsyncGenerator[str, None]:
     """Lets a page tell a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
-        yield encoded(shapes.ALIVE.of(at=clock.now().isoformat()))
+        yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

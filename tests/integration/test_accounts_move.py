@@ -34,7 +34,7 @@ def test_keys_passwords_and_permissions_survive_the_move() -> None:
         newest.migrate(newest.loader.graph.leaf_nodes())
     ContentType.objects.clear_cache()
 
-    caller = credentials.principal_of(credentials.identify(plain))
+    caller = credentials.owner_of(credentials.classify_credential(plain))
     assert caller.name == "ann"
     assert ApiKey.objects.get().name == "laptop"
     assert InitialPassword.objects.get().user == user

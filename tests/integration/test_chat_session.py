@@ -176,7 +176,7 @@ def test_without_a_database_it_is_said_that_it_may_work_later(monkeypatch: pytes
 
 
 def test_a_key_causes_no_look_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browsers, "principal_of", None)
+    monkeypatch.setattr(browsers, "principal_of_request", None)
     headers = signed_in(person(), authorization=f"Bearer {API_KEY}")
     answer, _ = asked(headers)
     assert answer.status == 200

@@ -59,6 +59,6 @@ def test_rest_and_the_hot_path_agree_on_every_stored_key() -> None:
             await asyncio.gather(*asked, return_exceptions=True)
 
     asyncio.run(scenario())
-    by_orm = {key: credentials.principal_of(StoredKey(key)) for key in requests}
+    by_orm = {key: credentials.owner_of(StoredKey(key)) for key in requests}
     assert {key: request.principal for key, request in requests.items()} == by_orm
     assert [who.kind for who in by_orm.values()] == ["user", "admin", "admin", "anonymous", "anonymous"]

@@ -94,7 +94,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
     """REST and workers' bodies, inference, messages of the bus: 64 levels pass, 65 are named as too deep."""
     fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
     assert parsers.parse_json(fits)
-    assert wire.json_object(fits)
+    assert wire.parse_json_object(fits)
     assert codec.decode(fits, m.ListReply) == m.ListReply()
 
     def never(*_: Any, **__: Any) -> Any:
@@ -102,7 +102,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
 
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(orjson, "loads", never)
-    for read in (parsers.parse_json, wire.json_object):
+    for read in (parsers.parse_json, wire.parse_json_object):
         with pytest.raises(InvalidInput, match="nested more than 64 levels"):
             read(deep)
     with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):

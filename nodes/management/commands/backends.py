@@ -53,7 +53,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Runs the verb and prints the result; CommandError if it is refused."""
         try:
-            with audit.at_command_line(lookup.actor()):
+            with audit.attribute_to_command(lookup.actor()):
                 if text := options["act"](options, self.stdout):
                     self.stdout.write(text)
         except errors.ClusterError as refusal:

@@ -16,7 +16,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from rest_framework.exceptions import ValidationError
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.envelopes import translated
+from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import load_explanation
 from nodes.management import placement_texts, rendering
@@ -51,7 +51,7 @@ class Command(BaseCommand):
         try:
             self.stdout.write(options["act"](options))
         except ValidationError as wrong:
-            refusal = translated(wrong)
+            refusal = translate_error(wrong)
             raise CommandError(refusal.message if refusal else str(wrong)) from wrong
         except errors.ClusterError as refusal:
             raise CommandError(refusal.message) from refusal
