@@ -16,7 +16,7 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
-from localai_cluster.accounts import credentials, passwords, principals
+from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
@@ -45,8 +45,8 @@ def _header_of(request: Request) -> Callable[[str], str]:
 
 def _owner_of_headers(request: Request) -> Principal | None:
     """Return the owner of the credential in the headers, in at most one query; None without a credential."""
-    credential = credentials.read_credential(_header_of(request))
-    return None if credential is None else credentials.owner_of(credential)
+    credential = principals.read_credential(_header_of(request))
+    return None if credential is None else principals.owner_of(credential)
 
 
 class BearerAuthentication(BaseAuthentication):
@@ -61,7 +61,7 @@ class BearerAuthentication(BaseAuthentication):
         if caller is None:
             return None
         if not caller.is_authenticated:
-            if credentials.offered_credential(_header_of(request)):
+            if principals.offered_credential(_header_of(request)):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return caller, None

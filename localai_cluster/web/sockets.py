@@ -3,7 +3,8 @@
 The surrounding application sets the caller as `scope["principal"]`, and reads it again when
 `scope["current_principal"]` is called; only admins are admitted. An open socket checks this periodically, and
 at once when `recheck_sockets` is called with one of `scope["access_names"]`. A topic is an endless stream of
-messages. A socket sends the messages of all its topics in the order of their arrival, and ignores its client's.
+messages. A socket sends the messages of all its topics in the order of their arrival, and ignores its
+client's.
 """
 
 import asyncio

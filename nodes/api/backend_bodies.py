@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 from rest_framework import serializers
 
 from localai_cluster.kit import errors
-from localai_cluster.web.fields import Described, NullIsAbsent, Text
-from localai_cluster.web.parsers import parse_json
+from localai_cluster.web.rest import Described, NullIsAbsent, Text, parse_json
 from nodes.backends import node_commands
 from nodes.backends.backend_requests import INSTALL, Wish
 from nodes.backends.upgrade_rules import is_image

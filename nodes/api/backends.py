@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, column
 from nodes.api.base import NodeView, answered, header
 from nodes.api.worker_auth import parse_node_id

@@ -13,7 +13,7 @@ from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import validate_body
 from nodes.api.backend_bodies import InstallSerializer, install_wish
 from nodes.api.base import NODE_ID, NodeView, actor_of, answered, sent
 from nodes.api.cluster_backends import MOST_NODES

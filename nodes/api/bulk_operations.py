@@ -10,9 +10,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from nodes.api.installs import asked_by
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked

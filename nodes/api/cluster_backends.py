@@ -15,9 +15,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import InstallSerializer, bare_name, install_wish
 from nodes.api.installs import SAID, Said, asked_by

@@ -22,9 +22,8 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
-from localai_cluster.web.fields import Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, answered, query, sent, text

@@ -11,7 +11,7 @@ from rest_framework.views import APIView
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field, mapping
 from nodes.api.base import answered
 from nodes.api.catalogue import REPOSITORY, read_galleries, repositories

@@ -26,7 +26,7 @@ from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
-from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.rest import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api import raw

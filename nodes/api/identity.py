@@ -8,10 +8,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import fields
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer, validate_body
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -96,7 +95,7 @@ class AcceptView(NodeView):
         summary="Accept an identity conflict",
         tags=["identity"],
         request=None,
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("conflict accepted")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
@@ -114,7 +113,7 @@ class RefuseView(NodeView):
         summary="Refuse an identity conflict",
         tags=["identity"],
         request=None,
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("conflict refused")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
@@ -139,7 +138,7 @@ class RotateView(NodeView):
         summary="Request a secret rotation",
         tags=["identity"],
         request=None,
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("rotation requested")],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -156,7 +155,7 @@ class RevokeView(NodeView):
         summary="Revoke a node's secret",
         tags=["identity"],
         request=ReasonSerializer,
-        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: rest.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[REASON, message("identity revoked")],
     )
     def post(self, request: Request, node_id: str) -> Response:

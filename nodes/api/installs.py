@@ -11,9 +11,8 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.fields import Described
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Described, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent

@@ -11,10 +11,9 @@ from rest_framework.response import Response
 
 from localai_cluster import join_script
 from localai_cluster.kit import clock, conf, env, errors
-from localai_cluster.web import fields
-from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import MOMENT, NodeView, actor_of, answered, message, page_schema, sent
@@ -179,7 +178,7 @@ class JoinTokenView(NodeView):
         operation_id="join_tokens_revoke",
         summary="Revoke a join token",
         tags=["nodes"],
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
         examples=[message("join token revoked")],
     )
     def delete(self, request: Request, token_id: str) -> Response:

@@ -8,7 +8,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import errors, names
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import MALFORMED
+from localai_cluster.web.rest import MALFORMED
 from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent
 from nodes.models import NodeLabel, selectors
 from nodes.registry import services

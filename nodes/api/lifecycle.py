@@ -12,10 +12,9 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web import fields
-from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
 from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
 from nodes.api.installs import ACCEPTED
 from nodes.backends import node_stop
@@ -208,7 +207,7 @@ class RejectView(NodeView):
         summary="Reject a node",
         tags=["nodes"],
         request=RejectionSerializer,
-        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: rest.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[sent({"reason": "no such machine was announced"}), message("node rejected")],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -227,7 +226,7 @@ class DrainView(NodeView):
         summary="Drain a node",
         tags=["nodes"],
         request=DrainRequestSerializer,
-        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
+        responses={200: rest.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
         examples=[
             sent({"reason": "new power supply", "deadline_seconds": 600}),
             message("node set to draining"),
@@ -255,7 +254,7 @@ class ResumeView(NodeView):
         summary="Resume a node",
         tags=["nodes"],
         request=ReasonSerializer,
-        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: rest.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[REASON, message("node resumed")],
     )
     def post(self, request: Request, node_id: str) -> Response:

@@ -18,9 +18,8 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NodeView, answered, existing, sent

@@ -5,9 +5,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import fields
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -166,7 +166,7 @@ class NodeDetailView(NodeView):
         operation_id="nodes_delete",
         summary="Remove a node",
         tags=["nodes"],
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
         examples=[message("node deregistered")],
     )
     def delete(self, request: Request, node_id: str) -> Response:

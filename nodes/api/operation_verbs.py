@@ -16,9 +16,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.web.fields import NullIsAbsent
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import NullIsAbsent, validate_body
 from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confirmations
 from nodes.api.installs import Said, asked_by
 from nodes.backends import admission as on_backends

@@ -4,9 +4,8 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.web.fields import NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
 from nodes.api.base import REVISION, NodeView, answered, edit_of, existing, sent
 from nodes.registry import services

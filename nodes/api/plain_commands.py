@@ -12,9 +12,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BACKEND_NAME, bare_name, checked_name
 from nodes.api.cluster_backends import command, started

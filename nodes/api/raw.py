@@ -8,7 +8,7 @@ import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
 
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.accounts.websockets import principal_of_socket
+from localai_cluster.accounts.sessions import principal_of_socket
 from localai_cluster.kit import errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.openapi import Operation, json_body, refusals

@@ -14,7 +14,7 @@ from rest_framework import serializers
 
 from localai_cluster.kit import errors, names
 from localai_cluster.kit.addresses import EXPECTED
-from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
+from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from nodes.models import NodeType
 from nodes.registry import gpus
 from nodes.registry.heartbeats import LARGEST

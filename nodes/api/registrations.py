@@ -24,7 +24,7 @@ from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.rest import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api.base import answered

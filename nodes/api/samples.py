@@ -6,7 +6,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import BYTES, TIME, Shape, field
 from nodes.api.base import MOMENT, NodeView, answered, existing
 from nodes.registry import samples

@@ -10,7 +10,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import errors
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import TEXT, TIME, Shape, field
 from nodes.api.base import MOMENT, NodeView, answered
 from nodes.api.worker_auth import parse_node_id

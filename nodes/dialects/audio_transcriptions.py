@@ -19,7 +19,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
 from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult, TranscriptSegment
 from localai_cluster.web import wire
-from localai_cluster.web.multipart import Upload
+from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster.accounts.authentication import recent_sessions
-from localai_cluster.accounts.websockets import ACCESS
+from localai_cluster.accounts.sessions import ACCESS
 from localai_cluster.kit import clock, conf, database_pool
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from django.conf import settings
 
 from localai_cluster.kit import clock
-from localai_cluster.web import ui
+from localai_cluster.web import page
 from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.live import shapes, watch
 
@@ -25,7 +25,7 @@ def greeting(scope: Scope) -> str:
     return encode_message(
         shapes.HELLO.of(
             at=clock.now().isoformat(),
-            build=ui.build_id(),
+            build=page.build_id(),
             version=str(settings.SPECTACULAR_SETTINGS["VERSION"]),
             user=shapes.FEED_USER.of(name=principal.name, role=principal.kind),
         )

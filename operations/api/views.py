@@ -12,7 +12,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validate_body
+from localai_cluster.web.rest import validate_body
 from operations.api import serializers as shapes
 from operations.api.jobs import found
 from operations.ledger import admission

@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 from django.contrib.auth import get_user_model
 
-from localai_cluster.accounts.credentials import classify_credential, owner_of
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import services

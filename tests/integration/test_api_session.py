@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import InitialPassword
-from localai_cluster.accounts.websockets import principal_of_socket
+from localai_cluster.accounts.sessions import principal_of_socket
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from tests.support import api

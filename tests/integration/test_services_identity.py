@@ -7,8 +7,7 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster.accounts.actors import MAKE_RUN
-from localai_cluster.accounts.credentials import classify_credential, owner_of
-from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.accounts.principals import classify_credential, hash_secret, owner_of
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
 from nodes.registry import services

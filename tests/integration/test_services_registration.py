@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from django.contrib.auth import get_user_model
 
-from localai_cluster.accounts.credentials import classify_credential, owner_of
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import errors
 from nodes.backends.node_commands import find_node
 from nodes.decisions.fleet_queries import fleet

@@ -9,11 +9,10 @@ from django.db import IntegrityError, InterfaceError, OperationalError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.accounts.credentials import offered_credential
-from localai_cluster.accounts.principals import hash_secret, secrets_equal
+from localai_cluster.accounts.principals import hash_secret, offered_credential, secrets_equal
 from localai_cluster.kit import errors
 from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
-from localai_cluster.web.parsers import is_json, parse_json
+from localai_cluster.web.rest import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures
 from nodes.registry import budget
 from nodes.registry.identity import (
