@@ -170,7 +170,7 @@ def test_without_a_database_it_is_said_that_it_may_work_later(monkeypatch: pytes
         raise DatabaseError("gone")
 
     headers = signed_in(person())
-    monkeypatch.setattr(sessions, "get_user", gone)
+    monkeypatch.setattr("django.contrib.auth.get_user", gone)
     answer, _ = asked(headers)
     assert (answer.status, answer.headers["retry-after"]) == (503, "2")
 

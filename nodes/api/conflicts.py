@@ -1,4 +1,4 @@
-"""Who may speak for a node: conflicts, rotation and revocation of its secret."""
+"""Identity conflicts: other machines that claim to be a node. An administrator accepts or refuses them."""
 
 from uuid import UUID
 
@@ -10,7 +10,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer, validate_body
+from localai_cluster.web.rest import FastJSONRenderer
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -22,10 +22,9 @@ from nodes.api.base import (
     message,
     page_schema,
 )
-from nodes.api.lifecycle import REASON, ReasonSerializer
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import NodeConflict
-from nodes.registry import listing, services
+from nodes.registry import actions, listing, services
 from nodes.registry.shape import CONFLICT
 
 USUAL_PAGE = 100
@@ -92,17 +91,17 @@ class AcceptView(NodeView):
 
     @extend_schema(
         operation_id="conflicts_accept",
-        summary="Accept an identity conflict",
+        summary=actions.ACCEPT.summary,
         tags=["identity"],
         request=None,
         responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message("conflict accepted")],
+        examples=[message(actions.ACCEPT.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant becomes the node; the node's previous secret is permanently rejected."""
         node, conflict = _decided(node_id, conflict_id)
         services.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
-        return Response({"message": "conflict accepted"})
+        return Response({"message": actions.ACCEPT.message})
 
 
 class RefuseView(NodeView):
@@ -110,17 +109,17 @@ class RefuseView(NodeView):
 
     @extend_schema(
         operation_id="conflicts_refuse",
-        summary="Refuse an identity conflict",
+        summary=actions.REFUSE.summary,
         tags=["identity"],
         request=None,
         responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message("conflict refused")],
+        examples=[message(actions.REFUSE.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node keeps its identity; the claimant stays refused."""
         node, conflict = _decided(node_id, conflict_id)
         services.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
-        return Response({"message": "conflict refused"})
+        return Response({"message": actions.REFUSE.message})
 
 
 def _decided(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
@@ -128,39 +127,3 @@ def _decided(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
     if conflict is None:
         raise errors.NotFound("conflict not found")
     return node, conflict
-
-
-class RotateView(NodeView):
-    """`/api/nodes/:id/identity/rotate`."""
-
-    @extend_schema(
-        operation_id="nodes_identity_rotate",
-        summary="Request a secret rotation",
-        tags=["identity"],
-        request=None,
-        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message("rotation requested")],
-    )
-    def post(self, request: Request, node_id: str) -> Response:
-        """From now on the worker's secret is accepted only for registration and rotation."""
-        services.request_rotation(existing(node_id), actor=actor_of(request), now=clock.now())
-        return Response({"message": "rotation requested"})
-
-
-class RevokeView(NodeView):
-    """`/api/nodes/:id/identity/revoke`."""
-
-    @extend_schema(
-        operation_id="nodes_identity_revoke",
-        summary="Revoke a node's secret",
-        tags=["identity"],
-        request=ReasonSerializer,
-        responses={200: rest.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[REASON, message("identity revoked")],
-    )
-    def post(self, request: Request, node_id: str) -> Response:
-        """Permanently rejects the worker's secret; the node is pending again, without an identity."""
-        found = existing(node_id)
-        reason = validate_body(ReasonSerializer, request).get("reason", "")
-        services.revoke(found, actor=actor_of(request), now=clock.now(), reason=reason)
-        return Response({"message": "identity revoked"})
