@@ -12,7 +12,7 @@ from rest_framework.views import APIView
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
-from nodes.api.installs import asked_by
+from nodes.api.node_backends import asked_by
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked
 from operations.ledger import admission
