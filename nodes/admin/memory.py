@@ -19,7 +19,7 @@ from nodes.models import (
     PrefixPressure,
 )
 from nodes.scheduling import store
-from nodes.scheduling.rules import Rule, check
+from nodes.scheduling.rules import Rule, check_rule
 
 if TYPE_CHECKING:  # generic for the type checker only
     RuleModelForm = forms.ModelForm[ModelSchedulingConfig]
@@ -119,7 +119,7 @@ class RuleForm(RuleModelForm):
         told = {name: getattr(self.instance, name) for name in _FIELDS} | self.cleaned_data
         if not self.errors:
             try:
-                check(Rule(**told))
+                check_rule(Rule(**told))
             except errors.InvalidInput as refusal:
                 self.add_error(refusal.field if refusal.field in self.fields else None, refusal.message)
         return self.cleaned_data

@@ -43,7 +43,7 @@ async def tags(request: InferenceRequest) -> Answer:
     await confirm(request)
     models = [
         _entry(definition) | {"modified_at": moment(definition.changed)}
-        for definition in await folder.every()
+        for definition in await folder.list_definitions()
     ]
     return Answer(orjson.dumps({"models": models}))
 
@@ -58,7 +58,7 @@ async def running(request: InferenceRequest) -> Answer:
     models = [
         _entry(definition)
         | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
-        for definition in await folder.every()
+        for definition in await folder.list_definitions()
         if definition.name in loaded
     ]
     return Answer(orjson.dumps({"models": models}))
@@ -81,7 +81,7 @@ async def show(request: InferenceRequest) -> Answer:
             {
                 "modelfile": "",
                 "parameters": "",
-                "template": definition.answering.template,
+                "template": definition.generation.template,
                 "details": _entry(definition)["details"],
                 "model_info": {"general.context_length": context} if context else {},
                 "capabilities": _capabilities(definition),

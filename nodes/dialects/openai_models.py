@@ -18,7 +18,7 @@ ONE_MODEL = "/v1/models/"
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    data = [_entry(definition) for definition in await folder.every()]
+    data = [_entry(definition) for definition in await folder.list_definitions()]
     return Answer(orjson.dumps({"object": "list", "data": data}))
 
 
@@ -37,6 +37,6 @@ def _entry(definition: Definition) -> dict[str, Any]:
         "created": definition.changed,
         "owned_by": "localai",
     }
-    if definition.answering.warnings:
-        entry["warnings"] = list(definition.answering.warnings)
+    if definition.generation.warnings:
+        entry["warnings"] = list(definition.generation.warnings)
     return entry

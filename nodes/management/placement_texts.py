@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from nodes.management.rendering import age, printable, table
-from nodes.reconcilers.decision_replay import Found
+from nodes.reconcilers.decision_replay import ReplayedDecision
 
 _REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
 _RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")
@@ -56,7 +56,7 @@ def ruled(row: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def again(said: Found, found: Found | None) -> str:
+def again(said: ReplayedDecision, found: ReplayedDecision | None) -> str:
     """Whether both are the same."""
     if found is None:
         return "what this decision saw is not kept any more"

@@ -13,7 +13,7 @@ from django.db.models import Max, Q, Sum
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
-from nodes.decisions.fleet_queries import in_flight
+from nodes.decisions.fleet_queries import lock_in_flight_counts
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry.change import Change, changing
 from nodes.registry.fleet import happen_to_all, lock_in_order
@@ -89,7 +89,7 @@ def finish_drains(*, now: datetime) -> int:
         return 0
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
-        left = in_flight(*(node.id for node in nodes))
+        left = lock_in_flight_counts(*(node.id for node in nodes))
         over = [node for node in nodes if node.id in left and (not left[node.id] or _late(node, now))]
         ended = happen_to_all(
             over, Event.DRAIN_ENDED, actors.task("drains"), lambda node: _why(left[node.id]), now=now

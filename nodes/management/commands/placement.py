@@ -147,7 +147,7 @@ def again(options: Options) -> str:
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
-    said, found = decision_replay.said(record), decision_replay.recomputed(record)
+    said, found = decision_replay.recorded_decision(record), decision_replay.replay(record)
     if options["json"]:
         same = None if found is None else found == said
         return rendering.as_json({"said": asdict(said), "found": found and asdict(found), "same": same})

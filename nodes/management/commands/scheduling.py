@@ -69,7 +69,7 @@ def _label(text: str) -> tuple[str, str]:
 
 def list_rules(options: Options) -> str:
     """By model, as `GET /api/nodes/scheduling` has them."""
-    rows = store.rows(ModelSchedulingConfig.objects.all())
+    rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
         return rendering.as_json(rows)
     return rendering.table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
