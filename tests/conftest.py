@@ -6,13 +6,14 @@ Real servers, started once by the first test that needs them, and a deadline hel
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.db import connection, connections
+from django.test import TransactionTestCase
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.outage import is_outage
@@ -20,10 +21,12 @@ from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
+from tests.support.postgres import FastPostgres, empty_tables
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
 settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
 settings.load_profile("suite")
+patch.object(TransactionTestCase, "_fixture_teardown", empty_tables).start()
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -53,9 +56,9 @@ def guardian() -> Iterator[processes.Guardian]:
 
 
 @pytest.fixture(scope="session")
-def postgres(guardian: processes.Guardian) -> Iterator[EmbeddedPostgres]:
-    """The PostgreSQL of this run."""
-    server = EmbeddedPostgres(HOME / "pg")
+def postgres(guardian: processes.Guardian) -> Iterator[FastPostgres]:
+    """The PostgreSQL of this process, with the schema in it."""
+    server = FastPostgres(HOME / "pg")
     server.start(guardian)
     yield server
     server.stop()
@@ -71,12 +74,18 @@ def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="session")
-def django_db_modify_db_settings(postgres: EmbeddedPostgres) -> None:
+def django_db_modify_db_settings(postgres: FastPostgres) -> None:
     """Makes pytest-django wait for the server before it creates the test database.
 
     Connections of worker threads end with their call, so that none is left when the database is dropped.
     """
     connections.settings["default"]["CONN_MAX_AGE"] = 0
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """The test database is there: it came with the server's data folder."""
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from localai_cluster.kit import backoff
+
 FIRST_DELAY, MAX_DELAY = 1.0, 15.0
 """Seconds."""
 
@@ -26,21 +28,21 @@ class NodeBackoff:
 NodeBackoffs = Mapping[UUID, NodeBackoff]
 
 
-def add_failure(setbacks: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UUID, NodeBackoff]:
+def add_failure(backoffs: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UUID, NodeBackoff]:
     """Return the back-offs with one more failure of this node."""
-    times = setbacks[node_id].times + 1 if node_id in setbacks else 1
-    delay = min(FIRST_DELAY * 2.0 ** min(times - 1, 10), MAX_DELAY)
-    return {**setbacks, node_id: NodeBackoff(times, now + timedelta(seconds=delay))}
+    times = backoffs[node_id].times + 1 if node_id in backoffs else 1
+    delay = backoff.delay(times, first=FIRST_DELAY, longest=MAX_DELAY)
+    return {**backoffs, node_id: NodeBackoff(times, now + timedelta(seconds=delay))}
 
 
-def backed_off_nodes(setbacks: NodeBackoffs, now: datetime) -> frozenset[UUID]:
+def backed_off_nodes(backoffs: NodeBackoffs, now: datetime) -> frozenset[UUID]:
     """Return the nodes that may not be tried yet."""
-    return frozenset(node_id for node_id, setback in setbacks.items() if setback.until > now)
+    return frozenset(node_id for node_id, backoff in backoffs.items() if backoff.until > now)
 
 
-def seconds_until_retry(setbacks: NodeBackoffs, now: datetime) -> float | None:
+def seconds_until_retry(backoffs: NodeBackoffs, now: datetime) -> float | None:
     """Return the seconds until the first back-off ends; None if no node backs off."""
-    ends = [(setback.until - now).total_seconds() for setback in setbacks.values() if setback.until > now]
+    ends = [(backoff.until - now).total_seconds() for backoff in backoffs.values() if backoff.until > now]
     return min(ends, default=None)
 
 
@@ -52,7 +54,7 @@ def from_payload(payload: Mapping[str, Any]) -> dict[UUID, NodeBackoff]:
     }
 
 
-def into_payload(payload: Mapping[str, Any], setbacks: NodeBackoffs) -> dict[str, Any]:
+def into_payload(payload: Mapping[str, Any], backoffs: NodeBackoffs) -> dict[str, Any]:
     """Return the payload with these back-offs."""
-    entries = {str(id): [setback.times, setback.until.isoformat()] for id, setback in setbacks.items()}
+    entries = {str(id): [backoff.times, backoff.until.isoformat()] for id, backoff in backoffs.items()}
     return {**payload, "setbacks": entries}

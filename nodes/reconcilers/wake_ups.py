@@ -23,7 +23,7 @@ from nodes.placement.choose import Candidate, Selector, find_refusal
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.reconcilers import intents
 from operations.executor.work import in_thread
-from operations.ledger import lease
+from operations.ledger import attempts
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def wake(changed: Changed) -> int:
     number of loads.
     """
     intents.explain(changed, now=clock.now())
-    return lease.wake(_loads(changed), now=clock.now())
+    return attempts.wake(_loads(changed), now=clock.now())
 
 
 def _loads(changed: Changed) -> list[UUID]:

@@ -11,9 +11,9 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
+from localai_cluster.kit.rows import update_rows
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
-from operations.ledger.progress import update
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -64,7 +64,7 @@ def write_results(rulings: Iterable[RuleDecision], about: Mapping[str, DesiredSt
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
             _write(row, ruling_by_model[row.model_name], now)
-        update(unchanged, _WRITTEN)
+        update_rows(unchanged, _WRITTEN)
 
 
 def _write(row: ModelSchedulingConfig, ruling: RuleDecision, now: datetime) -> None:

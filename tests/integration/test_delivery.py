@@ -28,9 +28,8 @@ from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import load_ends, slots, staged_files
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from operations.states import Event
@@ -173,7 +172,7 @@ def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> 
     look = wait.status("echo", now)
     assert look is not None
     assert (look.current_bytes, wait.eta_seconds(look, now)) == (80, None)
-    outcome.finish(*attempt, Event.CANCEL, now=now)
+    attempts.finish(*attempt, Event.CANCEL, now=now)
     assert wait.status("echo", now) is None
 
 
@@ -354,7 +353,7 @@ def another_load() -> Work:
         needed_until=now + timedelta(hours=1),
     )
     admission.admit(wanted, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -407,8 +406,8 @@ async def test_an_attempt_that_ends_leaves_what_has_arrived_and_the_next_one_goe
         assert await states() == [("one", 0, "staging")]
 
         def claimed_again() -> Work:
-            lease.release("controller", now=clock.now())
-            (operation,) = lease.claim("another", now=clock.now(), lease=60, limit=1)
+            attempts.release("controller", now=clock.now())
+            (operation,) = attempts.claim("another", now=clock.now(), lease=60, limit=1)
             return Work(operation, Recorder(write_batch))
 
         assert (await stage.handler(await in_thread(claimed_again)))["node"] == "one"

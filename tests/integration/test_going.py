@@ -41,9 +41,8 @@ from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.integration.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
@@ -261,7 +260,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     def lost(*_: Any, **__: Any) -> None:
         raise OperationalError("connection lost")
 
-    for name in ("credit", "release"):
+    for name in ("credit_stopped_engine", "release"):
         monkeypatch.setattr(reserved_memory, name, lost)
     node = read_node("one", 2)
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
@@ -420,7 +419,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:
         await in_thread(lambda: replicas.look(tick=False))
-        (operation,) = await in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
+        (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
         assert operation.kind == load.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
@@ -455,7 +454,7 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
         unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
     joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
-    assert {one.id for one in lease.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
+    assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
 
 # --- what an operator asks for, and how long one more replica is wanted

@@ -29,9 +29,8 @@ from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation
 from operations.states import Event
@@ -139,9 +138,9 @@ class TestShares:
 
     def test_a_failure_is_superseded_by_the_next_load_of_its_share_only(self) -> None:
         for operation in (another(), joined().operation):
-            (claimed,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+            (claimed,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
             assert claimed.id == operation.id
-            outcome.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
+            attempts.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
         another()
         left = Operation.objects.filter(status="failed", dismissed_at=None)
         assert [one.key for one in left] == ["model:m#0"]
@@ -222,7 +221,7 @@ def definition() -> Definition:
 
 
 def claimed(operation: Operation) -> Work:
-    (mine,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
     assert mine.id == operation.id
     return Work(mine, Recorder(write_batch))
 
@@ -285,7 +284,7 @@ class TestPlacing:
         work = claimed(operation)
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
-        outcome.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
+        attempts.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
         assert wake_ups.wake([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
         assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"

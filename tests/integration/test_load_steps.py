@@ -23,8 +23,7 @@ from nodes.loading import load
 from nodes.loading.failures import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger.progress import Tick
 from tests.support import hot
 from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage

@@ -42,9 +42,8 @@ from nodes.reconcilers.decision_replay import ReplayedDecision
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -75,7 +74,7 @@ def claimed() -> Work:
     wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
-    (mine,) = lease.claim("c", now=now, lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=now, lease=60, limit=1)
     return Work(mine, Recorder(write_batch))
 
 

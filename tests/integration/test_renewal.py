@@ -28,10 +28,9 @@ from nodes.replicas.stopper import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Work
-from operations.ledger import lease, outcome
+from operations.executor.work import Postpone, Recorder, Work
+from operations.ledger import attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, hot
@@ -64,7 +63,7 @@ def old(node: BackendNode, index: int = 0, **fields: Any) -> NodeModel:
 
 
 def claimed() -> Work:
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -144,7 +143,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
 
     def put_back() -> None:
         now = clock.now()
-        outcome.put_back(
+        attempts.put_back(
             work.id,
             work.operation.fence,
             Event.WAIT,
@@ -254,7 +253,9 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
     async def loaded(work: Work) -> NodeModel:
         done = await load.LoadModel(bus, folder.folder(), WakeUps())(work)
         now = clock.now()
-        await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
+        await hot.in_thread(
+            lambda: attempts.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done))
+        )
         return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))
 
     first = await loaded(await hot.in_thread(asked))

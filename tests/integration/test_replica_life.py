@@ -30,7 +30,7 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stopper import Stopper
 from operations.executor.work import in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -57,7 +57,7 @@ def running_load() -> AttemptId:
     """A load that a controller executes."""
     request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
     admission.admit(request, now=clock.now())
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
 
 

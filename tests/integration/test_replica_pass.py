@@ -33,9 +33,8 @@ from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work
-from operations.ledger import admission, lease
+from operations.executor.work import Recorder, Work
+from operations.ledger import admission, attempts
 from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -302,7 +301,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     await hot.in_thread(lambda: idle(node, 1))
     await hot.in_thread(lambda: rule(1))
     await hot.in_thread(lambda: replicas.look(tick=True))
-    (operation,) = await hot.in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
+    (operation,) = await hot.in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
     bus = PlayedBus()
     stop = subjects.model_stop(str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
@@ -474,9 +473,9 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
     made = replica_wake_ups.Scaler()
     running = asyncio.create_task(made.run())
     try:
-        made.hint()
+        made.wake()
         assert await clock.wait_until(lambda: answered(len(seen) == 1), timeout=60)
-        made.hint()
+        made.wake()
         assert await clock.wait_until(lambda: answered(len(seen) == 3), timeout=60)
     finally:
         running.cancel()

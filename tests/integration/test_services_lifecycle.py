@@ -16,9 +16,9 @@ from localai_cluster.kit import errors
 from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import services
-from nodes.registry.change import columns, facts_of
+from nodes.registry.change import columns
 from nodes.registry.heartbeats import Beat
-from nodes.registry.states import Facts, status_of
+from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, load_ends, slots
 from nodes.replicas.hooks import Removed
 from nodes.replicas.lifecycle import AttemptId

@@ -29,7 +29,7 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.replicas import columns, stop_now
@@ -72,7 +72,7 @@ class Stage:
         now = clock.now()
         request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
         admission.admit(request, now=now)
-        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
         return AttemptId(operation.id, operation.fence)
 
     async def look(self) -> int:
