@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 from localai_cluster import join_script
 from localai_cluster.kit import clock, conf, env
 from localai_cluster.kit.env import parse_duration
-from nodes.api.join_tokens import rows
+from nodes.api.join import rows
 from nodes.management import lookup, rendering
 from nodes.management.verbs import Add
 from nodes.models import JoinToken

@@ -14,7 +14,6 @@ from rest_framework import serializers
 
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
-from nodes.api.backend_bodies import bare_name, install_wish
 from nodes.api.cluster_backends import (
     ExternalSerializer,
     NodesSerializer,
@@ -23,7 +22,7 @@ from nodes.api.cluster_backends import (
     started,
 )
 from nodes.api.installed import installed_list
-from nodes.api.installs import SAID
+from nodes.api.node_backends import SAID, bare_name, install_wish
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
 from nodes.backends.installed import InstalledBackend

@@ -20,7 +20,7 @@ from nodes.backends import node_stop
 from nodes.management import join_tokens, lookup, rendering
 from nodes.management.verbs import Add, adder
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import listing, node_rows, outcomes, services
+from nodes.registry import listing, node_rows, services
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
@@ -157,7 +157,7 @@ def approve(options: Options) -> str:
     with lookup.hint_on_refusal("approve", found[0]):
         approved = services.approve(found[0].id, actor=lookup.actor(), now=clock.now())
     if options["json"]:
-        return rendering.as_json(outcomes.approved(approved))
+        return rendering.as_json(node_rows.approved(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
     return _summary(approved.node, "node approved") + shown_once
 
@@ -167,7 +167,7 @@ def _approve_many(options: Options, found: list[BackendNode]) -> str:
     results = services.approve_many(ids, actor=lookup.actor(), now=clock.now())
     failed = sum(bool(one.error) for one in results)
     if options["json"]:
-        text = rendering.as_json(outcomes.outcomes(results))
+        text = rendering.as_json(node_rows.outcomes(results))
     else:
         names = {node.id: node.name for node in found}
         text = "\n".join(f"{names[one.id]}: {one.error or 'node approved'}" for one in results)
