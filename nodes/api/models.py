@@ -119,7 +119,7 @@ class CapabilitiesView(APIView):
 
         503 while the models folder does not answer.
         """
-        defined = {one.name: one for one in async_to_sync(folder.every)()}
+        defined = {one.name: one for one in async_to_sync(folder.list_definitions)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -130,7 +130,7 @@ class CapabilitiesView(APIView):
         found = [
             _told(name, defined.get(name), backends.get(name, ""), places.get(name, [])) for name in names
         ]
-        broken = async_to_sync(folder.problems)().files
+        broken = async_to_sync(folder.list_problems)().files
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=found, definitionErrors=errors))
 
@@ -145,7 +145,7 @@ def _told(name: str, definition: Definition | None, backend: str, places: list[R
         pinned=False,
         loaded_on=places,
         source="" if definition is not None else "registry-only",
-        warnings=list(definition.answering.warnings) if definition is not None else [],
+        warnings=list(definition.generation.warnings) if definition is not None else [],
     )
 
 

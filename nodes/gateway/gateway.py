@@ -49,9 +49,9 @@ precedence.
 
 async def defined(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
-    definition = await folder.find(name)
+    definition = await folder.find_definition(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await folder.find(name.removesuffix(_DEFAULT_TAG))
+        definition = await folder.find_definition(name.removesuffix(_DEFAULT_TAG))
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"

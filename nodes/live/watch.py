@@ -64,7 +64,7 @@ def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        held, revision = mass_silence.standing(), rules.revision()
+        held, revision = mass_silence.standing(), rules.rules_revision()
         return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), revision, tasks, held)
 
 
