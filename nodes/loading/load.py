@@ -30,7 +30,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
-from nodes.definitions.folder import Folder, FolderHangs
+from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import load_attempts, load_placement, needs, node_options, staging
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_attempts import Attempt, attempt_id
@@ -38,7 +38,7 @@ from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
-from nodes.placement.choose import gib
+from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
@@ -67,20 +67,20 @@ class LoadModel:
         await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
-        except FolderHangs as hangs:
+        except FolderUnresponsive as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
             raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
         name, besides = definition.name, request.excluded_nodes
-        if not request.is_scale_up and await in_thread(fleet_queries.serving, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}
-        if not request.is_scale_up and await in_thread(fleet_queries.on_its_way, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.is_being_loaded, name, besides=besides):
             # R2.64: no replica too many.
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
+        if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
@@ -114,7 +114,7 @@ class LoadModel:
             definition,
             slot,
             worker,
-            placement.setbacks,
+            placement.backoffs,
             placement.why,
             ProgressDeadline(work),
             files.payload,
@@ -244,7 +244,7 @@ class LoadModel:
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
-                f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"
+                f"loading {format_gib(attempt.payload)} took longer than {limit:.0f} s"
                 " (LOCALAI_NATS_MODEL_LOAD_TIMEOUT); the engine is stopped"
             ) from error
         except (Refused, Lost, Busy):

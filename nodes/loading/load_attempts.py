@@ -15,7 +15,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.rpc.errors import Busy, Lost, Refused
 from nodes.commands.commands import Worker
 from nodes.decisions import decision_log
-from nodes.decisions.decision_log import Decided, Spot
+from nodes.decisions.decision_log import DecisionRecord, NodeSlot
 from nodes.definitions.files import Definition
 from nodes.loading.failures import (
     Cause,
@@ -30,8 +30,8 @@ from nodes.loading.failures import (
 )
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
-from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
-from nodes.placement.node_backoff import Setbacks, after_failure, into_payload
+from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.placement.node_backoff import NodeBackoffs, add_failure, into_payload
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, retry_delay
@@ -50,7 +50,7 @@ class Attempt:
     definition: Definition
     slot: Slot
     worker: Worker
-    setbacks: Setbacks
+    backoffs: NodeBackoffs
     """The nodes that failed this load before, or did not answer."""
     why: str
     """The reason for the choice of this slot."""
@@ -123,15 +123,15 @@ def undefined(load: UUID) -> errors.NotFound:
 
 
 def _record(operation: Operation, cause: Cause, outcome: Exception, slot: Slot | None = None) -> None:
-    explanation = decision_log.without_fleet(
-        Ending.WAITING if isinstance(outcome, Postpone) else Ending.REFUSED,
-        cut(str(outcome), LONGEST_SENTENCE),
+    explanation = decision_log.explanation_without_fleet(
+        DecisionOutcome.WAITING if isinstance(outcome, Postpone) else DecisionOutcome.REFUSED,
+        truncate(str(outcome), LONGEST_SENTENCE),
         cause=cause,
         times=_times(operation.payload, cause),
         over=isinstance(outcome, Abandoned),
     )
-    spot = Spot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
-    decided = Decided(operation.element, operation.pk, explanation, None, DecisionKind.ATTEMPT, spot)
+    spot = NodeSlot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
+    decided = DecisionRecord(operation.element, operation.pk, explanation, None, DecisionKind.ATTEMPT, spot)
     decision_log.record(decided, now=clock.now())
 
 
@@ -142,15 +142,15 @@ def _times(payload: Mapping[str, Any], cause: Cause) -> int:
     return int(payload.get("engine_deaths", 0)) + 1 if cause is Cause.ENGINE_DIED else 1
 
 
-def ending(facts: Mapping[str, Any]) -> Ending:
+def ending(facts: Mapping[str, Any]) -> DecisionOutcome:
     """Return what follows by the facts of a record."""
     ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
-    return Ending.REFUSED if ends else Ending.WAITING
+    return DecisionOutcome.REFUSED if ends else DecisionOutcome.WAITING
 
 
 def _with_setback(attempt: Attempt, operation: Operation) -> dict[str, Any]:
-    setbacks = after_failure(attempt.setbacks, attempt.slot.node_id, clock.now())
-    return into_payload(operation.payload, setbacks)
+    backoffs = add_failure(attempt.backoffs, attempt.slot.node_id, clock.now())
+    return into_payload(operation.payload, backoffs)
 
 
 def _retry_on_other_node(attempt: Attempt, operation: Operation, gone: WorkerGone) -> Exception:

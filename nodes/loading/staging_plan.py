@@ -18,7 +18,15 @@ from typing import Any
 from urllib.parse import quote
 
 from localai_cluster.kit import names
-from nodes.definitions.sizes import ADAPTERS, MOST_FILES, NAMED, SIDES, inside, shards, without_side_files
+from nodes.definitions.sizes import (
+    ADAPTERS,
+    MOST_FILES,
+    NAMED,
+    SIDES,
+    path_inside,
+    shards,
+    without_side_files,
+)
 
 _ROUTE = "/v1/files/"
 
@@ -234,7 +242,7 @@ class _FolderReader:
         if "\0" in text:
             return
         if option not in _VALUES and not os.path.isabs(text):
-            path = inside(self._folder, text)
+            path = path_inside(self._folder, text)
             yield from () if path is None else (path,)
             return
         for base in (self._folder, *self._beside):
