@@ -411,10 +411,10 @@ async def test_a_worker_that_never_answers_holds_up_no_other_node() -> None:
     task = asyncio.create_task(running.run())
     try:
         first = await hot.in_thread(ask, INSTALL, silent)
-        running.hint()
+        running.wake()
         await until(lambda: bool(bus.asked[subjects.backend_install(str(silent.id))]), "it has begun")
         second = await hot.in_thread(ask, INSTALL, well)
-        running.hint()
+        running.wake()
         await until(lambda: completed(second), "the other one is done")
         listed = (await hot.in_thread(feed.snapshot)).operations
         assert [(one["jobID"], one["status"]) for one in listed] == [(str(first.id), "processing")]
@@ -436,10 +436,10 @@ async def test_a_cancel_ends_the_attempt_and_stops_the_worker() -> None:
     task = asyncio.create_task(running.run())
     try:
         operation = await hot.in_thread(ask, INSTALL, node)
-        running.hint()
+        running.wake()
         await until(lambda: bool(bus.asked[install]), "it has begun")
         await hot.in_thread(lambda: admission.cancel(operation.id, actor="anna", now=clock.now()))
-        running.hint(cancelled=True)
+        running.wake(cancelled=True)
         await until(lambda: not PendingBackendOp.objects.exists(), "it is called off")
         assert len(bus.asked[install]) == len(bus.asked[stop]) == 1
         await hot.in_thread(operation.refresh_from_db)

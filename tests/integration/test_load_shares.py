@@ -16,22 +16,21 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import Definition, parse
+from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load, load_placement
 from nodes.loading.load_request import SCALE_UP, request_of
 from nodes.loading.replacement import load_on_other_node
 from nodes.loading.scale_up import active_loads, request_scale_up
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import NOTHING, choose
+from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation
 from operations.states import Event
@@ -139,9 +138,9 @@ class TestShares:
 
     def test_a_failure_is_superseded_by_the_next_load_of_its_share_only(self) -> None:
         for operation in (another(), joined().operation):
-            (claimed,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+            (claimed,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
             assert claimed.id == operation.id
-            outcome.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
+            attempts.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
         another()
         left = Operation.objects.filter(status="failed", dismissed_at=None)
         assert [one.key for one in left] == ["model:m#0"]
@@ -160,7 +159,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(fleet_queries.fleet("m")).node
+                chosen = choose_node(fleet_queries.read_fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -181,7 +180,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -198,7 +197,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -218,11 +217,11 @@ def labelled(name: str, **labels: str) -> BackendNode:
 
 
 def definition() -> Definition:
-    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    return parse_definition({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
 
 
 def claimed(operation: Operation) -> Work:
-    (mine,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
     assert mine.id == operation.id
     return Work(mine, Recorder(write_batch))
 
@@ -231,7 +230,7 @@ async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    wanted = load_placement.LoadNeeds(definition(), NOTHING)
+    wanted = load_placement.LoadNeeds(definition(), NO_NEED)
     return await load_placement.reserve_slot(
         bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
     )
@@ -285,7 +284,7 @@ class TestPlacing:
         work = claimed(operation)
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
-        outcome.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
+        attempts.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
         assert wake_ups.wake([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
         assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"
@@ -302,7 +301,7 @@ class TestPlacing:
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
                 selector = fleet_queries.selectors_of(["m", "n"])["m"]
-                seen = fleet_queries.fleet("m", selector=selector)
+                seen = fleet_queries.read_fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

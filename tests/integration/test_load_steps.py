@@ -18,13 +18,12 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.install import offered_to
-from nodes.definitions.files import Definition, load_options, read
+from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
 from nodes.loading.failures import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger.progress import Tick
 from tests.support import hot
 from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage
@@ -53,7 +52,7 @@ def told(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def defined(stage: Stage) -> Definition:
     (stage.folder / "echo.yaml").write_text(DEFINITION)
-    return read(stage.folder / "echo.yaml")
+    return read_definition(stage.folder / "echo.yaml")
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:

@@ -25,7 +25,7 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import Stopper
 from operations.executor.work import Abandoned, Postpone, in_thread
-from operations.ledger import lease
+from operations.ledger import attempts
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage, stops
@@ -186,11 +186,11 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
         active = request_scale_up("echo", only=None, actor="test", reason="test")
-        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(fleet_queries.fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_queries.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index

@@ -28,10 +28,9 @@ from nodes.replicas.stopper import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Work
-from operations.ledger import lease, outcome
+from operations.executor.work import Postpone, Recorder, Work
+from operations.ledger import attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, hot
@@ -54,7 +53,7 @@ def models(settings: Settings, tmp_path: Path) -> Path:
 
 
 def revision() -> str:
-    (found,) = asyncio.run(folder.every())
+    (found,) = asyncio.run(folder.list_definitions())
     return found.revision
 
 
@@ -64,7 +63,7 @@ def old(node: BackendNode, index: int = 0, **fields: Any) -> NodeModel:
 
 
 def claimed() -> Work:
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -144,7 +143,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
 
     def put_back() -> None:
         now = clock.now()
-        outcome.put_back(
+        attempts.put_back(
             work.id,
             work.operation.fence,
             Event.WAIT,
@@ -181,13 +180,13 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     one = hot.node("one", max_replicas_per_model=slots, available_vram=free * 2**30)
     former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
     BackendNode.objects.update(vram_read_at=clock.now())
-    view = FleetView(fleet_queries.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
+    view = FleetView(fleet_queries.read_fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
     question = LoadQuestion(view, evicts=False)
     decision = view.decide()
     assert decision.node is None
     resident = eviction.serving(former.pk)
     assert resident is not None
-    assert question.fits_instead_of(resident, decision) is goes
+    assert question.fits_in_place_of(resident, decision) is goes
 
 
 @pytest.mark.rule("R1.98")
@@ -254,7 +253,9 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
     async def loaded(work: Work) -> NodeModel:
         done = await load.LoadModel(bus, folder.folder(), WakeUps())(work)
         now = clock.now()
-        await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
+        await hot.in_thread(
+            lambda: attempts.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done))
+        )
         return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))
 
     first = await loaded(await hot.in_thread(asked))
@@ -306,7 +307,7 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
     current = await hot.in_thread(lambda: old(one, 1, config_revision=revision(), in_flight=1))
 
     def seen() -> list[Any]:
-        (view,) = fleet_queries.fleet("echo")
+        (view,) = fleet_queries.read_fleet("echo")
         return [
             [found.pk for found in replica_queries.with_model("echo")] == [one.pk],
             NodeModel.objects.serving().filter(pk=former.pk).exists(),

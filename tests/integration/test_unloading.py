@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
@@ -26,10 +27,8 @@ from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
-from operations.ledger.fence import LeaseLost
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -70,11 +69,11 @@ class Stage:
     def taken_over(self) -> Work:
         """The next attempt, after the controller of the last one has fallen silent."""
         later = clock.now() + timedelta(seconds=120)
-        assert lease.reap(now=later) == (1, 0)
+        assert attempts.reap(now=later) == (1, 0)
         return self.claimed(later)
 
     def claimed(self, at: datetime | None = None) -> Work:
-        (operation,) = lease.claim("controller", now=at or clock.now(), lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=at or clock.now(), lease=60, limit=1)
         return Work(operation, Recorder(write_batch))
 
     async def carries_out(self, work: Work) -> Mapping[str, Any]:
@@ -274,7 +273,7 @@ async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stag
 async def test_measured_16_an_attempt_that_lost_its_operation_sends_and_writes_nothing(stage: Stage) -> None:
     work = await in_thread(stage.begins)
     later = clock.now() + timedelta(seconds=120)
-    await in_thread(lambda: lease.reap(now=later))
+    await in_thread(lambda: attempts.reap(now=later))
     with pytest.raises(LeaseLost):
         await stage.carries_out(work)
     assert not stage.asked(stage.one)

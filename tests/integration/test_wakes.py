@@ -17,11 +17,11 @@ from nodes.backends.intents import Failed, settle
 from nodes.loading import load, needs
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
-from nodes.placement.node_backoff import after_failure, into_payload
+from nodes.placement.node_backoff import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import services as registry
 from operations.executor.wake_ups import WakeUps
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import hot
@@ -43,8 +43,8 @@ def waiting(kind: str, element: str, node: BackendNode | None = None, event: Eve
         node=(node.id, node.name) if node else None,
     )
     admission.admit(request, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
-    outcome.put_back(
+    (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
+    attempts.put_back(
         operation.id, operation.fence, event, now=now, until=now + timedelta(hours=1), reason="it waits"
     )
     return operation
@@ -173,7 +173,7 @@ def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed
     """Or a silent node whose labels change would be asked again and again."""
     node = hot.node("one")
     operation = waiting(load.KIND, "echo")
-    known = after_failure({}, node.id, clock.now() + timedelta(seconds=60))
+    known = add_failure({}, node.id, clock.now() + timedelta(seconds=60))
     Operation.objects.update(payload=into_payload({}, known))
     assert wake_ups.wake([node.id]) == 0
     assert wake_ups.wake([hot.node("two").id]) == 1
@@ -246,21 +246,21 @@ class Listener:
 
     hints = 0
 
-    def hint(self, *, cancelled: bool = False) -> None:
+    def wake(self, *, cancelled: bool = False) -> None:
         self.hints += 1
 
 
 def counted_wakes(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
     """When operations are woken from now on, once for each."""
     woken: list[datetime] = []
-    really = lease.wake
+    really = attempts.wake
 
     def wake(ids: Any, *, now: datetime) -> int:
         found = really(ids, now=now)
         woken.extend([now] * found)
         return found
 
-    monkeypatch.setattr(lease, "wake", wake)
+    monkeypatch.setattr(attempts, "wake", wake)
     return woken
 
 
