@@ -21,13 +21,12 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, progress_deadline
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.progress_deadline import ProgressDeadline
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading import load_request
+from nodes.loading.load_placement import find_eviction
+from nodes.loading.load_request import ProgressDeadline, request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import Need, choose
+from nodes.placement.choose import Need, choose_node
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas, stuck_replicas, tasks
@@ -163,7 +162,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = fleet_queries.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -180,7 +179,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: fleet_queries.fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_queries.read_fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -205,7 +204,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return fleet_queries.fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_queries.read_fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -243,7 +242,7 @@ def test_what_comes_back_stays_below_a_budget_and_adds_up() -> None:
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8))
     rows = [old(node, "echo", index) for index in range(2)]
     for row in rows:
-        reserved_memory.credit(row, stop_sent=clock.now())
+        reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 22
     BackendNode.objects.update(vram_budget_bytes=15 * GB)
@@ -260,7 +259,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     def lost(*_: Any, **__: Any) -> None:
         raise OperationalError("connection lost")
 
-    for name in ("credit", "release"):
+    for name in ("credit_stopped_engine", "release"):
         monkeypatch.setattr(reserved_memory, name, lost)
     node = read_node("one", 2)
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
@@ -278,7 +277,7 @@ def test_no_more_comes_back_than_the_node_has() -> None:
     node = read_node("one", 2)
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8), total_vram=24 * GB)
     row = old(node, "echo", size=40)
-    reserved_memory.credit(row, stop_sent=clock.now())
+    reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 24
 
@@ -361,7 +360,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = fleet_queries.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_queries.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -420,7 +419,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     try:
         await in_thread(lambda: replicas.look(tick=False))
         (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
-        assert operation.kind == load.KIND
+        assert operation.kind == load_request.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
         rule = await in_thread(ModelSchedulingConfig.objects.get)
@@ -434,7 +433,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose(fleet_queries.fleet("echo"))
+    decision = choose_node(fleet_queries.read_fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(
@@ -448,11 +447,11 @@ def placed_besides(frozen: BackendNode) -> Slot:
 def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> None:
     """It owns all of the model; it is carried out as any other one."""
     hot.replica(hot.node(), "m")
-    request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
+    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
         unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    joined = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
@@ -480,7 +479,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
 async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
     """Requests move their own wish; without either it ends with what it waited for."""
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     assert asked.needed_until is not None
     assert asked.needed_until - asked.created_at == timedelta(minutes=25)
@@ -508,9 +507,9 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_deadline, "initial_seconds", lambda: 60.0)
+    monkeypatch.setattr(load_request, "initial_seconds", lambda: 60.0)
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
     await ProgressDeadline(Work(asked, Recorder(write_batch))).extend_on_progress(7)

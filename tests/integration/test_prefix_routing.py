@@ -21,7 +21,7 @@ from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, scale_up
+from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
 from nodes.replicas import hooks, retire
@@ -227,7 +227,7 @@ def report(prefixes: Prefixes, process: UUID) -> None:
 
 
 def loads() -> int:
-    return Operation.objects.filter(kind=load.KIND, element="m").count()
+    return Operation.objects.filter(kind=load_request.KIND, element="m").count()
 
 
 @pytest.fixture
@@ -248,12 +248,12 @@ def test_pressure_of_all_processes_loads_one_more_once(crowd: None, settings: Se
     report(one, first)
     one._unreported.add("m")
     report(one, first)
-    assert pressure.counts(["m"], clock.now()) == {"m": 2}
+    assert pressure.pressure_by_model(["m"], clock.now()) == {"m": 2}
     replicas.look(tick=True)
     assert loads() == 0
     kept_away(two)
     report(two, second)
-    assert pressure.counts(["m", "n"], clock.now()) == {"m": 3}
+    assert pressure.pressure_by_model(["m", "n"], clock.now()) == {"m": 3}
     replicas.look(tick=True)
     assert loads() == 1
     rule = ModelSchedulingConfig.objects.get()
@@ -284,7 +284,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scale_up, "request_scale_up", refuse)
+        patched.setattr(load_request, "request_scale_up", refuse)
         replicas.look(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")
@@ -299,7 +299,7 @@ def test_reports_that_nobody_renews_are_deleted_by_the_next_one() -> None:
     old, prefixes = uuid4(), hot.alone()
     ago = clock.now() - 3 * pressure.WINDOW
     PrefixPressure.objects.create(process_id=old, model_name="m", times=[ago.isoformat()], reported_at=ago)
-    assert pressure.counts(["m"], clock.now()) == {}
+    assert pressure.pressure_by_model(["m"], clock.now()) == {}
     kept_away(prefixes, 2)
 
     async def cut() -> None:

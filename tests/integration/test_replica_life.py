@@ -17,7 +17,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import lifecycle as node_drains
@@ -55,14 +55,16 @@ def heard() -> Iterator[list[Removed]]:
 
 def running_load() -> AttemptId:
     """A load that a controller executes."""
-    request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+    request = admission.OperationRequest(
+        load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+    )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
 
 
 def reserved(node: BackendNode, owner: AttemptId) -> Slot:
-    (view,) = fleet_queries.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot
@@ -199,7 +201,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(he
     assert not await in_thread(ReplicaUse.objects.exists)
     assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
-    (view,) = await in_thread(fleet_queries.fleet, "echo")
+    (view,) = await in_thread(fleet_queries.read_fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
