@@ -29,7 +29,7 @@ from localai_cluster.worker.config_table import (
     SETTINGS,
     InvalidSettings,
 )
-from localai_cluster.worker.gpus import Simulation, simulation
+from localai_cluster.worker.hardware import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 T = TypeVar("T")

@@ -13,12 +13,11 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, Message
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.worker.backend_store import START_FILE, BackendStore
-from localai_cluster.worker.commands import Commands
+from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFailed
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.pause_detection import Pauses
-from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.ports import PortAllocator
 
 
 class Subscriptions:

@@ -28,7 +28,7 @@ from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
-from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.ports import PortAllocator
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
 BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)

@@ -9,9 +9,8 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.codec import decode, encode
-from localai_cluster.worker import pause_detection
-from localai_cluster.worker.commands import Commands
-from localai_cluster.worker.pause_detection import CATCHES_UP, LONGEST, Pauses
+from localai_cluster.worker import commands
+from localai_cluster.worker.commands import CATCHES_UP, LONGEST, Commands, Pauses
 from tests.support.bus import PlayedBus
 
 PAUSED = LONGEST + 1
@@ -52,7 +51,7 @@ def test_what_may_have_been_sent_before_a_pause(after: float, arrived: float, la
 @pytest.mark.rule("nats-6.1")
 async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ticks go on for as long as the worker lives."""
-    monkeypatch.setattr(pause_detection, "_TICK", 0.001)
+    monkeypatch.setattr(commands, "_TICK", 0.001)
     found = Pauses()
     found._ticked_at -= PAUSED
 

@@ -16,9 +16,9 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, Subscription
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.worker.bus_credentials import BusCredentials
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
 from localai_cluster.worker.identity import NodeIdentity
+from localai_cluster.worker.registration import BusCredentials
 from tests.support.simulator.machine import Machine
 from tests.support.simulator.script import ALL, Script
 
