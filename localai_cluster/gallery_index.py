@@ -19,7 +19,7 @@ import httpx
 import yaml
 from yaml.composer import Composer
 
-from localai_cluster.kit import json_depth, safe_files, yaml_text
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery
 
@@ -84,8 +84,8 @@ def folded(name: str) -> str:
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     """Return the entries of an index; skip anything else in it. GalleryUnreadable."""
     try:
-        listed = yaml_text.load(text, _Loader)
-    except yaml_text.InvalidYAML as error:
+        listed = untrusted.load_yaml(text, _Loader)
+    except untrusted.InvalidYAML as error:
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} {error}") from error
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
@@ -96,7 +96,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
 _FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
+class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
     """Safe YAML of bounded depth and size.
 
     libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
@@ -111,8 +111,8 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one node; YAMLError below the deepest accepted level."""
         self._level += 1
-        if self._level > json_depth.LEVELS:
-            raise yaml.YAMLError(json_depth.TOO_DEEP)
+        if self._level > untrusted.LEVELS:
+            raise yaml.YAMLError(untrusted.TOO_DEEP)
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
@@ -218,7 +218,7 @@ def open_served(folder: Path, name: str) -> BinaryIO:
     """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
-    return safe_files.open_file(folder / name, follow_links=False)
+    return untrusted.open_file(folder / name, follow_links=False)
 
 
 def read_served(folder: Path, name: str) -> bytes:
@@ -261,7 +261,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
 
 
 def _read_file(path: Path) -> bytes:
-    return _bounded(safe_files.read(path, INDEX_LIMIT))
+    return _bounded(untrusted.read_file(path, INDEX_LIMIT))
 
 
 def _bounded(text: bytes) -> bytes:

@@ -1,5 +1,11 @@
-"""The process that checks the settings before the servers start and prepares the database after."""
+"""The process that checks the settings before the servers start and prepares the database after.
 
+`main` runs `check`, `migrate` and `bootstrap` of `manage.py` in one process, since starting Django takes a
+second. It checks the settings at once; then it prints `CHECKED` and waits for a line on standard input, by
+when the servers run. A failure is one line on standard output and exit code 1.
+"""
+
+import io
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,11 +21,11 @@ COMMAND_SECONDS = 300.0
 
 
 class Preparation:
-    """`localai_cluster.embedded.prepare` as a child. It waits in between for a line on its standard input."""
+    """`main` as a child process. It waits in between for a line on its standard input."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._child = processes.spawn(
-            [sys.executable, "-m", "localai_cluster.embedded.prepare"],
+            [sys.executable, "-m", "localai_cluster.embedded.preparation"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,3 +69,44 @@ def _failure(output: str) -> SetupError:
     return SetupError(
         (output.strip().splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
     )
+
+
+def complaint(said: str) -> str:
+    """The line of a command's output that says what is wrong: a failed check, else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for index, line in enumerate(lines):
+        if "(cluster.E" in line:
+            hint = "".join(following for following in lines[index + 1 : index + 2] if "HINT" in following)
+            return f"{line} {hint}".strip()
+    # PostgreSQL adds the whole row that it refused, secrets and all.
+    facts = [line for line in lines if not line.startswith(("DETAIL:", "CONTEXT:"))]
+    return facts[-1] if facts else "no output"
+
+
+def main() -> int:
+    """Runs the steps in order; returns the exit code."""
+    import django
+    from django.core.management import CommandError, call_command
+    from django.db import Error as DatabaseError
+
+    name = "check"
+    try:
+        django.setup()
+        call_command("check", stdout=io.StringIO())
+        call_command("bootstrap", "--check")
+        sys.stdout.write(f"{CHECKED}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            return 1  # the start was given up
+        name = "migrate"
+        call_command("migrate", verbosity=0, interactive=False)
+        name = "bootstrap"
+        call_command("bootstrap")
+    except (CommandError, DatabaseError, OSError) as error:
+        sys.stdout.write(f"`manage.py {name}` failed: {complaint(str(error))}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from localai_cluster.kit import cancellation, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
 from localai_cluster.messaging.codec import DecodeError, decode, encode
 from localai_cluster.metrics import worker as metrics
@@ -150,17 +150,17 @@ class Commands:
         delete = self._unless_paused(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
         remove = self._unless_paused(remove, None)  # the controller repeats it until it gets a reply
         return [
-            (subjects.backend_install(node_id), install, CONCURRENT),
-            (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
-            (subjects.backend_cancel(node_id), cancel, CONCURRENT),
-            (subjects.backend_stop(node_id), self._stop_backend, 1),
-            (subjects.backend_delete(node_id), delete, 1),
-            (subjects.backend_list(node_id), listing, 1),
-            (subjects.models_running(node_id), running, 1),
-            (subjects.model_unload(node_id), unload, 1),
-            (subjects.model_stop(node_id), stop, 1),
-            (subjects.model_delete(node_id), remove, 1),
-            (subjects.stop(node_id), self._stop_node, 1),
+            (messages.backend_install(node_id), install, CONCURRENT),
+            (messages.backend_upgrade(node_id), upgrade, CONCURRENT),
+            (messages.backend_cancel(node_id), cancel, CONCURRENT),
+            (messages.backend_stop(node_id), self._stop_backend, 1),
+            (messages.backend_delete(node_id), delete, 1),
+            (messages.backend_list(node_id), listing, 1),
+            (messages.models_running(node_id), running, 1),
+            (messages.model_unload(node_id), unload, 1),
+            (messages.model_stop(node_id), stop, 1),
+            (messages.model_delete(node_id), remove, 1),
+            (messages.stop(node_id), self._stop_node, 1),
         ]
 
     def _handler(

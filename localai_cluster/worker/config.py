@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 from localai_cluster.kit.env import Environment, Problem, parse_bool, parse_duration
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
-from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.worker.config_table import (
     BY_KEY,
     LEAST_BYTES,

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from localai_cluster.kit import processes
-from localai_cluster.kit.fingerprints import grouped
-from localai_cluster.kit.listening import serving
-from localai_cluster.messaging import subjects
+from localai_cluster.kit.connections import serving
+from localai_cluster.kit.nkeys import grouped
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
@@ -251,7 +251,7 @@ class Worker:
         node_id = self._node_id
 
         async def send(event: ProgressEvent) -> None:
-            await self._bus.publish(subjects.install_progress(node_id, op_id), encode(event))
+            await self._bus.publish(messages.install_progress(node_id, op_id), encode(event))
 
         return ProgressStream(send, op_id, node_id, backend)
 

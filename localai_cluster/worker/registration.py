@@ -17,9 +17,8 @@ from typing import Any
 from localai_cluster import __version__
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
-from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
 from localai_cluster.worker.engines import Engine

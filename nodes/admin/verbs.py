@@ -15,7 +15,7 @@ from django.core.exceptions import ValidationError
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from nodes.admin import words
 from nodes.backends import node_stop
 from nodes.models import BackendNode, NodeConflict

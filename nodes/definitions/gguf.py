@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from localai_cluster.kit import safe_files
+from localai_cluster.kit import untrusted
 
 WANTED = ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv")
 MOST_STEPS = 1_000_000
@@ -36,7 +36,7 @@ def header(path: Path) -> dict[str, int] | None:
 
     Raises OSError.
     """
-    with safe_files.open_file(path) as file:
+    with untrusted.open_file(path) as file:
         if file.read(4) != _MAGIC:
             return None
         figures: dict[str, int] = {}

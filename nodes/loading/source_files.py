@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from localai_cluster.kit import safe_files
+from localai_cluster.kit import untrusted
 from nodes.loading.staging_plan import LocalFile
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class OpenedFile:
     def _take(self, most: int) -> bytes:
         with self._lock:
             if self._file is None:
-                self._file = safe_files.open_file(self._local_file.path, follow_links=False)
+                self._file = untrusted.open_file(self._local_file.path, follow_links=False)
                 self._file.seek(self._offset)
             piece = self._file.read(most)
             if stamp_of(os.fstat(self._file.fileno())) != self._stamp:

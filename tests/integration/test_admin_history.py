@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import services
 from tests.support import api, intents, pages

@@ -13,8 +13,8 @@ import pytest
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import placement_snapshot
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, load_placement
@@ -230,7 +230,7 @@ def claimed(operation: Operation) -> Work:
 async def placed(work: Work) -> load_placement.Place:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
-        bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+        bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     wanted = load_placement.Wanted(definition(), NOTHING)
     return await load_placement.place(bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence))
 

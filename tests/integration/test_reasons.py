@@ -19,8 +19,8 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import decision_log, placement_snapshot
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, load_placement
@@ -84,7 +84,7 @@ async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     what = load_placement.Wanted(definition(), need)
     return await load_placement.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
 

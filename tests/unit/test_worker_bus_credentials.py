@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, nkeys
-from localai_cluster.messaging.credentials import mint_worker
-from localai_cluster.messaging.servers import Servers
+from localai_cluster.messaging.servers import Servers, mint_worker
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.registration import BusCredentials

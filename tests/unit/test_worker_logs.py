@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 
 from localai_cluster.kit import processes
 from localai_cluster.kit.clock import wait_until
-from localai_cluster.kit.listening import serving
+from localai_cluster.kit.connections import serving
 from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import build

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from localai_cluster.kit import safe_files
+from localai_cluster.kit import untrusted
 from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.file_copy import HEADROOM
 from localai_cluster.worker.files.keys import HASH, TARGET
@@ -116,7 +116,7 @@ def look(path: Path) -> State:
 def _read_side(path: Path, ending: str) -> tuple[str, int]:
     """Return the hash in a side file and the time it was written; ("", -1) if it is missing or invalid."""
     try:
-        with safe_files.open_file(_side(path, ending), follow_links=False) as file:
+        with untrusted.open_file(_side(path, ending), follow_links=False) as file:
             text = file.read(80).decode("latin-1").strip().lower()
             return (text, os.fstat(file.fileno()).st_mtime_ns) if is_digest(text) else ("", -1)
     except OSError:
@@ -184,7 +184,7 @@ def vouch(path: Path, digest: str) -> None:
 def hash_file(path: Path, stopped: threading.Event) -> str:
     """Return the SHA-256 of the current content. Raise HashStopped or OSError."""
     reader = hashlib.sha256()
-    with safe_files.open_file(path, follow_links=False) as file:
+    with untrusted.open_file(path, follow_links=False) as file:
         while piece := file.read(PIECE):
             if stopped.is_set():
                 raise HashStopped
@@ -262,5 +262,5 @@ class Writing:
 
 def sync(path: Path) -> None:
     """Sync a file that another process or an earlier upload wrote."""
-    with safe_files.open_file(path, follow_links=False) as file:
+    with untrusted.open_file(path, follow_links=False) as file:
         os.fsync(file.fileno())

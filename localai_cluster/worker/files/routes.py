@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from localai_cluster.kit import cancellation, clock, safe_files
+from localai_cluster.kit import cancellation, clock, untrusted
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal, wanted
 from localai_cluster.worker.files import disk, keys
 from localai_cluster.worker.files.disk import HashStopped, Threads
@@ -184,7 +184,7 @@ class FileServer:
 
 
 def _open(path: Path) -> tuple[BinaryIO, int]:
-    file = safe_files.open_file(path, follow_links=False)
+    file = untrusted.open_file(path, follow_links=False)
     return file, os.fstat(file.fileno()).st_size
 
 
