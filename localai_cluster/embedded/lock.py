@@ -2,9 +2,9 @@
 
 The kernel holds the lock (`flock`), so it ends with its process; the file's content only names that process.
 A copied folder brings the content along, with everything that the cluster is known by: its keys, the process
-ids of its servers, the rows of its nodes. So a file in the folder names the folder that it was written for, by
-device and inode, and the mark of a run begins with both. Device numbers may change with a reboot, inodes do
-not.
+ids of its servers, the rows of its nodes. So a file in the folder names the folder that it was written for,
+by device and inode, and the mark of a run begins with both. Device numbers may change with a reboot, inodes
+do not.
 """
 
 import fcntl

@@ -39,8 +39,8 @@ from localai_cluster.rpc.probe_results import Sign
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides
-# (`ClientPool`); any other client lacks it. A method in neither set cannot be called at all, so adding a method
-# means choosing its set.
+# (`ClientPool`); any other client lacks it. A method in neither set cannot be called at all, so adding a
+# method means choosing its set.
 TRACKED = frozenset(
     {
         *("Predict", "PredictStream", "Embedding", "GenerateImage", "UpscaleImage", "GenerateVideo"),
