@@ -19,7 +19,8 @@ import psutil
 from cryptography import x509
 
 from localai_cluster import join_script
-from localai_cluster.embedded.bundled_servers import BusKeys, EmbeddedNats, EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.resources import (
     SetupError,
     free_port,

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from localai_cluster import join_script
-from localai_cluster.embedded import build, lock, server
+from localai_cluster.embedded import build, lock, preparation
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import (
     EXAMPLES,
@@ -169,11 +169,11 @@ class Cluster:
                 "Free up space, or choose another CLUSTER_DATA_DIR.",
             )
         self.layout.check_port()
-        for name, check in server.CHECKS.items():
+        for name, check in preparation.CHECKS.items():
             if self.layout.given(name):
                 check(self._given(name))
         if self.layout.given("LOCALAI_NATS_URL"):
-            server.check_nats(
+            preparation.check_nats(
                 self._given("LOCALAI_NATS_URL"),
                 self._given("LOCALAI_NATS_ACCOUNT_SEED"),
                 cluster_settings.load(self.layout.environ)[0].nats_tls,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.embedded.bundled_servers import nats_binary
+from localai_cluster.embedded.nats import nats_binary
 from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster

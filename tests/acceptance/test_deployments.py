@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from localai_cluster.embedded.bundled_servers import BusKeys
+from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import processes
 from localai_cluster.worker import config, config_table

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localai_cluster.embedded.bundled_servers import EmbeddedNats
+from localai_cluster.embedded.nats import EmbeddedNats
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock
 from localai_cluster.kit.tls import TlsFiles

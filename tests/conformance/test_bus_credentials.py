@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localai_cluster.embedded.bundled_servers import BusKeys, EmbeddedNats
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m

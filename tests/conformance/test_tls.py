@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.embedded.bundled_servers import BusKeys, EmbeddedNats
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.kit.cluster_settings import load
 from localai_cluster.kit.tls import TlsFiles

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localai_cluster.embedded import attach, lock, preparation, run
+from localai_cluster.embedded import attach, build, lock, preparation, run
 from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.terminal import Log
@@ -444,13 +444,13 @@ def test_the_worker_package_is_built_for_other_machines(
     """A package that cannot be built is one line, and the cluster starts without it."""
     calls: list[int] = []
 
-    def build() -> bool:
+    def build_wheel() -> bool:
         calls.append(1)
         if len(calls) == 2:
             raise SetupError("The worker package cannot be built: no space.", "Run `make install ui`.")
         return True
 
-    monkeypatch.setattr(build, "build", build)
+    monkeypatch.setattr(build, "build_wheel", build_wheel)
     said = io.StringIO()
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), **settings}, Log(said))
     cluster._offer_package()

@@ -24,13 +24,8 @@ import redis
 from nats.aio.client import Client
 
 from localai_cluster.embedded import secrets as secret_files
-from localai_cluster.embedded.bundled_servers import (
-    BusKeys,
-    EmbeddedNats,
-    EmbeddedPostgres,
-    EmbeddedValkey,
-    nats_binary,
-)
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, nats_binary
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import clock, nkeys, processes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.embedded.bundled_servers import BusKeys
+from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.rpc.generated import backend_pb2_grpc
 from tests.support import wheel as package
 from tests.support.effort import swept

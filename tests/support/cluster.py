@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 import psycopg
 
-from localai_cluster.embedded.bundled_servers import BusKeys, EmbeddedNats, EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually

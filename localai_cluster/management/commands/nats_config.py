@@ -11,7 +11,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from localai_cluster.embedded.bundled_servers import BusKeys
+from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import SetupError, private_directory, write_private
 from localai_cluster.embedded.secrets import ensure
 from localai_cluster.kit.nkeys import Role
