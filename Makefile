@@ -81,7 +81,7 @@ check: install-test
 # One run for all tests: its summary names every failure and is the last thing printed.
 test: lint gallery ui
 	@$(BIN)/python -m tests.browser.install
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --ignore=tests/tooling
 
 test-browser: install-test gallery ui
 	@$(BIN)/python -m tests.browser.install

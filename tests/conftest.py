@@ -6,23 +6,27 @@ Real servers, started once by the first test that needs them, and a deadline hel
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.db import connection, connections
+from django.test import TransactionTestCase
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.outage import is_outage
 from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
+from tests.support.postgres import FastPostgres, empty_tables
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
 settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
 settings.load_profile("suite")
+patch.object(TransactionTestCase, "_fixture_teardown", empty_tables).start()
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -52,9 +56,9 @@ def guardian() -> Iterator[processes.Guardian]:
 
 
 @pytest.fixture(scope="session")
-def postgres(guardian: processes.Guardian) -> Iterator[EmbeddedPostgres]:
-    """The PostgreSQL of this run."""
-    server = EmbeddedPostgres(HOME / "pg")
+def postgres(guardian: processes.Guardian) -> Iterator[FastPostgres]:
+    """The PostgreSQL of this process, with the schema in it."""
+    server = FastPostgres(HOME / "pg")
     server.start(guardian)
     yield server
     server.stop()
@@ -70,12 +74,18 @@ def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="session")
-def django_db_modify_db_settings(postgres: EmbeddedPostgres) -> None:
+def django_db_modify_db_settings(postgres: FastPostgres) -> None:
     """Makes pytest-django wait for the server before it creates the test database.
 
     Connections of worker threads end with their call, so that none is left when the database is dropped.
     """
     connections.settings["default"]["CONN_MAX_AGE"] = 0
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """The test database is there: it came with the server's data folder."""
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +139,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
-    from nodes.decisions import fleet_snapshots
+    from nodes.decisions import snapshot_log
 
-    fleet_snapshots.forget()
+    snapshot_log.forget()
 
 
 def _unusable() -> bool:
@@ -150,7 +160,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     yield
     from nodes.models import PlacementRecord
-    from nodes.reconcilers import recomputing
+    from nodes.reconcilers import decision_replay
 
     if item.get_closest_marker("django_db") is None or _unusable():
         return
@@ -161,4 +171,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             raise
         return  # the test plays one
     for record in records:
-        assert recomputing.recomputed(record) == recomputing.said(record), f"record {record.pk}: {record}"
+        assert decision_replay.recomputed(record) == decision_replay.said(record), (
+            f"record {record.pk}: {record}"
+        )

@@ -32,7 +32,7 @@ class Address:
         """The address as a gRPC target with an explicit scheme, so that a client's text cannot set one."""
         if ":" in self.host:
             return f"ipv6:{self}"
-        return f"ipv4:{self}" if _is_number(self.host) else f"dns:///{self}"
+        return f"ipv4:{self}" if is_number(self.host) else f"dns:///{self}"
 
 
 def parse(text: str) -> Address:
@@ -129,5 +129,6 @@ def same(address_a: str, address_b: str) -> bool:
         return address_a == address_b
 
 
-def _is_number(name: str) -> bool:
-    return name.rpartition(".")[2].isdigit()
+def is_number(host: str) -> bool:
+    """Return True if this normalized host is an IP address and no name."""
+    return ":" in host or host.rpartition(".")[2].isdigit()

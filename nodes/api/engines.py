@@ -40,7 +40,7 @@ from nodes.api.models import (
     ended,
 )
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions import folder
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
@@ -152,7 +152,7 @@ class LoadView(APIView):
         model: str = fields["model"]
         if async_to_sync(folder.find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
-        if placement_snapshot.serving(model):
+        if fleet_queries.serving(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(

@@ -52,4 +52,4 @@ class FitView(NodeView):
 
         404 for a model that is not defined.
         """
-        return Response(fit_check.fit_of(model))
+        return Response(fit_check.node_fit(model))

@@ -29,7 +29,7 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.gateway import gateway
 from nodes.models import BackendNode
 from nodes.replicas import unload_requests
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -167,7 +167,7 @@ def carried_out(
     node: BackendNode | None = None,
 ) -> Response:
     """Admits and waits: 200 after the end, 202 while it goes on, CommandFailed with the reasons."""
-    wish = UnloadWish(
+    wish = UnloadRequest(
         fields["model_name"],
         principal(request).name,
         request_id.get(),

@@ -4,8 +4,7 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster.kit import clock, errors
-from localai_cluster.web import fields
+from localai_cluster.kit import errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api.base import (
@@ -14,18 +13,16 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     Schema,
-    actor_of,
     answered,
-    existing,
-    message,
     one_of,
     page_schema,
     query,
     text,
 )
+from nodes.api.node_actions import act, described_action
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import NodeStatus, NodeType, selectors
-from nodes.registry import listing, node_rows, services
+from nodes.registry import actions, listing, node_rows
 from nodes.registry.shape import NODE, NODE_DETAIL
 
 _PAIR: Schema = {
@@ -162,14 +159,7 @@ class NodeDetailView(NodeView):
             raise errors.NotFound("node not found")
         return Response(node)
 
-    @extend_schema(
-        operation_id="nodes_delete",
-        summary="Remove a node",
-        tags=["nodes"],
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
-        examples=[message("node deregistered")],
-    )
+    @described_action(actions.REMOVE, None, (401, 403, 404), operation_id="nodes_delete")
     def delete(self, request: Request, node_id: str) -> Response:
         """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
-        services.deregister(existing(node_id), actor=actor_of(request), now=clock.now())
-        return Response({"message": "node deregistered"})
+        return act(request, node_id, actions.REMOVE)

@@ -28,7 +28,7 @@ from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
 from nodes.loading import fit_check, reason_shapes
 from nodes.registry import outcomes, shape
-from nodes.scheduling.shape import RULE, STATE
+from nodes.scheduling.store import RULE, STATE
 
 ROUTES: list[RawRoute] = [
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),

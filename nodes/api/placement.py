@@ -20,7 +20,7 @@ from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import load_explanation, what_if
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
-from nodes.placement.estimate import LARGEST
+from nodes.placement.memory import LARGEST
 from nodes.reconcilers import rule_preview
 from nodes.scheduling.rules import Rule
 
@@ -149,7 +149,7 @@ class ExplainView(NodeView):
 
         404 for a model that is not defined and has neither replicas nor records.
         """
-        return Response(load_explanation.explained(model, clock.now()))
+        return Response(load_explanation.explain_model(model, clock.now()))
 
 
 class PlanNeedSerializer(NullIsAbsent):
@@ -262,7 +262,7 @@ def plan_of(body: dict[str, Any], now: datetime) -> Row:
     if "rule" in body:
         return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
-        wanted = load_explanation.wanted_of(model)
+        wanted = load_explanation.needs_of(model)
         if wanted is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
         need, conflicts, backend = wanted.need, wanted.conflicts, wanted.definition.backend
@@ -270,7 +270,7 @@ def plan_of(body: dict[str, Any], now: datetime) -> Row:
         asked = body["need"]
         need = what_if.need_for(asked.get("vram", 0), asked.get("disk", 0))
         conflicts, backend = frozenset[str](), ""
-    wish = what_if.PlanWish(
+    wish = what_if.PlanRequest(
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
-    return what_if.planned(wish, now)
+    return what_if.plan(wish, now)

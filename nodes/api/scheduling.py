@@ -17,7 +17,7 @@ from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
 from nodes.api.base import MOMENT, NodeView, answered, sent
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling import shape, store
+from nodes.scheduling import store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
 
 _EXAMPLE = {
@@ -90,19 +90,19 @@ class SchedulingRulesView(NodeView):
         operation_id="scheduling_rules",
         summary="List scheduling rules",
         tags=["scheduling"],
-        responses={(200, "application/json"): shape.RULE.many, **refusals(401, 403)},
+        responses={(200, "application/json"): store.RULE.many, **refusals(401, 403)},
         examples=[answered([_EXAMPLE])],
     )
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
-        return Response(shape.rows(ModelSchedulingConfig.objects.all()))
+        return Response(store.rows(ModelSchedulingConfig.objects.all()))
 
     @extend_schema(
         operation_id="scheduling_rules_set",
         summary="Set a model's scheduling rule",
         tags=["scheduling"],
         request=SchedulingRuleRequestSerializer,
-        responses={200: shape.RULE.ref, **refusals(400, 401, 403, 413)},
+        responses={200: store.RULE.ref, **refusals(400, 401, 403, 413)},
         examples=[
             sent(
                 {
@@ -129,7 +129,7 @@ class SchedulingRuleView(NodeView):
         summary="Show a model's scheduling rule",
         tags=["scheduling"],
         parameters=[_MODEL],
-        responses={200: shape.RULE.ref, **refusals(401, 403, 404)},
+        responses={200: store.RULE.ref, **refusals(401, 403, 404)},
         examples=[answered(_EXAMPLE)],
     )
     def get(self, request: Request, model: str) -> Response:

@@ -13,16 +13,18 @@ from datetime import datetime, timedelta
 from typing import Any, assert_never
 from uuid import UUID
 
+from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster.accounts.actors import CONTROLLER
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.batching import CallBatcher
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
 from nodes.backends import install, intents, node_commands, request_draining, upgrade_delete
-from nodes.backends.batcher import Together
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
 from nodes.backends.node_commands import Command, Unclear
 from nodes.commands.commands import Worker, first
@@ -41,10 +43,8 @@ from nodes.commands.outcomes import (
 )
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.registry import services
-from operations.executor.recorder import Batch, Recorder
-from operations.executor.work import in_thread
-from operations.ledger.fence import LeaseLost
-from operations.ledger.progress import Attempt, Tick
+from operations.executor.work import Batch, Recorder, in_thread
+from operations.ledger.progress import Tick
 from operations.states import Event
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ COMMANDS: dict[str, Command] = {
     PendingBackendOp.Op.DELETE: upgrade_delete.DELETE,
 }
 SLOTS = 2048
+MOST_OUTCOMES = 256
+"""Outcomes that are written in one transaction, which bounds its locks and its memory."""
 UNKNOWN_AFTER = timedelta(hours=2)
 """O50: how long a worker may run a command without a reply before its outcome counts as unknown."""
 LOOK_FOR_PROOF_EVERY = 15.0
@@ -71,7 +73,7 @@ async def write_reports(batch: Batch) -> set[Attempt]:
 
 
 class IntentQueue:
-    """Runs intents over the bus; implements `operations.executor.queue.Queue`."""
+    """Runs intents over the bus; implements `operations.executor.executor.Queue`."""
 
     name = "intents"
     slots = SLOTS
@@ -80,7 +82,7 @@ class IntentQueue:
         self._bus, self._load_elsewhere = bus, load_elsewhere
         self._lost: Callable[[Attempt], None] = lambda attempt: None
         self._recorder = Recorder(write_reports, lambda attempt: self._lost(attempt))
-        self._outcomes = Together(self._write)
+        self._outcomes = CallBatcher(self._write, most=MOST_OUTCOMES, one_by_one=(DatabaseError,))
         self._offline_waiters: dict[UUID, set[asyncio.Future[str]]] = {}
         """Futures of the attempts to resolve when their node goes offline, by node."""
 
@@ -146,10 +148,11 @@ class IntentQueue:
             measurement.outcome = _event(settlement)
         await request_draining.settled(intent, settlement)
 
-    async def _write(self, batch: Sequence[Written]) -> None:
+    async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
         for id, _ in await in_thread(intents.settle, outcomes, now=clock.now()):
             log.warning("intent %s: the lease was lost; its outcome is not recorded", id)
+        return [None] * len(batch)
 
     async def _attempt(self, intent: Intent) -> Settlement:
         command = COMMANDS.get(intent.row.op)

@@ -22,8 +22,7 @@ from nodes.placement.deadlines import load_limit
 from nodes.replicas import upgrade_drains
 from nodes.replicas.upgrade_drains import Withdrawal
 from operations import targets
-from operations.executor.recorder import Recorder
-from operations.executor.work import in_thread
+from operations.executor.work import Recorder, in_thread
 from operations.ledger.progress import Tick
 from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status
 

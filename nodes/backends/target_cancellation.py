@@ -10,12 +10,12 @@ from uuid import UUID
 
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
+from localai_cluster.kit.rows import update_rows
 from nodes.backends import waves
 from operations import targets
 from operations.changes.publish import announce
 from operations.ledger import admission as ledger
 from operations.ledger import target_changes
-from operations.ledger.progress import update
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 
@@ -41,8 +41,8 @@ def cancel(operation: Operation, node_id: UUID, *, note: str, actor: str, now: d
     targets.adopt(operation, all_parts, now)
     if operation.status == Status.CANCELLED:
         operation.message = reason
-    update([target], target_changes.PART)
-    update([operation], target_changes.STATE)
+    update_rows([target], target_changes.PART)
+    update_rows([operation], target_changes.STATE)
     audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = target_changes.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)

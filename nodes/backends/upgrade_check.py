@@ -84,7 +84,7 @@ class UpgradeChecker:
         self._first_after, self._rest = first_after, rest
         self._wakeup = asyncio.Event()
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Check now if a check is due."""
         self._wakeup.set()
 

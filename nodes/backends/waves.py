@@ -15,12 +15,12 @@ from uuid import UUID, uuid4
 from django.db import connection
 
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.rows import update_rows
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes import events
 from operations.changes.publish import announce
 from operations.ledger import target_changes
-from operations.ledger.progress import update
 from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
 
 STATE = [*target_changes.STATE, "waves", "open_wave"]
@@ -176,8 +176,8 @@ def _save(
 ) -> None:
     for operation in operations:
         targets.adopt(operation, all_parts[operation.id], now)
-    update(moved, target_changes.PART)
-    update(operations, STATE)
+    update_rows(moved, target_changes.PART)
+    update_rows(operations, STATE)
 
 
 def catch_up(*, now: datetime) -> int:

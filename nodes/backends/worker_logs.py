@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from localai_cluster.kit import errors
+from nodes.registry import dial_targets
 from nodes.registry.dial_targets import Contact, HttpServer, NotReachable
 
 ANSWER_LIMIT = 15.0
@@ -109,9 +110,12 @@ async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
     url = f"ws://{server.contact.address}{_path(name)}/ws"
     with FOLLOWERS.one():
         try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT):
+                opened = await dial_targets.open_socket(server)
             async with (
                 _Dialled(
                     url,
+                    sock=opened,
                     additional_headers=_bearer(server.contact),
                     open_timeout=HANDSHAKE_LIMIT,
                     close_timeout=1.0,
@@ -156,14 +160,12 @@ async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenera
 
 async def _get(server: HttpServer, path: str) -> bytes:
     """Return the body of a reply with status 200."""
-    url = f"http://{server.contact.address}{path}"
-    headers = {**_bearer(server.contact), "Accept-Encoding": "identity"}
     with READERS.one():
         try:
             async with (
                 asyncio.timeout(ANSWER_LIMIT),
-                httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client,
-                client.stream("GET", url, headers=headers) as response,
+                dial_targets.client_of(server) as client,
+                client.stream("GET", path, timeout=None) as response,
             ):
                 if response.status_code != 200:
                     raise _status_error(server, response.status_code)

@@ -12,8 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from nodes.decisions.fleet_snapshots import Seen
-from nodes.decisions.table_bounds import time_of_oldest_fitting
+from nodes.decisions.snapshot_log import Seen, time_of_oldest_fitting
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Resident
 from nodes.placement.explain import NO_FLEET, Ending, Explanation

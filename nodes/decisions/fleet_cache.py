@@ -20,12 +20,12 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Model
 
-from nodes.decisions import placement_snapshot, reserved_memory
+from nodes.decisions import fleet_queries, reserved_memory
 from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import Candidate, Decision
 from nodes.placement.explain import FleetView
+from nodes.placement.memory import Reservation
 from nodes.placement.ranking import Own, StandingFleet
-from nodes.placement.reservations import Reservation
 
 _LONGEST_WAY = 2**30
 """Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
@@ -108,7 +108,7 @@ class _Replica(NamedTuple):
         )
 
 
-_NODE = tuple(name for name in placement_snapshot.COLUMNS if name != "id")
+_NODE = tuple(name for name in fleet_queries.COLUMNS if name != "id")
 _REPLICA = (
     "node_id",
     "model_name",
@@ -195,11 +195,11 @@ class Mirror:
     ) -> tuple[FleetView, Decision]:
         """Return `view` with the nodes that `snapshot.fleet` would read, and the decision on it."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
-            fleet = placement_snapshot.fleet(
+            fleet = fleet_queries.fleet(
                 model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
             )
             return _decide_uncached(view, fleet)
-        file_bytes = placement_snapshot.files_there(model_name) if view.need.disk else {}
+        file_bytes = fleet_queries.files_there(model_name) if view.need.disk else {}
         refreshes = self._refreshes
         with self._lock:
             if (
@@ -245,7 +245,7 @@ class Mirror:
 
     def _candidate(self, id: UUID) -> Candidate:
         replicas = self._replicas.of(id)
-        candidate = placement_snapshot.candidate(
+        candidate = fleet_queries.candidate(
             self._nodes.rows[id].columns,
             [row.reservation for row in replicas if row.reservation is not None],
             loaded=sum(row.loaded for row in replicas),

@@ -2,7 +2,7 @@
 
 `reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
 subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
-needed bytes until readings show them (`placement/reservations.py`). Both count the same bytes, so the larger
+needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the larger
 one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
 """
 
@@ -23,8 +23,19 @@ from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.gpus import Rooms, Shares, filled, fit, given_back, total
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu, outstanding
+from nodes.placement.memory import (
+    NEVER,
+    MemoryReading,
+    Reservation,
+    Rooms,
+    Shares,
+    filled,
+    fit,
+    given_back,
+    on_gpu,
+    outstanding,
+    total,
+)
 from operations.changes import events
 
 log = logging.getLogger(__name__)

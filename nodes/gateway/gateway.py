@@ -16,24 +16,49 @@ from typing import TypeVar
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.websockets import ACCESS
 from localai_cluster.kit import clock, conf, database_pool
-from localai_cluster.kit.errors import Unavailable
+from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
 from localai_cluster.web import sockets
-from nodes.gateway import prefix_service
-from nodes.gateway.picks import Picker, no_weights
-from nodes.gateway.prefix_service import PrefixService
-from nodes.gateway.prefixes import Prefixes
+from nodes.definitions import folder
+from nodes.definitions.files import Definition
+from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
+from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.gateway.web_process import ProcessHeartbeat
 from nodes.loading.wait import Loads
 from nodes.registry import identity_cache
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 
 logger = logging.getLogger(__name__)
+
+
+class ModelNotFound(NotFound):
+    """No model of that name is defined."""
+
+    code = "model_not_found"
+
+
+_DEFAULT_TAG = ":latest"
+"""The tag that Ollama's clients may append to a name. A model whose name really ends with it takes
+precedence.
+"""
+
+
+async def defined(name: str) -> Definition:
+    """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
+    definition = await folder.find(name)
+    if definition is None and name.endswith(_DEFAULT_TAG):
+        definition = await folder.find(name.removesuffix(_DEFAULT_TAG))
+    if definition is None:
+        raise ModelNotFound(
+            f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"
+        )
+    return definition
+
+
 T = TypeVar("T")
 
 MAX_REPLICAS = 4
@@ -173,18 +198,18 @@ def current() -> Gateway:
     return _running.gateway
 
 
-def hints() -> Hints:
+def hints() -> WakeUps:
     """Return the wake-ups of waiting requests; an unused instance before `start`."""
-    return _running.loads.hints if _running is not None else Hints()
+    return _running.loads.wake_ups if _running is not None else WakeUps()
 
 
 async def start() -> None:
     """Open the pool, register this process and start its gateway."""
     global _running
     shared = await database_pool.open_shared()
-    by_prefix = prefix_service.begin(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
+    by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
-    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), Hints()
+    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(), Loads(hints)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
@@ -221,7 +246,7 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
+async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         try:
             _handle_notification(channel, payload, hints, prefixes)
@@ -230,7 +255,7 @@ async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
             logger.exception("a notification on %s is passed over: %r", channel, payload)
 
 
-def _handle_notification(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
+def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: Prefixes | None) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
         identity_cache.shared().forget(payload)

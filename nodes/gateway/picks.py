@@ -5,10 +5,11 @@ So a request costs at most one statement on the way in and one on the way out, a
 
 `_held` counts the requests that run in this process now and is always right. The database follows it by
 deltas. When the outcome of a statement is unknown (connection lost, this process removed as dead), the next
-step is a settlement, which sets the rows to `_held` instead.
+step is a settlement, which sets the rows to `_held` instead. `ProcessHeartbeat` keeps the process's row.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -28,7 +29,6 @@ from localai_cluster.kit import clock, conf, disk
 from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
-from nodes.gateway.confirmed_keys import ConfirmedKeys
 from nodes.gateway.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.gateway.request import InferenceRequest, PickWish, Replica
 from nodes.models import PhaseReason
@@ -36,6 +36,41 @@ from nodes.registry import dial_targets
 from nodes.replicas import statements, terminations
 
 logger = logging.getLogger(__name__)
+
+MAX_AGE = 60.0
+"""Seconds that a confirmation stays valid."""
+MOST_KEYS = 10_000
+
+
+class ConfirmedKeys:
+    """API keys that the database confirmed recently, with the time of their last confirmation.
+
+    A hint, never a proof: it only decides how much of a body is read before the statement that picks a
+    replica checks the key again. A change of a key or user empties it (NOTIFY). After a lost NOTIFY the
+    process reads the body of a request with a revoked key, no more. Not thread-safe: used on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._confirmed_at: dict[str, float] = {}
+
+    def __contains__(self, key_hash: str) -> bool:
+        confirmed_at = self._confirmed_at.get(key_hash)
+        return confirmed_at is not None and clock.monotonic() - confirmed_at < MAX_AGE
+
+    def add(self, key_hash: str) -> None:
+        """Record that the key is valid now."""
+        if len(self._confirmed_at) >= MOST_KEYS and key_hash not in self._confirmed_at:
+            self._confirmed_at.clear()
+        self._confirmed_at[key_hash] = clock.monotonic()
+
+    def discard(self, key_hash: str) -> None:
+        """Remove a key that the database reported as invalid."""
+        self._confirmed_at.pop(key_hash, None)
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._confirmed_at.clear()
+
 
 # Errors after which a statement may be retried, because it had no effect: a deadlock, or a process row that
 # the liveness pass removed.
@@ -357,3 +392,55 @@ def _pick(pick_request: PickWish, pick_numbers: _PickNumbers) -> dict[str, Any]:
         if pick_request.share is None
         else pick | {"share": pick_request.share, "plainly": pick_numbers.promptless_number(pick_request)}
     )
+
+
+HEARTBEATS_PER_LIMIT = 3
+"""Renewals of the row per silence limit."""
+HEARTBEATS_PER_AUDIT = 12
+"""Heartbeats between two settlements of the counts, in case a statement outlived its connection."""
+
+
+class ProcessHeartbeat:
+    """Maintains the row of one web process."""
+
+    def __init__(self, picker: Picker, silence_limit: float) -> None:
+        self._picker = picker
+        self._interval = silence_limit / HEARTBEATS_PER_LIMIT
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Register the process; an unreachable database only delays the registration."""
+        await self._announce()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Release every count and remove the row."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        try:
+            await self._picker.sign_off()
+        except UNREACHABLE as error:
+            logger.warning("Could not sign off, the liveness pass will: %s", error)
+
+    async def _run(self) -> None:
+        heartbeats = 0
+        while True:
+            await asyncio.sleep(self._interval)
+            heartbeats += 1
+            try:
+                is_registered = await self._picker.renew()
+            except UNREACHABLE as error:
+                logger.warning("Cannot renew the row of this process: %s", error)
+                continue
+            if not is_registered:
+                logger.warning("This process was taken for dead; it announces itself again")
+            if not is_registered or heartbeats % HEARTBEATS_PER_AUDIT == 0:
+                await self._announce()
+
+    async def _announce(self) -> None:
+        try:
+            await self._picker.settle()
+        except Unavailable as error:
+            logger.warning("Cannot announce this process yet: %s", error)

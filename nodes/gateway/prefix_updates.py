@@ -15,7 +15,7 @@ import msgspec
 
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
-from nodes.gateway.prompt_chains import DEPTH
+from nodes.gateway.prefix_table import DEPTH
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 from localai_cluster.web.multipart import Form
-from nodes.gateway.prompt_chains import Chain
+from nodes.gateway.prefix_table import Chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Streamed responses: the buffer for slow clients, and the events on the wire.
+"""Streamed responses: their silence limit, the buffer for slow clients, events, audio and files on the wire.
 
 The engine's replies pass through a `Pipe` to the sender. Its size is bounded, so a slow client costs no more
 than that; most responses fit in, so it does not block the engine. A client that reads nothing for as long as
@@ -6,21 +6,64 @@ an engine may be silent counts as disconnected.
 
 Status and headers are sent with the first delta: until then a failure is an ordinary error response. If an
 engine is silent for longer than `QUIET`, the client gets a 200 and keep-alives, so that no proxy closes the
-connection; later failures are an event of the dialect.
+connection; later failures are an event of the dialect. After the first byte of audio or a file a failure
+cannot be reported: the connection ends without the end of the body.
 """
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import IO, Any
 
-from localai_cluster.kit import conf
+from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
+from nodes.gateway.endpoint import until_stop
 from nodes.gateway.generation import Sink, Telling, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.gateway.silence_limit import SilenceLimit, silence
+
+
+class SilenceLimit:
+    """The silence limit, as the limited work controls it."""
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float, first: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._until = clock.monotonic() + max(first, 0)
+        self._set_timer()
+
+    def begin(self) -> None:
+        """Restart the limit: silence counts from now on."""
+        self._until = clock.monotonic() + self._seconds
+
+    def pause(self) -> None:
+        """Suspend the limit until `begin`."""
+        self._until = math.inf
+
+    def _set_timer(self) -> None:
+        remaining = max(self._until - clock.monotonic(), 0)
+        self.timer = asyncio.get_running_loop().call_later(min(remaining, self._seconds), self._check)
+
+    def _check(self) -> None:
+        if clock.monotonic() >= self._until:
+            self._limit.reschedule(0)  # expired
+        else:
+            self._set_timer()
+
+
+@asynccontextmanager
+async def silence(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
+    """Raise TimeoutError after `first` seconds of silence, or after `seconds` following a `begin`."""
+    async with asyncio.timeout(None) as limit:
+        silence_limit = SilenceLimit(limit, seconds, first)
+        try:
+            yield silence_limit
+        finally:
+            silence_limit.timer.cancel()
+
 
 QUIET = 5.0
 """Seconds of silence after which a keep-alive is sent."""
@@ -214,3 +257,70 @@ def node_header(request: InferenceRequest) -> Sequence[Header]:
     if not is_exposed or request.replica is None:
         return ()
     return ((b"x-localai-node", str(request.replica.node_id).encode()),)
+
+
+PIECE = 256 * 1024
+
+ByteSink = Callable[[bytes], Awaitable[None]]
+"""Consumer of pieces; it may block the producer."""
+
+
+class FileAnswer:
+    """A file as the response. It is closed when it has been sent, or sending has failed."""
+
+    def __init__(self, file: IO[bytes], kind: bytes, headers: tuple[Header, ...] = ()) -> None:
+        self._file = file
+        self._size = file.seek(0, 2)
+        self._headers = [(b"content-type", kind), (b"content-length", str(self._size).encode()), *headers]
+
+    async def play(self, send: Send) -> int:
+        """Send the file without the end of the body; return the status."""
+        self._file.seek(0)
+        with self._file:
+            async with _reader(send) as out:
+                await out.head(self._headers)
+                while piece := await asyncio.to_thread(self._file.read, PIECE):
+                    await out.body(piece)
+        return 200
+
+
+class ByteStream:
+    """Bytes sent while `work` produces them. `headers` is called at the first piece."""
+
+    def __init__(
+        self, work: Callable[[ByteSink], Awaitable[None]], headers: Callable[[], list[Header]]
+    ) -> None:
+        self._work = work
+        self._headers = headers
+        self._has_started = False
+
+    async def play(self, send: Send) -> int:
+        """Send the bytes without the end of the body; return the status.
+
+        Before the first byte every error is raised; after it, Disconnected ends the response early.
+        """
+        async with _reader(send) as out:
+
+            async def sink(piece: bytes) -> None:
+                if not self._has_started:
+                    self._has_started = True
+                    await out.head(self._headers())
+                await out.body(piece)
+
+            try:
+                with until_stop():
+                    await self._work(sink)
+            except ClusterError:
+                if self._has_started:
+                    raise wire.Disconnected from None
+                raise
+        return 200
+
+
+@contextlib.asynccontextmanager
+async def _reader(send: Send) -> AsyncIterator[Outgoing]:
+    try:
+        async with silence(conf.cluster().stream_stall, math.inf) as limit:
+            yield Outgoing(send, limit)
+    except TimeoutError:
+        raise wire.Disconnected from None

@@ -24,8 +24,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
 from nodes.registry import dial_targets
-from nodes.registry.dial_targets import HttpServer
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import HttpServer, client_of
 
 logger = logging.getLogger(__name__)
 

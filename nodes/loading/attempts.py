@@ -18,24 +18,24 @@ from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
 
-Follows = TypeVar("Follows", bound=Exception)
+Outcome = TypeVar("Outcome", bound=Exception)
 
 
-async def kept(work: Work, cause: Cause, follows: Follows, slot: Slot | None = None) -> Follows:
+async def record_end(work: Work, cause: Cause, outcome: Outcome, slot: Slot | None = None) -> Outcome:
     """Keeps what follows, and why, before it happens; answers it."""
     spot = Spot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
-    await in_thread(_keep, work.id, cause, follows, spot)
-    return follows
+    await in_thread(_record_end, work.id, cause, outcome, spot)
+    return outcome
 
 
-def _keep(load: UUID, cause: Cause, follows: Exception, spot: Spot | None) -> None:
+def _record_end(load: UUID, cause: Cause, outcome: Exception, spot: Spot | None) -> None:
     operation = Operation.objects.get(pk=load)
     told = decision_log.without_fleet(
-        Ending.WAITING if isinstance(follows, Postpone) else Ending.REFUSED,
-        cut(str(follows), LONGEST_SENTENCE),
+        Ending.WAITING if isinstance(outcome, Postpone) else Ending.REFUSED,
+        cut(str(outcome), LONGEST_SENTENCE),
         cause=cause,
         times=_times(operation.payload, cause),
-        over=isinstance(follows, Abandoned),
+        over=isinstance(outcome, Abandoned),
     )
     decided = Decided(operation.element, load, told, None, DecisionKind.ATTEMPT, spot)
     decision_log.record(decided, now=clock.now())
@@ -49,6 +49,6 @@ def _times(payload: Mapping[str, Any], cause: Cause) -> int:
 
 
 def ending(facts: Mapping[str, Any]) -> Ending:
-    """What follows by the facts of a record."""
+    """What outcome by the facts of a record."""
     ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
     return Ending.REFUSED if ends else Ending.WAITING

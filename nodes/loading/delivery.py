@@ -17,17 +17,17 @@ from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderHangs
 from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.progress_deadline import MovingWish
-from nodes.loading.send_files import Lanes, Sending, Sent
-from nodes.loading.source_files import Changed, aside
-from nodes.loading.staging_plan import MODEL_FILE, FilePlan, Unsendable, plan
+from nodes.loading.progress_deadline import ProgressDeadline
+from nodes.loading.send_files import ModelTransfer, StagingResult, TransferLimits
+from nodes.loading.source_files import FileChanged, in_staging_thread
+from nodes.loading.staging_plan import MODEL_FILE, FilePlan, Unsendable, plan_files
 from nodes.loading.transfer import FileRefused, Stalled, Unreachable
-from nodes.loading.upload_meter import Meter
+from nodes.loading.upload_meter import UploadMeter
 from nodes.models import BackendNode
-from nodes.placement import deadlines, estimate
+from nodes.placement import deadlines, memory
 from nodes.placement.choose import disk_words, gib
 from nodes.registry import dial_targets, file_port
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots, staged_files
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
@@ -37,7 +37,7 @@ from operations.ledger.progress import Tick
 log = logging.getLogger(__name__)
 
 PHASE = "staging"
-TELL_EVERY = 1.0
+REPORT_EVERY = 1.0
 """C48: seconds between two reports of bytes."""
 _LOOK_AT_OTHER = 2.0
 _LOOK_LIMIT = 10.0
@@ -48,7 +48,7 @@ _SHARE = 90.0
 """Progress of a load whose files have arrived, in percent."""
 
 
-class Delivering(Protocol):
+class StagingAttempt(Protocol):
     """An attempt of a load with its reserved slot."""
 
     @property
@@ -71,8 +71,8 @@ class Delivering(Protocol):
         """Return a progress report of the attempt."""
 
 
-async def delivered(
-    attempt: Delivering, options: Mapping[str, Any], lanes: Lanes
+async def stage_files(
+    attempt: StagingAttempt, options: Mapping[str, Any], lanes: TransferLimits
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Return the options for an engine on the node, and the part of the load's result about missing files.
 
@@ -82,7 +82,7 @@ async def delivered(
     if cluster.shared_models:
         return sizes.located(cluster.models_path, definition.model, options), {}
     planned = await _planned(definition, options)
-    sent = Sent("", {})
+    sent = StagingResult("", {})
     if planned.files:
         await _wait_for_turn(attempt)
         sent = await _send_in_time(attempt, planned, lanes)
@@ -102,7 +102,7 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
     folder = conf.cluster().models_path
     try:
         async with asyncio.timeout(_LOOK_LIMIT):
-            return await aside(lambda: plan(folder, definition.name, options))
+            return await in_staging_thread(lambda: plan_files(folder, definition.name, options))
     except TimeoutError:
         hangs = FolderHangs(f"the models folder {folder.name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
@@ -110,23 +110,23 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
         raise LoadFailed(f"staging: {error}") from error
 
 
-async def _wait_for_turn(attempt: Delivering) -> None:
+async def _wait_for_turn(attempt: StagingAttempt) -> None:
     """Return when no other load sends files of the model to the node."""
-    name, hold = attempt.definition.name, MovingWish(attempt.work)
+    name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
     while not (has_begun := await in_thread(_begin, attempt)):
         if has_begun is None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"
         await attempt.work.report(attempt.tick(PHASE, message))
-        await hold.lasts(deadlines.STALL)
+        await deadline.extend_for(deadlines.STALL)
         await asyncio.sleep(_LOOK_AT_OTHER)
 
 
-def _begin(attempt: Delivering) -> bool | None:
+def _begin(attempt: StagingAttempt) -> bool | None:
     return slots.begin_staging(attempt.slot, attempt=attempt.id)
 
 
-async def _send_in_time(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+async def _send_in_time(attempt: StagingAttempt, planned: FilePlan, lanes: TransferLimits) -> StagingResult:
     """Send all files within the longest time that a load may take (C31)."""
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
@@ -145,11 +145,11 @@ async def _send_in_time(attempt: Delivering, planned: FilePlan, lanes: Lanes) ->
             # A restarted worker has another token. As soon as it registers, the slot is lost.
             await asyncio.sleep(_REGISTERS)
         raise NodeRefused(f"staging: {refusal}") from refusal
-    except Changed as change:
+    except FileChanged as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
 
 
-async def _send(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+async def _send(attempt: StagingAttempt, planned: FilePlan, lanes: TransferLimits) -> StagingResult:
     slot = attempt.slot
     try:
         server = await in_thread(dial_targets.http_server, slot.node_id)
@@ -157,12 +157,12 @@ async def _send(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
         raise WorkerGone(gone.message) from gone
     except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
-    meter = Meter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
+    meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
     meter.waits(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
     await attempt.work.report(_tick(attempt, meter))
     try:
         async with client_of(server) as client:
-            sending = Sending(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
+            sending = ModelTransfer(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
             return await unless(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
@@ -171,7 +171,7 @@ async def _send(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
         raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
 
 
-async def _send_missing(attempt: Delivering, sending: Sending) -> Sent:
+async def _send_missing(attempt: StagingAttempt, sending: ModelTransfer) -> StagingResult:
     """Send the missing files. Record the bytes on the node also after a failure, for the next attempt."""
     missing, name = await sending.look(), attempt.definition.name
     try:
@@ -189,7 +189,7 @@ async def _send_missing(attempt: Delivering, sending: Sending) -> Sent:
 def _check_room(slot: Slot, missing: int) -> None:
     """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
     node = BackendNode.objects.filter(pk=slot.node_id).first()
-    needed = estimate.disk(missing) if missing else 0
+    needed = memory.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
         problem = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:
@@ -197,18 +197,18 @@ def _check_room(slot: Slot, missing: int) -> None:
         log.warning("%s: %s", slot.node_name, problem)
 
 
-async def _report_progress(attempt: Delivering, meter: Meter) -> NoReturn:
+async def _report_progress(attempt: StagingAttempt, meter: UploadMeter) -> NoReturn:
     """Report the progress each second, and keep the load needed while bytes move."""
-    hold, moved, moved_at = MovingWish(attempt.work), meter.moved, clock.now()
+    deadline, moved, moved_at = ProgressDeadline(attempt.work), meter.moved, clock.now()
     while True:
-        await asyncio.sleep(TELL_EVERY)
+        await asyncio.sleep(REPORT_EVERY)
         if meter.moved != moved:
             moved, moved_at = meter.moved, clock.now()
         attempt.work.progress(_tick(attempt, meter, progress_at=moved_at))
-        await hold.moved(meter.moved)
+        await deadline.extend_on_progress(meter.moved)
 
 
-def _tick(attempt: Delivering, meter: Meter, *, progress_at: datetime | None = None) -> Tick:
+def _tick(attempt: StagingAttempt, meter: UploadMeter, *, progress_at: datetime | None = None) -> Tick:
     rate = meter.rate(clock.monotonic())
     total = meter.total
     return attempt.tick(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from localai_cluster.kit import clock
-from nodes.loading.source_files import Changed, OpenedFile, aside, stamp_of
+from nodes.loading.source_files import FileChanged, OpenedFile, in_staging_thread, stamp_of
 from nodes.loading.staging_plan import LocalFile
 from nodes.models import FileHash
 from operations.executor.work import in_thread
@@ -28,10 +28,10 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
 
     Raises Changed for a file that changes meanwhile or does not have the planned size, and OSError.
     """
-    status = await aside(file.path.stat)
+    status = await in_staging_thread(file.path.stat)
     stamp = stamp_of(status)
     if status.st_size != file.size:
-        raise Changed(f"{file.relative} was changed meanwhile")
+        raise FileChanged(f"{file.relative} was changed meanwhile")
     stored = await in_thread(_stored_hash, file.relative, stamp, clock.now() - KEPT)
     if stored is not None:
         return stored, stamp

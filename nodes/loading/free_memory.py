@@ -19,18 +19,18 @@ from nodes.replicas.slots import Slot
 from operations.executor.work import Work, in_thread
 from operations.ledger.progress import Tick
 
-LOOK_EVERY = 0.5
+EVICTION_POLL = 0.5
 
 
 @dataclass(frozen=True)
-class Room:
+class PendingEviction:
     """The replicas that must stop before the engine starts, and the sentence for the operation."""
 
     replicas: tuple[UUID, ...]
     why: str
 
 
-def what_makes_room(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
+def find_eviction(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
     """Return the eviction for a load, without a node if none can help; None if no node lacks only memory."""
     nodes, need = question.lacking(decision), question.view.need
     if not nodes:
@@ -40,14 +40,14 @@ def what_makes_room(model_name: str, question: LoadQuestion, decision: Decision)
     return choose_victims(nodes, residents, eviction.guard(model_name, residents, now=now), need)
 
 
-def room_of(victims: Eviction | None) -> Room | None:
+def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
     """Return the replicas that the load must wait for; None without an eviction."""
     if victims is None:
         return None
-    return Room(tuple(replica.id for replica in [*victims.victims, *victims.leaving]), victims.why)
+    return PendingEviction(tuple(replica.id for replica in [*victims.victims, *victims.leaving]), victims.why)
 
 
-async def made(room: Room, work: Work, slot: Slot) -> None:
+async def wait_until_evicted(room: PendingEviction, work: Work, slot: Slot) -> None:
     """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
     limit = eviction.STOPS_WITHIN.total_seconds()
     deadline = clock.monotonic() + limit
@@ -58,8 +58,8 @@ async def made(room: Room, work: Work, slot: Slot) -> None:
         if clock.monotonic() >= deadline:
             names = named(name for name, _ in remaining)
             raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(EVICTION_POLL)
 
 
-def _remaining(room: Room) -> list[tuple[str, str]]:
+def _remaining(room: PendingEviction) -> list[tuple[str, str]]:
     return [(str(row), row.state) for row in eviction.not_gone(room.replicas)]

@@ -14,18 +14,18 @@ from nodes.replicas.slots import Slot
 _MIB = 2**20
 
 
-def gpus_of(slot: Slot) -> tuple[str, ...]:
+def reserved_gpus(slot: Slot) -> tuple[str, ...]:
     """The only GPUs that the engine may see; none: all of them."""
     return tuple(one.id for one in slot.gpus)
 
 
-def check(reply: InstallReply, slot: Slot) -> None:
+def check_gpus(reply: InstallReply, slot: Slot) -> None:
     """Raises NodeRefused for an engine that sees other GPUs: it would take what others have reserved."""
-    if slot.gpus and reply.gpus != gpus_of(slot):
+    if slot.gpus and reply.gpus != reserved_gpus(slot):
         raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
 
 
-def split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
+def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
     """The options of `LoadModel`, with the shares of an engine that has several GPUs."""
     if len(slot.gpus) < 2:
         return options

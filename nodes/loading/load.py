@@ -30,26 +30,26 @@ from nodes.backends import admission, backend_requests, install
 from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import attempts, delivery, gpu_pinning, load_placement, needs, node_options
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.free_memory import Room, made
-from nodes.loading.load_request import wish_of
-from nodes.loading.load_retry import again, elsewhere
-from nodes.loading.progress_deadline import MovingWish
-from nodes.loading.send_files import Lanes
+from nodes.loading.free_memory import PendingEviction, wait_until_evicted
+from nodes.loading.load_request import request_of
+from nodes.loading.load_retry import retry_after_loss, retry_after_refusal
+from nodes.loading.node_options import fingerprint
+from nodes.loading.progress_deadline import ProgressDeadline
+from nodes.loading.send_files import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.choose import gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.placement.node_backoff import Setbacks
-from nodes.placement.tuning import fingerprint
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 from operations.models import TERMINAL, Operation, Status
@@ -76,10 +76,10 @@ class Attempt:
     """The nodes that failed this load before, or did not answer."""
     why: str
     """The reason for the choice of this slot."""
-    hold: MovingWish
+    deadline: ProgressDeadline
     payload: int = 0
     """Bytes of the model's files; 0 = unknown."""
-    room: Room | None = None
+    room: PendingEviction | None = None
     """The replicas that must stop before the slot can be used; None if there are none."""
     listed: messages.ListReply | None = None
     """The worker's backends, if it has listed them since the slot was free."""
@@ -112,9 +112,9 @@ def attempt_id(work: Work) -> AttemptId:
 class LoadModel:
     """Handler; one instance serves all loads of its controller."""
 
-    def __init__(self, bus: Bus, definitions: Folder, hints: Hints) -> None:
-        self._bus, self._definitions, self._hints = bus, definitions, hints
-        self._lanes = Lanes()
+    def __init__(self, bus: Bus, definitions: Folder, wake_ups: WakeUps) -> None:
+        self._bus, self._definitions, self._wake_ups = bus, definitions, wake_ups
+        self._lanes = TransferLimits()
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the load; raise Postpone with the reason while it must wait."""
@@ -125,17 +125,17 @@ class LoadModel:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
             missing = errors.NotFound(f"model {work.operation.element} is not defined")
-            raise await attempts.kept(work, Cause.UNDEFINED, missing)
-        request = wish_of(work.operation)
-        name, besides = definition.name, request.besides
-        if not request.another and await in_thread(placement_snapshot.serving, name, besides=besides):
+            raise await attempts.record_end(work, Cause.UNDEFINED, missing)
+        request = request_of(work.operation)
+        name, besides = definition.name, request.excluded_nodes
+        if not request.is_scale_up and await in_thread(fleet_queries.serving, name, besides=besides):
             return {"already_loaded": True}
-        if not request.another and await in_thread(placement_snapshot.on_its_way, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.on_its_way, name, besides=besides):
             # R2.64: no replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
-            outcome = load_placement.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
-            raise await attempts.kept(work, Cause.ON_ITS_WAY, outcome)
-        if request.replaces and await in_thread(placement_snapshot.loaded_by, request.replaces) == revision(
+            outcome = load_placement.retry_or_end(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            raise await attempts.record_end(work, Cause.ON_ITS_WAY, outcome)
+        if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
@@ -145,17 +145,19 @@ class LoadModel:
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
             # Refresh: requests that came while the attempt ran have moved the load's deadline.
-            outcome = again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
+            outcome = retry_after_loss(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
             cause = Cause.WORKER_GONE if isinstance(gone, WorkerGone) else Cause.ENGINE_DIED
-            raise await attempts.kept(work, cause, outcome, attempt.slot) from gone
+            raise await attempts.record_end(work, cause, outcome, attempt.slot) from gone
         except NodeRefused as refusal:
             await _give_up(attempt)
-            outcome = elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal)
-            raise await attempts.kept(work, Cause.NODE_REFUSED, outcome, attempt.slot) from refusal
+            outcome = retry_after_refusal(
+                attempt, await in_thread(Operation.objects.get, pk=work.id), refusal
+            )
+            raise await attempts.record_end(work, Cause.NODE_REFUSED, outcome, attempt.slot) from refusal
         except (LoadFailed, Abandoned, Postpone) as end:
             await _give_up(attempt)
             cause = Cause.FAILED if isinstance(end, LoadFailed) else Cause.INTERRUPTED
-            await attempts.kept(work, cause, end, attempt.slot)
+            await attempts.record_end(work, cause, end, attempt.slot)
             raise
         except Exception:
             await _give_up(attempt)
@@ -163,9 +165,9 @@ class LoadModel:
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         files = await self._definitions.sizes.of(definition)
-        need = needs.of(definition, files)
-        wanted = load_placement.Wanted(definition, need, await self._definitions.conflicting(definition))
-        place = await load_placement.place(self._bus, work, wanted, attempt=attempt_id(work))
+        need = needs.estimate_need(definition, files)
+        wanted = load_placement.LoadNeeds(definition, need, await self._definitions.conflicting(definition))
+        place = await load_placement.reserve_slot(self._bus, work, wanted, attempt=attempt_id(work))
         listed = place.listed
         worker = Worker(
             self._bus,
@@ -181,7 +183,7 @@ class LoadModel:
             worker,
             place.setbacks,
             place.why,
-            MovingWish(work),
+            ProgressDeadline(work),
             files.payload,
             place.room,
             listed,
@@ -189,10 +191,10 @@ class LoadModel:
 
     async def _run(self, attempt: Attempt) -> Mapping[str, Any]:
         if attempt.room is not None:
-            await made(attempt.room, attempt.work, attempt.slot)
+            await wait_until_evicted(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
-        options = await in_thread(node_options.of, attempt.definition, attempt.slot.node_id)
-        located, without = await delivery.delivered(attempt, options, self._lanes)
+        options = await in_thread(node_options.tuned_options, attempt.definition, attempt.slot.node_id)
+        located, without = await delivery.stage_files(attempt, options, self._lanes)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
         published = await in_thread(
@@ -205,7 +207,7 @@ class LoadModel:
             told=fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
-            replaces=wish_of(attempt.work.operation).replaces,
+            replaces=request_of(attempt.work.operation).replaces,
         )
         if not published:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
@@ -244,7 +246,7 @@ class LoadModel:
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
         fraction = _AND_FILES if attempt.payload else _SHARE_OF_INSTALL
         before = (await in_thread(Operation.objects.get, pk=child)).attempts
-        with self._hints.watch(child) as watch:
+        with self._wake_ups.watch(child) as watch:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
                 if state.status == Status.WAITING or state.attempts > before:
                     raise WorkerGone(state.message)
@@ -259,7 +261,7 @@ class LoadModel:
                         time_limit_at=state.time_limit_at,
                     )
                     attempt.work.progress(figures)
-                    await attempt.hold.moved(state.current_bytes)
+                    await attempt.deadline.extend_on_progress(state.current_bytes)
                 await watch.changed(timeout=_LOOK_AT_CHILD)
         return state
 
@@ -276,7 +278,7 @@ class LoadModel:
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
-            gpus=gpu_pinning.gpus_of(attempt.slot),
+            gpus=gpu_pinning.reserved_gpus(attempt.slot),
         )
         reply = await _start_process(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine has ended.
@@ -290,7 +292,7 @@ class LoadModel:
         except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(slots.record_answer, attempt.slot, engine.address)
-        gpu_pinning.check(reply, attempt.slot)
+        gpu_pinning.check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
             retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
@@ -300,12 +302,12 @@ class LoadModel:
 
     async def _load(self, attempt: Attempt, engine: dial_targets.Contact, options: Mapping[str, Any]) -> None:
         limit = load_limit(attempt.payload, conf.cluster().model_load_timeout)
-        await attempt.hold.lasts(limit + MARGIN)
+        await attempt.deadline.extend_for(limit + MARGIN)
         loading = f"loading {attempt.definition.name} on {attempt.slot.node_name}"
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            engine_options = options_from_mapping(gpu_pinning.split(options, attempt.slot))
+            engine_options = options_from_mapping(gpu_pinning.with_gpu_split(options, attempt.slot))
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
@@ -371,7 +373,9 @@ async def _start_process(
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
     """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
-    if end := load_placement.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
+    if end := load_placement.end_if_not_needed(
+        await in_thread(Operation.objects.get, pk=attempt.work.id), reason
+    ):
         raise end
     await attempt.report("loading", f"{reason}; asking again")
 

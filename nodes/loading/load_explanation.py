@@ -16,10 +16,10 @@ from localai_cluster.web.shapes import Row
 from nodes.definitions.folder import folder
 from nodes.loading import needs
 from nodes.loading.failures import refusals
-from nodes.loading.free_memory import what_makes_room
+from nodes.loading.free_memory import find_eviction
 from nodes.loading.load import KIND
-from nodes.loading.load_placement import Wanted, asked
-from nodes.loading.load_request import ANYWHERE, wish_of
+from nodes.loading.load_placement import LoadNeeds, decide
+from nodes.loading.load_request import ANYWHERE, request_of
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
 from nodes.loading.wait import has_other_node_since
 from nodes.models import NodeModel, PlacementRecord
@@ -33,11 +33,11 @@ RECORDS = 20
 """Number of the latest decisions that are shown."""
 
 
-def explained(model_name: str, now: datetime) -> Row:
+def explain_model(model_name: str, now: datetime) -> Row:
     """Return the explanation; raise NotFound for a model without a definition, replicas or records."""
     if names.unprintable(model_name):
         raise errors.NotFound("there is no such model")
-    wanted = wanted_of(model_name)
+    wanted = needs_of(model_name)
     replicas = REPLICA.rows(NodeModel.objects.of(model_name).order_by("node__name", "replica_index"))
     records = RECORD.rows(PlacementRecord.objects.filter(model_name=model_name).order_by("-id")[:RECORDS])
     if wanted is None and not replicas and not records:
@@ -52,17 +52,17 @@ def explained(model_name: str, now: datetime) -> Row:
 
 
 @async_to_sync
-async def wanted_of(model_name: str) -> Wanted | None:
+async def needs_of(model_name: str) -> LoadNeeds | None:
     """Return the needs and conflicts of a replica by the model's definition; None if it is not defined."""
     models = folder()
     definition = await models.find(model_name)
     if definition is None:
         return None
-    need = needs.of(definition, await models.sizes.of(definition))
-    return Wanted(definition, need, await models.conflicting(definition))
+    need = needs.estimate_need(definition, await models.sizes.of(definition))
+    return LoadNeeds(definition, need, await models.conflicting(definition))
 
 
-def _next(model_name: str, wanted: Wanted | None, replicas: Sequence[Row], now: datetime) -> Row:
+def _next(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[Row], now: datetime) -> Row:
     if wanted is None:
         sentence = f"model {model_name} is not defined"
         return NEXT.of(action="refuse", says=sentence, replica_id=None, operation_id=None, placement=None)
@@ -121,12 +121,12 @@ def _picked(model_name: str) -> str | None:
     return None if replica_id is None else str(replica_id)
 
 
-def _placement(wanted: Wanted, load: Operation | None, now: datetime) -> Explanation:
+def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> Explanation:
     """Return the decision of a load now, with the request and the back-offs of the active load if any."""
-    request = wish_of(load) if load is not None else ANYWHERE
+    request = request_of(load) if load is not None else ANYWHERE
     payload = load.payload if load is not None else {}
     setbacks = from_payload(payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
     excluded_nodes = resting(setbacks, now) | refusing_nodes
-    question, decision = asked(wanted, request, setbacks, excluded_nodes, refusing_nodes)
-    return settle(question, decision, what_makes_room(wanted.definition.name, question, decision))
+    question, decision = decide(wanted, request, setbacks, excluded_nodes, refusing_nodes)
+    return settle(question, decision, find_eviction(wanted.definition.name, question, decision))

@@ -14,22 +14,16 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.failed_installs import recent_refusals
-from nodes.decisions import (
-    decision_log,
-    fleet_cache,
-    fleet_snapshots,
-    installed_preference,
-    placement_snapshot,
-)
+from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
 from nodes.decisions.decision_log import Decided
-from nodes.decisions.placement_snapshots import sections
-from nodes.decisions.snapshot_sections import Sections
+from nodes.decisions.load_snapshots import sections
+from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
 from nodes.loading import attempts, needs
 from nodes.loading.failures import Cause, refusals, refused_by_all
-from nodes.loading.free_memory import Room, room_of, what_makes_room
-from nodes.loading.load_request import LACKS_ROOM, LoadWish, wish_of
-from nodes.loading.node_contact import Answer, best_that_answers
+from nodes.loading.free_memory import PendingEviction, find_eviction, pending_eviction
+from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
+from nodes.loading.node_contact import Contacted, contact_best
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView
@@ -56,7 +50,7 @@ _NO_BUS = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadNeeds:
     """A model, what it needs of its node, and the models that it should have no node in common with."""
 
     definition: Definition
@@ -65,30 +59,32 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """A reserved slot, the reason for it, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
     setbacks: Setbacks
     why: str
-    room: Room | None = None
+    room: PendingEviction | None = None
     """The replicas that must stop on the node first; None if there are none."""
     listed: ListReply | None = None
     """The node's backends, as its worker has just listed them; None if they must be listed again."""
 
 
-async def place(bus: Bus, work: Work, wanted: Wanted, *, attempt: AttemptId) -> Place:
+async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: AttemptId) -> Placement:
     """Reserve a slot on the best node whose worker answers.
 
     Raises Postpone, LoadFailed or Abandoned if there is none.
     """
-    request = wish_of(work.operation)
+    request = request_of(work.operation)
     setbacks = from_payload(work.operation.payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(work.operation.payload))
     excluded_nodes = resting(setbacks, clock.now()) | refusing_nodes
     listings = dict[UUID, ListReply | None]()
     while True:
-        question, decision = await in_thread(asked, wanted, request, setbacks, excluded_nodes, refusing_nodes)
+        question, decision = await in_thread(
+            decide, wanted, request, setbacks, excluded_nodes, refusing_nodes
+        )
         victims = await _choose_victims(question, decision, wanted)
         explanation = settle(question, decision, victims)
         if explanation.node is None:
@@ -106,17 +102,17 @@ async def place(bus: Bus, work: Work, wanted: Wanted, *, attempt: AttemptId) -> 
         slot = await in_thread(_reserve, work.id, wanted, question, victims, explanation, attempt)
         if isinstance(slot, Slot):
             _warn(explanation.node, wanted)
-            room = room_of(victims)
+            room = pending_eviction(victims)
             # An eviction takes time, after which the listing is out of date.
             listed = listings[explanation.node.id] if room is None else None
-            return Place(slot, setbacks, explanation.sentence, room, listed)
+            return Placement(slot, setbacks, explanation.sentence, room, listed)
         # The next snapshot shows the reason too, so this node is refused then.
         log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
 
 
-def asked(
-    wanted: Wanted,
-    request: LoadWish,
+def decide(
+    wanted: LoadNeeds,
+    request: LoadRequest,
     setbacks: Setbacks,
     excluded_nodes: Set[UUID],
     refusing_nodes: Set[UUID],
@@ -127,28 +123,28 @@ def asked(
     """
     name = wanted.definition.name
     setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
-    selector = placement_snapshot.selectors_of([name])[name]
+    selector = fleet_queries.selectors_of([name])[name]
     view, decision = fleet_cache.shared().decided(
         name,
-        FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.restricted),
-        only=request.only,
-        besides=request.besides,
+        FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.is_restricted),
+        only=request.allowed_nodes,
+        besides=request.excluded_nodes,
         conflicts=wanted.conflicts,
     )
-    view, decision = installed_preference.prefer(view, decision, wanted.definition.backend)
-    return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.another), decision
+    view, decision = fleet_queries.prefer(view, decision, wanted.definition.backend)
+    return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
 
 
-async def _choose_victims(question: LoadQuestion, decision: Decision, wanted: Wanted) -> Eviction | None:
+async def _choose_victims(question: LoadQuestion, decision: Decision, wanted: LoadNeeds) -> Eviction | None:
     """Return an eviction that frees enough memory; reads rows only if memory is all that is lacking."""
     if not question.lacking(decision):
         return None
-    return await in_thread(what_makes_room, wanted.definition.name, question, decision)
+    return await in_thread(find_eviction, wanted.definition.name, question, decision)
 
 
 def _reserve(
     load: UUID,
-    wanted: Wanted,
+    wanted: LoadNeeds,
     question: LoadQuestion,
     victims: Eviction | None,
     explanation: Explanation,
@@ -157,7 +153,7 @@ def _reserve(
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition = clock.now(), wanted.definition
-    snapshot_ref = fleet_snapshots.remember(sections(str(load), definition.name, question, victims), now=now)
+    snapshot_ref = snapshot_log.remember(sections(str(load), definition.name, question, victims), now=now)
     return slots.reserve(
         explanation.node,
         definition.name,
@@ -170,23 +166,23 @@ def _reserve(
     )
 
 
-def _warn(node: Candidate, wanted: Wanted) -> None:
+def _warn(node: Candidate, wanted: LoadNeeds) -> None:
     if lacks_disk(node, wanted.need):
         log.warning("%s may have too little disk space for %s", node.name, wanted.definition.name)
     if node.conflicts:
         log.warning("%s goes to %s, %s", wanted.definition.name, node.name, node.why_not_alone())
 
 
-async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
+async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacted:
     try:
-        return await best_that_answers(bus, nodes)
+        return await contact_best(bus, nodes)
     except NotConnected:
         operation = await in_thread(Operation.objects.get, pk=work.id)
-        outcome = later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
-        raise await attempts.kept(work, Cause.NO_BUS, outcome) from None
+        outcome = retry_or_end(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
+        raise await attempts.record_end(work, Cause.NO_BUS, outcome) from None
 
 
-def _lacks_room(request: LoadWish, question: LoadQuestion, decision: Decision) -> bool:
+def _lacks_room(request: LoadRequest, question: LoadQuestion, decision: Decision) -> bool:
     """Return True if the replica that the load replaces holds the memory that the load needs."""
     former = eviction.serving(request.replaces) if request.replaces is not None else None
     return former is not None and question.fits_instead_of(former, decision)
@@ -215,7 +211,7 @@ async def _no_node(
     else:
         payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
         payload = into_payload(payload, setbacks)
-        outcome = later(operation, explanation.sentence, seconds=seconds, payload=payload)
+        outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)
     if is_abandoned:
         explanation = replace(explanation, outcome=Ending.REFUSED)
@@ -226,11 +222,11 @@ async def _no_node(
 
 def _record(operation: Operation, explanation: Explanation, fleet_sections: Sections) -> None:
     now = clock.now()
-    snapshot_ref = fleet_snapshots.remember(fleet_sections, now=now)
+    snapshot_ref = snapshot_log.remember(fleet_sections, now=now)
     decision_log.record(Decided(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 
-def later(
+def retry_or_end(
     operation: Operation,
     reason: str,
     *,
@@ -239,14 +235,16 @@ def later(
     waiting: bool = True,
 ) -> Exception:
     """Return a retry in `seconds`, or the end of the load if its deadline is over."""
-    return over(operation, reason) or Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)
+    return end_if_not_needed(operation, reason) or Postpone(
+        reason, seconds=seconds, waiting=waiting, payload=payload
+    )
 
 
-def over(operation: Operation, reason: str) -> Abandoned | None:
+def end_if_not_needed(operation: Operation, reason: str) -> Abandoned | None:
     """Return the end of a load that is no longer needed, with `reason`; None while it is needed."""
     if operation.needed_until is None or operation.needed_until > clock.now():
         return None
-    request = wish_of(operation)
-    if request.another:
+    request = request_of(operation)
+    if request.is_scale_up:
         return Abandoned(f"not possible in time ({request.reason}); {reason}")
     return Abandoned(f"no request waits for it any more; {reason}")

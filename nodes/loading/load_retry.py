@@ -21,7 +21,7 @@ from operations.executor.work import Postpone, retry_delay
 from operations.models import Operation
 
 
-class Tried(Protocol):
+class FailedAttempt(Protocol):
     """An attempt: its slot, and the nodes that failed its load before."""
 
     @property
@@ -33,23 +33,23 @@ class Tried(Protocol):
         """The nodes in back-off before this attempt."""
 
 
-def again(tried: Tried, operation: Operation, gone: errors.ClusterError) -> Exception:
+def retry_after_loss(tried: FailedAttempt, operation: Operation, gone: errors.ClusterError) -> Exception:
     """Return the exception after a lost worker or engine: a retry on another node, or the end."""
     deaths = operation.payload.get("engine_deaths", 0) + (not isinstance(gone, WorkerGone))
     setbacks = after_failure(tried.setbacks, tried.slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks) | {"engine_deaths": deaths}
     if isinstance(gone, WorkerGone):
         # The node is in back-off, the load is not: it takes another node at once, or waits with a reason.
-        return load_placement.later(
+        return load_placement.retry_or_end(
             operation, f"{gone.message}; trying another node", seconds=0, payload=payload
         )
     if is_last(Cause.ENGINE_DIED, deaths):
         return LoadFailed(f"the engine of {operation.element} died while loading: {gone.message}")
     pause = retry_delay(operation.attempts)
-    return load_placement.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)
+    return load_placement.retry_or_end(operation, gone.message, seconds=pause, payload=payload, waiting=False)
 
 
-def elsewhere(tried: Tried, operation: Operation, refusal: NodeRefused) -> Exception:
+def retry_after_refusal(tried: FailedAttempt, operation: Operation, refusal: NodeRefused) -> Exception:
     """Return the exception after a node's refusal: a retry on the next node, or the end with all reasons."""
     slot = tried.slot
     setbacks = after_failure(tried.setbacks, slot.node_id, clock.now())

@@ -23,7 +23,7 @@ AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Answer:
+class Contacted:
     """The best node that answered, if any, and the better ones that did not."""
 
     node: Candidate | None
@@ -32,7 +32,7 @@ class Answer:
     """The backends of that node; None if its worker could not list them."""
 
 
-async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
+async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> Contacted:
     """Contact the first `AT_ONCE` nodes, best first, and return with the best answer.
 
     Raises NotConnected when this process has lost the bus: then silence is no evidence about the nodes.
@@ -43,9 +43,9 @@ async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
         for node in ranked[:AT_ONCE]:
             is_connected, listed = await tasks[node.id]
             if is_connected:
-                return Answer(node, frozenset(silent), listed)
+                return Contacted(node, frozenset(silent), listed)
             silent.add(node.id)
-        return Answer(None, frozenset(silent))
+        return Contacted(None, frozenset(silent))
     finally:
         for task in tasks.values():
             task.cancel()

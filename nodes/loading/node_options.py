@@ -1,15 +1,22 @@
-"""What an engine is told at a node: the definition's options, tuned to the machine unless that is off."""
+"""Load options at a node: those of the definition, tuned to the machine unless that is disabled (R2.80).
 
+They depend on the node and are part of no revision: the same definition may load with other values on another
+node.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf
 from nodes.definitions.files import Definition, load_options
 from nodes.models import BackendNode
-from nodes.placement.tuning import Machine, tuned
 
 
-def of(definition: Definition, node_id: UUID) -> dict[str, Any]:
+def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
     """R2.80; one query. A node that has gone, or tells nothing of its memory, changes little."""
     options = load_options(definition)
     if not conf.cluster().node_options:
@@ -17,3 +24,58 @@ def of(definition: Definition, node_id: UUID) -> dict[str, Any]:
     columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
     found = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
     return tuned(options, definition.backend, Machine(*found) if found else Machine())
+
+
+_GIB = 2**30
+_MANAGED = (512, 2048)
+"""Default batch sizes, which may be raised; any other value was configured and stays."""
+_CONTEXT = 4096
+_SCRATCH = 1536 * 16
+"""Bytes per token of context that the larger batch allocates."""
+_NEW_ENOUGH = 12
+_PARALLEL = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
+"""Parallel requests by usable memory; the first entry that fits applies."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a node that the options depend on."""
+
+    total_vram: int = 0
+    """Bytes; 0 = unknown."""
+    budget: int = 0
+    """Bytes; 0 = no limit."""
+    compute_capability: str = ""
+
+    @property
+    def usable(self) -> int:
+        """Usable memory in bytes."""
+        return min(self.total_vram, self.budget) if self.budget else self.total_vram
+
+    @property
+    def generation(self) -> int:
+        """Major version of the GPU's compute capability; 0 = unknown."""
+        major = self.compute_capability.partition(".")[0]
+        return int(major) if major.isascii() and major.isdigit() else 0
+
+
+def tuned(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
+    """Return the options for this machine; configured values stay as they are."""
+    result = dict(options)
+    roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4
+    if result.get("NBatch") in _MANAGED:
+        result["NBatch"] = 2048 if roomy and machine.generation >= _NEW_ENOUGH else 512
+    extra = list(result.get("Options") or ())
+    is_configured = any(
+        str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
+    )
+    parallel = next((count for least, count in _PARALLEL if machine.usable >= least), 0)
+    if "llama-cpp" in backend.lower() and roomy and parallel and not is_configured:
+        result["Options"] = [*extra, f"parallel:{parallel}"]
+    return result
+
+
+def fingerprint(options: Mapping[str, Any]) -> str:
+    """Return the SHA-256 (hex) of an engine's options."""
+    content = json.dumps(options, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()

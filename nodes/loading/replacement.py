@@ -5,16 +5,16 @@ from uuid import UUID
 
 from localai_cluster.kit import clock
 from nodes.loading.load import KIND
-from nodes.loading.load_request import BESIDES
+from nodes.loading.load_request import EXCLUDED_NODES
 from nodes.models.replica import load_key
 from operations.ledger import admission
 from operations.models import Operation
 
 WANTED_FOR = timedelta(seconds=60)
-ACTOR = "system"
+SYSTEM_ACTOR = "system"
 
 
-def load_elsewhere(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
+def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
     """Asks for the load, or joins the active one; see `nodes.backends.request_draining.LoadElsewhere`.
 
     Raises Conflict while other work on the model is in progress.
@@ -25,8 +25,8 @@ def load_elsewhere(model: str, node_id: UUID, operation_id: UUID | None) -> Oper
             KIND,
             key=load_key(model),
             element=model,
-            actor=ACTOR,
-            payload={BESIDES: [str(node_id)]},
+            actor=SYSTEM_ACTOR,
+            payload={EXCLUDED_NODES: [str(node_id)]},
             needed_until=now + WANTED_FOR,
         )
         return admission.admit(wanted, now=now).operation

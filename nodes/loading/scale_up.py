@@ -15,14 +15,14 @@ from django.db import transaction
 from localai_cluster.kit import clock
 from nodes.loading import progress_deadline
 from nodes.loading.load import KIND
-from nodes.loading.load_request import ANOTHER, LACKS_ROOM, ONLY, REASON, REPLACES
+from nodes.loading.load_request import ALLOWED_NODES, LACKS_ROOM, REASON, REPLACES, SCALE_UP
 from nodes.models.replica import load_key
 from operations.ledger import admission
 from operations.models import Operation, Status
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class ActiveLoads:
     """The loads of some models that have not ended yet."""
 
     counts: Mapping[str, int]
@@ -32,7 +32,7 @@ class UnderWay:
     """The replicas that one of them will replace, and whether it waits for the room that they take."""
 
 
-def load_another(
+def request_scale_up(
     model_name: str,
     *,
     only: Collection[UUID] | None,
@@ -55,18 +55,18 @@ def load_another(
         actor=actor,
         payload={
             "model": model_name,
-            ANOTHER: True,
-            ONLY: None if only is None else sorted(map(str, only)),
+            SCALE_UP: True,
+            ALLOWED_NODES: None if only is None else sorted(map(str, only)),
             REASON: reason,
         }
         | ({} if replaces is None else {REPLACES: str(replaces)}),
-        needed_until=now + timedelta(seconds=progress_deadline.base()),
+        needed_until=now + timedelta(seconds=progress_deadline.initial_seconds()),
     )
     with transaction.atomic(durable=True):
         return admission.admit_one_more(wanted, now=now)
 
 
-def under_way(model_names: Collection[str]) -> UnderWay:
+def active_loads(model_names: Collection[str]) -> ActiveLoads:
     """The loads of these models that have not ended yet; one query."""
     loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()
     counts = Counter(dict.fromkeys(model_names, 0))
@@ -74,8 +74,8 @@ def under_way(model_names: Collection[str]) -> UnderWay:
     replacing: dict[UUID, bool] = {}
     for name, status, payload in loads.values_list("element", "status", "payload"):
         counts[name] += 1
-        if payload.get(ONLY):
-            pinned[name] |= frozenset(map(UUID, payload[ONLY]))
+        if payload.get(ALLOWED_NODES):
+            pinned[name] |= frozenset(map(UUID, payload[ALLOWED_NODES]))
         if payload.get(REPLACES):
             replacing[UUID(payload[REPLACES])] = status == Status.WAITING and bool(payload.get(LACKS_ROOM))
-    return UnderWay(dict(counts), dict(pinned), replacing)
+    return ActiveLoads(dict(counts), dict(pinned), replacing)

@@ -19,14 +19,14 @@ import httpx
 from nodes.loading.file_keys import NoKey, key_of, root_of
 from nodes.loading.staging_plan import FilePlan, LocalFile
 from nodes.loading.transfer import FileRefused, Transfer
-from nodes.loading.upload_meter import Meter
+from nodes.loading.upload_meter import UploadMeter
 from nodes.placement import deadlines
 
 OF_A_NODE, IN_ALL = 4, 16
 """Most files that are sent at once to one node and in total."""
 
 
-class Lanes:
+class TransferLimits:
     """The limits of one controller for parallel transfers."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class Sent:
+class StagingResult:
     """The result of staging on one worker."""
 
     root: str
@@ -52,15 +52,15 @@ class Sent:
 
 
 @dataclass
-class Sending:
+class ModelTransfer:
     """The staging of one model's files on one worker."""
 
     model: str
     plan: FilePlan
     client: httpx.AsyncClient
     node_id: UUID
-    lanes: Lanes
-    meter: Meter
+    lanes: TransferLimits
+    meter: UploadMeter
     stall: float = deadlines.STALL
 
     @cached_property
@@ -79,7 +79,7 @@ class Sending:
         await self._each(check)
         return self.plan.total - self.meter.current
 
-    async def run(self) -> Sent:
+    async def run(self) -> StagingResult:
         """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
@@ -101,7 +101,7 @@ class Sending:
         await self._each(bring)
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
-        return Sent(next(iter(roots), ""), failed)
+        return StagingResult(next(iter(roots), ""), failed)
 
     async def _each(self, step: Callable[[LocalFile, Transfer], Awaitable[None]]) -> None:
         """Run one step for every file, several at once; the first failure cancels the others."""

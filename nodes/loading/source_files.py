@@ -17,7 +17,7 @@ from nodes.loading.staging_plan import LocalFile
 T = TypeVar("T")
 
 
-class Changed(Exception):
+class FileChanged(Exception):
     """The file has been replaced or changed since it was examined."""
 
 
@@ -26,7 +26,7 @@ def stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
-async def aside(function: Callable[[], T]) -> T:
+async def in_staging_thread(function: Callable[[], T]) -> T:
     """Run the function in a thread; return its result. A cancelled caller does not wait for its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -58,7 +58,7 @@ class OpenedFile:
 
     async def take(self, most: int) -> bytes:
         """Return the next bytes; none at the end of the file. Raise Changed and OSError."""
-        return await aside(lambda: self._take(most))
+        return await in_staging_thread(lambda: self._take(most))
 
     async def add_to(self, digest: Any, most: int) -> int:
         """Add the next bytes to the digest, in the thread; return their number. Raise Changed and OSError."""
@@ -68,7 +68,7 @@ class OpenedFile:
             digest.update(piece)
             return len(piece)
 
-        return await aside(add)
+        return await in_staging_thread(add)
 
     def close(self) -> None:
         """Close the file after a read that is under way."""
@@ -81,7 +81,7 @@ class OpenedFile:
                 self._file.seek(self._offset)
             piece = self._file.read(most)
             if stamp_of(os.fstat(self._file.fileno())) != self._stamp:
-                raise Changed(f"{self._local_file.relative} was changed meanwhile")
+                raise FileChanged(f"{self._local_file.relative} was changed meanwhile")
             return piece
 
     def _close(self) -> None:

@@ -40,7 +40,7 @@ class LocalFile:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedFiles:
     """The target of one text in the options: a file, or a folder with all its files."""
 
     option: str
@@ -65,7 +65,7 @@ class FilePlan:
 
     options: Mapping[str, Any]
     """The options of the definition."""
-    named: tuple[Named, ...] = ()
+    named: tuple[NamedFiles, ...] = ()
     missing: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """By option and text: the reason why there is nothing to send."""
 
@@ -124,13 +124,13 @@ def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str
     return result
 
 
-def plan(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
+def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     """Find the files that the options of the model `name` mean.
 
     Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read.
     """
     reader = _FolderReader(folder, name)
-    named: list[Named] = []
+    named: list[NamedFiles] = []
     missing: dict[tuple[str, str], str] = {}
     for option, text in _texts(options):
         try:
@@ -176,7 +176,7 @@ class _FolderReader:
         self._beside: list[Path] = []
         """The model's own folder: values may be relative to it."""
 
-    def named(self, option: str, text: str) -> Named | None:
+    def named(self, option: str, text: str) -> NamedFiles | None:
         """Return the file or folder that the text names, None if there is none; raise Unsendable."""
         for path in self._possible_paths(option, text):
             if not os.path.lexists(path):
@@ -187,7 +187,7 @@ class _FolderReader:
                 self._beside = [path, path.parent] if real.is_dir() else [path.parent]
             if not real.exists():
                 continue  # a link to nothing
-            return Named(option, text, relative, tuple(self._files(path, real)))
+            return NamedFiles(option, text, relative, tuple(self._files(path, real)))
         return None
 
     def _possible_paths(self, option: str, text: str) -> Iterator[Path]:

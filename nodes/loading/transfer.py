@@ -22,9 +22,9 @@ from nodes.loading.file_hashes import CHUNK, hash_of
 from nodes.loading.file_keys import path_of
 from nodes.loading.source_files import OpenedFile
 from nodes.loading.staging_plan import LocalFile
-from nodes.loading.upload_meter import Meter
+from nodes.loading.upload_meter import UploadMeter
 from nodes.placement import deadlines
-from nodes.registry.http_client import reason_of
+from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
 
 _MOST_BYTES = 64 * 1024
@@ -111,7 +111,7 @@ class Transfer:
     """The transfer of one file. `stall` is the time in seconds within which something must move."""
 
     def __init__(
-        self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: Meter, stall: float
+        self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: UploadMeter, stall: float
     ) -> None:
         self._client, self._file, self._meter, self._stall = client, file, meter, stall
         self._url = path_of(key)

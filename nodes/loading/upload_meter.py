@@ -15,7 +15,7 @@ _WINDOW = 15.0
 
 
 @dataclass
-class Meter:
+class UploadMeter:
     """The progress of all files; `sizes` maps each path to its bytes."""
 
     sizes: Mapping[str, int]

@@ -25,7 +25,7 @@ from nodes.loading.failures import LoadFailed, refusals
 from nodes.loading.load import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.executor.work import in_thread
 from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
@@ -33,7 +33,7 @@ from operations.models import TERMINAL, Operation, Status
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_EVERY = 2.0
+POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
 _HORIZON = 60.0
 """Seconds for which a request without a limit keeps the load needed; renewed at each poll."""
@@ -67,7 +67,7 @@ class WaitingRequest(Protocol):
 
 
 @dataclass(frozen=True)
-class Look:
+class LoadStatus:
     """The columns of the operation's row that a waiting request reads."""
 
     id: UUID
@@ -88,11 +88,11 @@ class Look:
     """Any other kind is an unload or a deletion, which must end before the model can be loaded."""
 
 
-_COLUMNS = tuple(Look.__dataclass_fields__)
-_UNSEEN = Look(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
+_COLUMNS = tuple(LoadStatus.__dataclass_fields__)
+_UNKNOWN = LoadStatus(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
 
 
-def eta_seconds(look: Look, now: datetime) -> float | None:
+def eta_seconds(look: LoadStatus, now: datetime) -> float | None:
     """Return the remaining bytes over the average rate; None until bytes move for a second (R2.23).
 
     A load that sends files reports the rate itself, because it excludes the bytes that the node had before.
@@ -106,7 +106,7 @@ def eta_seconds(look: Look, now: datetime) -> float | None:
     return (look.total_bytes - look.current_bytes) * elapsed / look.current_bytes
 
 
-def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
+def loading_body(model: str, look: LoadStatus, now: datetime) -> dict[str, Any]:
     """Return the `loading` object of `contract/http-api.md` §6.1."""
     body: dict[str, Any] = {
         "model": model,
@@ -125,7 +125,7 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
     return body
 
 
-def still_loading(model: str, look: Look, budget: float, now: datetime) -> StillLoading:
+def still_loading_error(model: str, look: LoadStatus, budget: float, now: datetime) -> StillLoading:
     """Return the error for a request whose wait is over while the load goes on (R2.22)."""
     eta = eta_seconds(look, now)
     details = [f"{look.progress:.0f}%"] if look.progress else []
@@ -140,13 +140,13 @@ def still_loading(model: str, look: Look, budget: float, now: datetime) -> Still
     return StillLoading(message, retry_after=retry_after, loading=loading_body(model, look, now))
 
 
-def _state(look: Look) -> str:
+def _state(look: LoadStatus) -> str:
     if look.status == Status.FAILED:
         return "failed"
     return look.phase if look.status == Status.PROCESSING and look.phase in _PHASES else "pending"
 
 
-def failure(model: str, look: Look, now: datetime, grace: float) -> LoadFailed:
+def load_failure(model: str, look: LoadStatus, now: datetime, grace: float) -> LoadFailed:
     """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
     cause = look.error or look.message or look.status
     age = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
@@ -154,13 +154,13 @@ def failure(model: str, look: Look, now: datetime, grace: float) -> LoadFailed:
 
 
 @dataclass
-class _Load:
+class _ModelWait:
     """A model that at least one request of this process waits for."""
 
     turn: "asyncio.Future[bool]"
     deadlines: list[float] = field(default_factory=list)
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
-    look: Look = _UNSEEN
+    look: LoadStatus = _UNKNOWN
     row_deadline: float = 0.0
     """Time until which the operation's row says that it is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
@@ -173,9 +173,9 @@ class _Load:
 class Loads:
     """The cold loads that requests of this process wait for."""
 
-    def __init__(self, hints: Hints) -> None:
-        self.hints = hints
-        self._loads: dict[str, _Load] = {}
+    def __init__(self, wake_ups: WakeUps) -> None:
+        self.wake_ups = wake_ups
+        self._loads: dict[str, _ModelWait] = {}
 
     async def wait(self, request: WaitingRequest) -> bool:
         """Wait until the request should pick again; return True if the load has ended (done or given up).
@@ -190,7 +190,7 @@ class Loads:
             async with asyncio.timeout(_remaining(deadline)):
                 return await asyncio.shield(load.turn)
         except TimeoutError:
-            raise still_loading(model, load.look, conf.cluster().model_load_wait, clock.now()) from None
+            raise still_loading_error(model, load.look, conf.cluster().model_load_wait, clock.now()) from None
         finally:
             load.deadlines.remove(deadline)
 
@@ -205,8 +205,8 @@ class Loads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, request: WaitingRequest) -> _Load:
-        load = self._loads[request.model] = _Load(_new_turn())
+    def _begin(self, request: WaitingRequest) -> _ModelWait:
+        load = self._loads[request.model] = _ModelWait(_new_turn())
         # The watch keeps no reference to the request, which it may outlive and whose body is large.
         operation_request = admission.OperationRequest(
             KIND,
@@ -221,7 +221,7 @@ class Loads:
         load.task = asyncio.get_running_loop().create_task(watch)
         return load
 
-    async def _watch(self, load: _Load, request: admission.OperationRequest, deadline: float) -> None:
+    async def _watch(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         try:
             await self._follow(load, request, deadline)
         except asyncio.CancelledError:
@@ -234,25 +234,25 @@ class Loads:
         finally:
             self._loads.pop(request.element, None)
 
-    async def _follow(self, load: _Load, request: admission.OperationRequest, deadline: float) -> None:
+    async def _follow(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Return when the operation has ended or no request waits any more; raise LoadFailed."""
         load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
         load.look = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
-        with self.hints.watch(load.look.id) as watch:
+        with self.wake_ups.watch(load.look.id) as watch:
             while (look := await in_thread(_refresh, load.look)).status not in TERMINAL:
                 load.look = look
                 if not load.deadlines:
                     return
                 await self._extend_deadline(load)
                 _end_turn(load)
-                await watch.changed(timeout=LOOK_EVERY)
+                await watch.changed(timeout=POLL_EVERY)
         load.look = look
         # A cancelled load had no waiting request left; a request that attached in that moment retries.
         if load.look.status == Status.FAILED and load.look.kind == KIND:
-            raise failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
+            raise load_failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
-    async def _extend_deadline(load: _Load) -> None:
+    async def _extend_deadline(load: _ModelWait) -> None:
         deadline = load.needed_until()
         if deadline > load.row_deadline + 1 and load.look.kind == KIND:
             load.row_deadline = deadline
@@ -279,7 +279,7 @@ def _new_turn() -> "asyncio.Future[bool]":
     return turn
 
 
-def _end_turn(load: _Load) -> None:
+def _end_turn(load: _ModelWait) -> None:
     if load.look.status in (Status.PENDING, Status.PROCESSING, Status.WAITING):
         load.turn, turn = _new_turn(), load.turn
         turn.set_result(False)
@@ -293,7 +293,7 @@ def _instant(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 
-def _admit(request: admission.OperationRequest) -> Look:
+def _admit(request: admission.OperationRequest) -> LoadStatus:
     """Join or create the load, or return the unload or deletion that excludes it.
 
     Raises LoadFailed within the grace of the last load's failure.
@@ -302,7 +302,7 @@ def _admit(request: admission.OperationRequest) -> Look:
     if not Operation.objects.filter(key=request.key).active().exists():
         recent = _recent_failure(request.element, now)
         if recent is not None:
-            raise failure(request.element, _look(recent), now, conf.cluster().load_failure_grace)
+            raise load_failure(request.element, _look(recent), now, conf.cluster().load_failure_grace)
     try:
         return _look(admission.admit(request, now=now).operation)
     except Conflict as busy:
@@ -325,18 +325,18 @@ def has_other_node_since(failure: Operation) -> bool:
     return events.exclude(status_before="healthy").filter(node_id__in=healthy.values("pk")).exists()
 
 
-def status(model: str, now: datetime) -> Look | None:
+def status(model: str, now: datetime) -> LoadStatus | None:
     """Return the model's active load, the one that requests join first, or its failure within the grace."""
     loads = Operation.objects.active().sharing(load_key(model), model).filter(kind=KIND)
     load = loads.order_by("key").first() or _recent_failure(model, now)
     return _look(load) if load is not None else None
 
 
-def _look(operation: Operation) -> Look:
-    return Look(**{column: getattr(operation, column) for column in _COLUMNS})
+def _look(operation: Operation) -> LoadStatus:
+    return LoadStatus(**{column: getattr(operation, column) for column in _COLUMNS})
 
 
-def _refresh(before: Look) -> Look:
+def _refresh(before: LoadStatus) -> LoadStatus:
     row = Operation.objects.filter(pk=before.id).values(*_COLUMNS).first()
     # The operation ended long ago and was deleted; the next pick finds its replica, if it left one.
-    return Look(**row) if row else Look(**{**vars(before), "status": Status.COMPLETED})
+    return LoadStatus(**row) if row else LoadStatus(**{**vars(before), "status": Status.COMPLETED})

@@ -7,14 +7,12 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from localai_cluster.web.shapes import Row
-from nodes.decisions import installed_preference, placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
-from nodes.placement.choose import Candidate, Need
+from nodes.placement.choose import ANY, Candidate, Need, Selector
 from nodes.placement.explain import Ending, FleetView
-from nodes.placement.load_decision import LoadQuestion, Occupants
-from nodes.placement.plan import successive
-from nodes.placement.selector import ANY, Selector
+from nodes.placement.load_decision import LoadQuestion, Occupants, successive
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction
 
@@ -34,7 +32,7 @@ class NewNodes:
 
 
 @dataclass(frozen=True)
-class PlanWish:
+class PlanRequest:
     """The request of a plan: a model, or only a need, with the number of replicas and the added nodes."""
 
     need: Need
@@ -55,9 +53,9 @@ def need_for(vram: int, disk: int) -> Need:
     return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check, disk)
 
 
-def planned(question: PlanWish, now: datetime) -> Row:
+def plan(question: PlanRequest, now: datetime) -> Row:
     """Return the decision for each replica, one after another."""
-    picture = pictured(question, now)
+    picture = read_snapshot(question, now)
     explanations = successive(picture.asked, [None] * question.replicas, picture.occupants)
     decisions = [decision(explanation) for explanation in explanations]
     return PLAN.of(
@@ -72,7 +70,7 @@ def planned(question: PlanWish, now: datetime) -> Row:
 
 
 @dataclass(frozen=True)
-class PlanPicture:
+class PlanSnapshot:
     """The current fleet with the nodes that a plan adds."""
 
     asked: LoadQuestion
@@ -81,24 +79,24 @@ class PlanPicture:
     """The ids of the added nodes."""
 
 
-def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> PlanPicture:
+def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) -> PlanSnapshot:
     """Read the snapshot that a placement decision uses, in a constant number of queries."""
     model, selector = question.model, _selector(question)
-    fleet = placement_snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
-    fleet = installed_preference.mark(fleet, question.backend)
+    fleet = fleet_queries.fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = fleet_queries.mark(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     residents = eviction.residents([node.id for node in fleet], now=now)
-    return PlanPicture(
+    return PlanSnapshot(
         LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
         Occupants(residents, eviction.guard(model, residents, now=now)),
         frozenset(str(node.id) for node in added),
     )
 
 
-def _selector(question: PlanWish) -> Selector:
+def _selector(question: PlanRequest) -> Selector:
     if question.selector is not None:
         return Selector(question.model, frozenset(question.selector.items()))
-    return placement_snapshot.selectors_of([question.model])[question.model] if question.model else ANY
+    return fleet_queries.selectors_of([question.model])[question.model] if question.model else ANY
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from nodes.management.rendering import age, printable, table
-from nodes.reconcilers.recomputing import Found
+from nodes.reconcilers.decision_replay import Found
 
 _REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
 _RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")

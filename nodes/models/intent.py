@@ -13,6 +13,7 @@ from django.db import models
 from django.db.models import Q
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeasedRow
 from nodes.models.node import BackendNode
 
 
@@ -23,12 +24,12 @@ class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
         """Not carried out at the moment, and not called off."""
         return self.filter(lease_until__isnull=True, cancelled_at__isnull=True)
 
-    def orphaned(self, *, at: datetime) -> Self:
-        """Claimed under a lease that ran out."""
-        return self.filter(lease_until__lt=at)
+    def leased(self) -> Self:
+        """Return the intents that a controller is running under a lease."""
+        return self.filter(lease_until__isnull=False)
 
 
-class PendingBackendOp(models.Model):
+class PendingBackendOp(LeasedRow):
     """One intent. At most one for each op of a backend on a node; these run one at a time, by `turn`."""
 
     class Op(models.TextChoices):
@@ -61,16 +62,12 @@ class PendingBackendOp(models.Model):
     """The operation that created it. Workers know the work by this id; other operations may share it."""
 
     attempts = models.IntegerField(default=0)
-    lost_leases = models.IntegerField(default=0)
     last_error = models.TextField(blank=True, default="")
     next_retry_at = models.DateTimeField(default=clock.now)
     unanswered_since = models.DateTimeField(null=True, blank=True)
     """Since when the worker has had it for longer than its time limit and given no answer (O19)."""
     cancelled_at = models.DateTimeField(null=True, blank=True)
     """Cancelled after a worker may have begun: the worker gets a stop, then the intent is deleted."""
-    lease_owner = models.CharField(max_length=64, blank=True, default="")
-    lease_until = models.DateTimeField(null=True, blank=True)
-    fence = models.BigIntegerField(default=0)
     created_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = PendingBackendOpQuerySet.as_manager()

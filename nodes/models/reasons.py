@@ -18,7 +18,7 @@ class PlacementOutcome(models.TextChoices):
 
 
 class DecisionKind(models.TextChoices):
-    """The kind of a decision, which determines its recomputation (`nodes/loading/recomputing.py`)."""
+    """The kind of a decision, which determines its recomputation (`nodes/reconcilers/decision_replay.py`)."""
 
     PLACEMENT = "placement"
     EVICTION = "eviction"
@@ -71,7 +71,7 @@ class PlacementRecord(models.Model):
 
 
 class PlacementLog(models.Model):
-    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`fleet_snapshots.py`)."""
+    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`snapshot_log.py`)."""
 
     id = models.BigAutoField(primary_key=True)
     base = models.UUIDField(default=uuid.uuid4)

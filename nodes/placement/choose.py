@@ -16,10 +16,34 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
-from nodes.placement.estimate import UNKNOWN_PAYLOAD
-from nodes.placement.gpus import Rooms, Shares, fit
+from nodes.placement.memory import UNKNOWN_PAYLOAD, Rooms, Shares, fit
 from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import ANY, Labels, Selector
+
+Labels = frozenset[tuple[str, str]]
+"""Pairs of key and value."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The labels that a node must have to match (R1.68); without labels every node matches."""
+
+    model: str = ""
+    labels: Labels | None = frozenset()
+    """None: the stored selector cannot be read, and no node matches (R1.69)."""
+
+    def matches(self, labels: Set[tuple[str, str]]) -> bool:
+        """Return True if a node with these labels matches; additional labels do not matter."""
+        return self.labels is not None and self.labels <= labels
+
+    def __str__(self) -> str:
+        subject = f"the selector of model {self.model}" if self.model else "the selector"
+        if self.labels is None:
+            return f"{subject}, which cannot be read"
+        pairs = ", ".join(f"{key}={value}" for key, value in sorted(self.labels))
+        return f"{subject}: {pairs}"
+
+
+ANY = Selector()
 
 
 class Reason(StrEnum):
@@ -106,7 +130,7 @@ class Candidate:
     """Loaded models that share a concurrency group with this one (R2.81)."""
     has_backend: bool = False
     """True if the model's backend is installed; read for nodes that are otherwise equal
-    (`decisions/installed_preference.py`).
+    (`decisions/fleet_queries.py`).
     """
 
     def why_not_alone(self) -> str:

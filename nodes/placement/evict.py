@@ -14,7 +14,7 @@ from enum import StrEnum
 from uuid import UUID
 
 from nodes.placement.choose import Candidate, Need, Reason, has_memory
-from nodes.placement.gpus import Rooms, given_back
+from nodes.placement.memory import Rooms, given_back
 
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load that a replica is protected: the requests that waited for it are on their way."""

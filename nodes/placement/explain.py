@@ -5,7 +5,7 @@ of the rank in which the best node differs from the second, or what excludes all
 sentence are the number of nodes that each reason excluded, the best nodes with their terms, and the nearest
 misses.
 
-The input of the decision is stored elsewhere (`coded.py`, `snapshot_sections.py`), because it may be large.
+The input of the decision is stored elsewhere (`nodes/decisions`), because it may be large.
 """
 
 import heapq
@@ -19,12 +19,14 @@ from uuid import UUID
 import orjson
 
 from nodes.placement.choose import (
+    ANY,
     NOTHING,
     Candidate,
     Decision,
     Need,
     Rank,
     Reason,
+    Selector,
     choose,
     free_index,
     gib,
@@ -34,7 +36,6 @@ from nodes.placement.choose import (
 )
 from nodes.placement.evict import Resident
 from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import ANY, Selector
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""

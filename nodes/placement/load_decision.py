@@ -2,16 +2,18 @@
 
 `choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines them in
 the one way in which a load, a what-if answer and a decision that is replayed from stored rows are decided.
+A simulation places replicas one by one, each as if those before it were loaded.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Reason, free_index, refusal
+from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, refusal, shares_of
 from nodes.placement.evict import Eviction, Guard, Resident, choose_victims, short_of_memory, without
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, Explanation, FleetView, cut, evicted, explain
+from nodes.placement.memory import filled, given_back, total
 
 _REFUSED_BY_ALL = "every node that could take it has refused this load"
 
@@ -98,4 +100,60 @@ def settle(
         node=room.node,
         replica_index=free_index(room.node) or 0,
         facts={**explanation.facts, "evicts": evicted(room.victims)},
+    )
+
+
+AllowedNodes = Sequence[Set[UUID] | None]
+"""For each replica, the allowed nodes; None: any node."""
+
+
+def successive(
+    question: LoadQuestion, allowed_nodes: AllowedNodes, occupants: Occupants | None = None
+) -> Iterator[Explanation]:
+    """Yield the decision for each replica.
+
+    End after the first replica without allowed nodes that finds no node, as all after it would fail too. A
+    replica that is evicted for one decision is gone for the next.
+    """
+    view = question.view
+    nodes = {node.id: node for node in view.nodes}
+    for node_ids in allowed_nodes:
+        candidates = [node for node in nodes.values() if node_ids is None or node.id in node_ids]
+        allowed_view = replace(view, nodes=candidates, restricted=view.restricted or node_ids is not None)
+        allowed_question = replace(question, view=allowed_view)
+        decision = allowed_view.decide()
+        room = occupants.room(allowed_question, decision) if occupants is not None else None
+        explanation = settle(allowed_question, decision, room)
+        yield explanation
+        if explanation.node is None:
+            if node_ids is None:
+                return
+            continue
+        node = explanation.node
+        if room is not None and occupants is not None:
+            node, occupants = _emptied(node, room), occupants.without([*room.victims, *room.leaving])
+        nodes[node.id] = _with(node, explanation.replica_index, view.need)
+
+
+def _emptied(node: Candidate, room: Eviction) -> Candidate:
+    """Return the node after the eviction."""
+    freed = without(node, [*room.victims, *room.leaving])
+    return replace(freed, loaded=max(freed.loaded - len(room.victims), 0))
+
+
+def _with(node: Candidate, index: int, need: Need) -> Candidate:
+    """Return the node with the replica loaded; several replicas share the model's files."""
+    disk = 0 if node.taken else max(need.disk - node.brought, 0)
+    shares = shares_of(node, need)
+    if shares is None:
+        shares = filled(node.gpus, need.vram)
+    used_vram = total(shares, need.vram)
+    return replace(
+        node,
+        taken=node.taken | {index},
+        loaded=node.loaded + 1,
+        free_vram=node.free_vram - used_vram,
+        available_vram=max(node.available_vram - used_vram, 0),
+        gpus=given_back(node.gpus, ((index, -share) for index, share in shares.items())),
+        available_disk=max(node.available_disk - disk, 0),
     )

@@ -11,6 +11,8 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from localai_cluster.kit import backoff
+
 FIRST_REST, LONGEST_REST = 1.0, 15.0
 """Seconds."""
 
@@ -29,7 +31,7 @@ Setbacks = Mapping[UUID, Setback]
 def after_failure(setbacks: Setbacks, node_id: UUID, now: datetime) -> dict[UUID, Setback]:
     """Return the back-offs with one more failure of this node."""
     times = setbacks[node_id].times + 1 if node_id in setbacks else 1
-    delay = min(FIRST_REST * 2.0 ** min(times - 1, 10), LONGEST_REST)
+    delay = backoff.delay(times, first=FIRST_REST, longest=LONGEST_REST)
     return {**setbacks, node_id: Setback(times, now + timedelta(seconds=delay))}
 
 

@@ -14,10 +14,20 @@ from operator import itemgetter
 from types import MappingProxyType
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Need, Rank, Reason, concluded, rank, refusal
+from nodes.placement.choose import (
+    Candidate,
+    Decision,
+    Labels,
+    Need,
+    Rank,
+    Reason,
+    Selector,
+    concluded,
+    rank,
+    refusal,
+)
 from nodes.placement.explain import FleetView
 from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import Labels, Selector
 
 MOST_ROWS = 64_000
 """Most nodes in all rankings together; the least recently used rankings are dropped."""

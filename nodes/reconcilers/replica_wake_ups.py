@@ -20,7 +20,7 @@ class Scaler:
     def __init__(self) -> None:
         self._look = asyncio.Event()
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Run a pass soon, as something has changed."""
         self._look.set()
 

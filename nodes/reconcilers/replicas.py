@@ -21,13 +21,13 @@ from django.db.models.functions import Greatest
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
+from nodes.decisions import scale_records
 from nodes.definitions import folder
 from nodes.loading import scale_up
 from nodes.loading.load import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
-from nodes.reconcilers import scale_records
 from nodes.replicas import drains, terminations, unload_requests
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, pressure
 from nodes.scheduling.plan import IDLE_FOR, plan
 from nodes.scheduling.snapshot import (
@@ -85,7 +85,7 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = scale_up.under_way(names)
+    loads = scale_up.active_loads(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -168,7 +168,7 @@ def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
         case LoadAnother(model, only, reason, pinned, replaces):
-            scale_up.load_another(
+            scale_up.request_scale_up(
                 model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
@@ -208,8 +208,8 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
             raise errors.Conflict("the replica is in use again, or gone")
         if not terminations.enough_besides(row):
             raise errors.Conflict("another replica of the model has gone since")
-        wish = UnloadWish(
+        request = UnloadRequest(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
-        operation = unload_requests.unload(wish, now=now).operation
+        operation = unload_requests.unload(request, now=now).operation
         drains.drain_idle(row, operation_id=operation.id, now=now)

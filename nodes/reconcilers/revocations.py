@@ -37,7 +37,7 @@ class Revocations:
         self._operator = bus_access.operator()
         self._look = asyncio.Event()
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Run a pass now, as credentials were revoked."""
         self._look.set()
 

@@ -13,13 +13,13 @@ from uuid import UUID
 
 from localai_cluster.web.shapes import Row
 from nodes.loading import what_if
-from nodes.loading.load_explanation import wanted_of
+from nodes.loading.load_explanation import needs_of
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
-from nodes.loading.what_if import NewNodes, PlanPicture, PlanWish
+from nodes.loading.what_if import NewNodes, PlanRequest, PlanSnapshot
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.placement.choose import NOTHING
 from nodes.placement.explain import SHOWN, Explanation
-from nodes.placement.plan import successive
+from nodes.placement.load_decision import successive
 from nodes.reconcilers import replicas
 from nodes.scheduling.plan import plan
 from nodes.scheduling.rules import Rule, check
@@ -69,18 +69,18 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     )
 
 
-def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
+def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanSnapshot:
     """Read the snapshot for its loads, without evictions: no request waits for these replicas."""
-    load_needs = wanted_of(rule.model_name)
+    load_needs = needs_of(rule.model_name)
     need, conflicts = (
         (load_needs.need, load_needs.conflicts) if load_needs is not None else (NOTHING, frozenset())
     )
     backend = load_needs.definition.backend if load_needs is not None else ""
-    request = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
-    return what_if.pictured(request, now, evicts=False)
+    request = PlanRequest(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
+    return what_if.read_snapshot(request, now, evicts=False)
 
 
-def _add_new_nodes(fleet: Fleet, picture: PlanPicture) -> Fleet:
+def _add_new_nodes(fleet: Fleet, picture: PlanSnapshot) -> Fleet:
     """Add the new nodes to the fleet that the pass sees."""
     new_nodes = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
     new_hosts = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]

@@ -46,7 +46,7 @@ class StatePass:
         self._nodes = asyncio.Semaphore(NODES_AT_ONCE)
         self._ports = asyncio.Semaphore(PORTS_AT_ONCE)
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Engines may be in question; look now."""
         self._look.set()
 

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from localai_cluster.kit import errors
 from nodes.replicas import terminations, unload_requests
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ def tell(*, now: datetime) -> int:
         reason = (
             f"its engine was to go ({row.get_reason_display().lower()}) and was not stopped: {row.stop_error}"
         )
-        wish = UnloadWish(
+        request = UnloadRequest(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         try:
-            told += unload_requests.unload(wish, now=now).created
+            told += unload_requests.unload(request, now=now).created
         except errors.ClusterError as refusal:
             log.info("%s on %s: %s; %s", row, row.node.name, reason, refusal.message)
     return told

@@ -9,7 +9,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
-from nodes.decisions import decision_log, fleet_snapshots
+from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, pending, samples, services, timeline
@@ -92,8 +92,8 @@ def prune_timeline() -> None:
     prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
     prunes.append(
         (
-            fleet_snapshots.prune,
-            _latest(snapshots_before, fleet_snapshots.fitting_since(cluster.decision_space)),
+            snapshot_log.prune,
+            _latest(snapshots_before, snapshot_log.fitting_since(cluster.decision_space)),
         )
     )
     for prune, since in prunes:

@@ -16,15 +16,14 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load, needs
-from nodes.loading.load_request import wish_of
-from nodes.placement.choose import Candidate, refusal
+from nodes.loading.load_request import request_of
+from nodes.placement.choose import Candidate, Selector, refusal
 from nodes.placement.node_backoff import from_payload, resting
-from nodes.placement.selector import Selector
 from nodes.reconcilers import intents
 from operations.executor.work import in_thread
-from operations.ledger import lease
+from operations.ledger import attempts
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def wake(changed: Changed) -> int:
     number of loads.
     """
     intents.explain(changed, now=clock.now())
-    return lease.wake(_loads(changed), now=clock.now())
+    return attempts.wake(_loads(changed), now=clock.now())
 
 
 def _loads(changed: Changed) -> list[UUID]:
@@ -59,11 +58,11 @@ def _loads(changed: Changed) -> list[UUID]:
     waiting = list(loads.only("id", "element", "payload")[:MOST])
     if not waiting:
         return []
-    selectors = placement_snapshot.selectors_of({operation.element for operation in waiting})
+    selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        placement_snapshot.fleet("", selector=Selector("", labels), only=changed),
-        placement_snapshot.taken(selectors),
+        fleet_queries.fleet("", selector=Selector("", labels), only=changed),
+        fleet_queries.taken(selectors),
     )
     now = clock.now()
     return [
@@ -80,7 +79,7 @@ def _could_take(
     selector: Selector,
     now: datetime,
 ) -> bool:
-    node_backoffs, request = resting(from_payload(operation.payload), now), wish_of(operation)
+    node_backoffs, request = resting(from_payload(operation.payload), now), request_of(operation)
     need = needs.from_payload(operation.payload)
     return any(
         refusal(
@@ -91,7 +90,8 @@ def _could_take(
         )
         is None
         for node in nodes
-        if node.id not in request.besides and (request.only is None or node.id in request.only)
+        if node.id not in request.excluded_nodes
+        and (request.allowed_nodes is None or node.id in request.allowed_nodes)
     )
 
 

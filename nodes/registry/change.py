@@ -18,10 +18,10 @@ from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, logs, names
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import bus_credentials, states, timeline
-from nodes.registry.states import Event, Facts
+from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
 from nodes.replicas import retire
 from operations.changes import events
@@ -53,21 +53,6 @@ _MOVED = "the node was changed in the meantime"
 def kind_of(event: Event) -> NodeEvent.Kind:
     """What the timeline calls `event`."""
     return _KIND.get(event) or NodeEvent.Kind(event.value)
-
-
-def facts_of(node: BackendNode) -> Facts:
-    """What the row says."""
-    drained: states.Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"
-    offline: states.Absence = "" if node.offline_at is None else "silent" if node.offline_recovers else "left"
-    return Facts(
-        approved=node.approved_at is not None,
-        rejected=node.rejected_at is not None,
-        revoked=node.revoked_at is not None,
-        identified=bool(node.fingerprint) or node.weak_identity,
-        drained=drained,
-        offline=offline,
-        unhealthy=node.unhealthy_at is not None,
-    )
 
 
 def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
@@ -179,9 +164,7 @@ class Change:
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
             retire.forget(self.node.id)
-        elif which == "all" or (
-            which == "idle" and not any(placement_snapshot.in_flight(self.node.id).values())
-        ):
+        elif which == "all" or (which == "idle" and not any(fleet_queries.in_flight(self.node.id).values())):
             retire.depart(self.node.id, now=self.now)
 
 

@@ -3,16 +3,24 @@
 A worker names addresses when it registers and in its replies. If any host were dialled, a worker could direct
 our requests to a machine that is not its node. So a reply's address must have the host of `address` or
 `http_address`, or a host that the operator lists for that node (CLUSTER_NODE_HOSTS). Any other address causes
-an error that names both, an event, and no connection.
+an error that names both, an event, and no connection. A host name may lead anywhere: what it resolves to is
+checked for every HTTP connection, and when an engine's address is accepted. HTTP clients follow no redirects
+and use no proxy of the environment.
 
 Our worker's engines expect a token that the worker created at its start. Those of a stock worker expect the
 registration token, with which anyone can register, so no other node's engines receive it.
 """
 
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
+import httpx
 import psutil
 from django.db import transaction
 
@@ -22,6 +30,8 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from nodes.registry.timeline import Entry
 
+CONNECT_LIMIT = 10.0
+"""Seconds until an HTTP connection must be open."""
 _MOST_SHOWN = 200
 """Most characters stored of a refused address: it may be arbitrarily long."""
 
@@ -115,6 +125,7 @@ def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
     if node is None:
         raise errors.NotFound(f"node {node_id} is no longer registered")
     if permitted(replied, name=node.name, registered=(node.address, node.http_address)):
+        _check_lookup(addresses.parse(replied), node.name)
         return Contact(replied, bearer(node.engine_token, node.weak_identity))
     shortened = names.plain(replied[:_MOST_SHOWN])
     entry = Entry(
@@ -157,6 +168,111 @@ def http_server(node_id: UUID) -> HttpServer:
         )
     contact = Contact(str(addresses.parse(node.http_address)), bearer(node.engine_token, node.weak_identity))
     return HttpServer(node.name, node.status, contact)
+
+
+def client_of(server: HttpServer) -> httpx.AsyncClient:
+    """Return a client with a connect timeout only: the caller limits everything else."""
+    bearer = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
+    return httpx.AsyncClient(
+        base_url=f"http://{server.contact.address}",
+        headers=bearer | {"Accept-Encoding": "identity"},
+        timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
+        trust_env=False,
+        follow_redirects=False,
+        transport=_CheckedTransport(server.node),
+    )
+
+
+class _CheckedTransport(httpx.AsyncHTTPTransport):
+    """Connections to the addresses to which a server's name leads, tried in turn; none to a barred one."""
+
+    def __init__(self, node: str) -> None:
+        # Plain HTTP, so nothing is verified; reading all certificates would block the event loop for 20 ms.
+        super().__init__(verify=False, trust_env=False)
+        self._node = node
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        target = addresses.Address(addresses.host(url.host), url.port or 80)
+        try:
+            async with asyncio.timeout(request.extensions["timeout"]["connect"]):
+                numbers = await resolve(target, self._node)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout("") from error
+        except (OSError, AddressRefused) as error:
+            raise httpx.ConnectError(str(error)) from error
+        for number in numbers[:-1]:
+            request.url = url.copy_with(host=number)
+            try:
+                return await super().handle_async_request(request)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                pass  # nothing was sent
+        request.url = url.copy_with(host=numbers[-1])
+        return await super().handle_async_request(request)
+
+
+async def open_socket(server: HttpServer) -> socket.socket:
+    """Return a socket that is connected to the server. Raise OSError, or AddressRefused."""
+    target, loop = addresses.parse(server.contact.address), asyncio.get_running_loop()
+    failure = OSError("no address")
+    for number in await resolve(target, server.node):
+        opened = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET)
+        opened.setblocking(False)
+        try:
+            await loop.sock_connect(opened, (number, target.port))
+        except OSError as error:
+            opened.close()
+            failure = error
+        except BaseException:
+            opened.close()
+            raise
+        else:
+            return opened
+    raise failure
+
+
+async def resolve(target: addresses.Address, name: str) -> list[str]:
+    """Return the IP addresses to which `target` of the node `name` leads; raise OSError or AddressRefused."""
+    if addresses.is_number(target.host):
+        return [target.host]
+    loop = asyncio.get_running_loop()
+    return _checked(
+        target.host, await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM), name
+    )
+
+
+def _check_lookup(target: addresses.Address, name: str) -> None:
+    """Raise AddressRefused if the name leads to a barred address; an unknown name fails when dialled."""
+    if addresses.is_number(target.host):
+        return
+    try:
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    _checked(target.host, found, name)
+
+
+def _checked(host: str, found: Sequence[tuple[Any, ...]], name: str) -> list[str]:
+    numbers = list(dict.fromkeys(addresses.host(entry[4][0].partition("%")[0]) for entry in found))
+    barred = next((number for number in numbers if _is_barred(number, name)), None)
+    if barred is not None and host not in _listed_hosts(name):
+        raise AddressRefused(
+            f"the host {host} of node {name} is {barred}, which is link-local or a cloud's metadata service"
+            " (see CLUSTER_NODE_HOSTS)"
+        )
+    return numbers
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason why a connection failed, in the operating system's words where it has any."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {CONNECT_LIMIT:.0f} s"
+    return str(error)[:200] or type(error).__name__
 
 
 def _is_barred(host: str, name: str) -> bool:

@@ -13,7 +13,7 @@ from django.db.models import Max, Q, Sum
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
-from nodes.decisions.placement_snapshot import in_flight
+from nodes.decisions.fleet_queries import in_flight
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry.change import Change, changing
 from nodes.registry.fleet import happen_to_all, lock_in_order

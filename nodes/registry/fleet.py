@@ -15,8 +15,8 @@ from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import states, timeline
-from nodes.registry.change import ALWAYS_TOLD, columns, facts_of, kind_of
-from nodes.registry.states import Event
+from nodes.registry.change import ALWAYS_TOLD, columns, kind_of
+from nodes.registry.states import Event, facts_of
 from nodes.registry.timeline import Entry
 from nodes.replicas import retire
 from operations.changes import events

@@ -5,7 +5,7 @@ batch. The UPDATE checks it again by matching node id, fingerprint and process: 
 writes nothing. Figures count only for nodes that are approved and online (R1.34). A node that was silent
 returns by its heartbeat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation
 unless the reservation was made after the figure arrived; the arrival time is stored too, for the reservations
-of loads (`nodes/placement/reservations.py`). A new total moves the ceiling of a budget in percent; these
+of loads (`nodes/placement/memory.py`). A new total moves the ceiling of a budget in percent; these
 budgets are read beforehand, so that a batch is always one UPDATE.
 """
 

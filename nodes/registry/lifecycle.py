@@ -17,7 +17,7 @@ from nodes.registry import agents
 from nodes.registry.change import Change, changing, locked
 from nodes.registry.fleet import happen_to_all, lock_in_order
 from nodes.registry.states import Event
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 DEREGISTERED = "deregistered by the worker"
 

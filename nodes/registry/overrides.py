@@ -14,7 +14,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.registry import budget
 from nodes.registry.change import Change, changing
 from nodes.registry.labels import refresh_slots_label
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 LARGEST_CAP = 10_000
 LONGEST_BUDGET = 32

@@ -1,8 +1,8 @@
 """Nodes that await approval: their largest number, and the time until a silent one is removed.
 
-Anyone with the registration token can register names, so their number is limited, per address and in total. A
-join token has a limit of its own, so nodes that register with one are always admitted; they count for the
-others.
+Anyone with the registration token can register names, so their number is limited, per address and in total.
+Nodes that an administrator rejected or revoked do not count. A join token has a limit of its own, so nodes
+that register with one are always admitted; they count for the others.
 """
 
 import logging
@@ -45,7 +45,8 @@ def check_limits(newcomers: Collection[BackendNode]) -> None:
         return
     stand_in_line("pending nodes")
     limits = conf.cluster()
-    addresses = list(BackendNode.objects.filter(approved_at=None).values_list("source_address", flat=True))
+    undecided = BackendNode.objects.filter(approved_at=None, rejected_at=None, revoked_at=None)
+    addresses = list(undecided.values_list("source_address", flat=True))
     if len(addresses) > limits.pending_nodes:
         raise _refusal(f"{limits.pending_nodes} nodes await approval", "CLUSTER_PENDING_NODES")
     per_source = Counter(map(throttle.source, addresses))

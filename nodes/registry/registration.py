@@ -31,14 +31,14 @@ from nodes.registry import (
     pending,
     states,
 )
-from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
+from nodes.registry.change import ENGINES_UNKNOWN, Change, save_all
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import reported_labels
 from nodes.registry.registration_claim import Claim, Registration, claim
-from nodes.registry.states import Event
+from nodes.registry.states import Event, facts_of
 from nodes.replicas import retire
 from nodes.replicas.lifecycle import engine_of
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 _TRIES = 3
 """Attempts to create and lock the node rows: the node may be removed between the insert and the lock."""

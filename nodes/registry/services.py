@@ -6,7 +6,7 @@ unknown node, and Conflict if the table refuses the event. Heartbeats are writte
 `heartbeats.py`.
 """
 
-from nodes.registry.change import facts_of, locked
+from nodes.registry.change import locked
 from nodes.registry.claims import (
     NOT_ACCEPTABLE,
     accept_conflict,
@@ -50,6 +50,7 @@ from nodes.registry.registration import (
     register_one,
 )
 from nodes.registry.registration_claim import Claim, Registration, Running, claim
+from nodes.registry.states import facts_of
 
 __all__ = [
     "LONGEST_DEADLINE",

@@ -16,13 +16,13 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Q
 
+from localai_cluster.kit.rows import update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import retire, terminations
 from nodes.replicas.evidence import Finding, Suspect
 from nodes.replicas.statements import Rows
 from operations.changes import events
-from operations.ledger.progress import update
 
 CHANNEL = "cluster_replica_checks"
 """NOTIFY channel: there are suspect engines."""
@@ -105,7 +105,7 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
         for row, finding in results:
             row.missed_reports, row.missed_probes = finding.missed_reports, finding.missed_probes
             row.exit_reported = finding.exit_reported
-        update([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
+        update_rows([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
         ended_rows = [row for row, finding in results if finding.gone]
         retire.end_lifeless([row for row, finding in results if finding.gone and finding.confirmed])
         if silent := [row.pk for row, finding in results if finding.gone and not finding.confirmed]:

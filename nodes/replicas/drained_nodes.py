@@ -13,6 +13,7 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, Q
 
 from localai_cluster.kit import names
+from localai_cluster.kit.rows import claim_rows
 from nodes.models import BackendNode, NodeModel
 from nodes.models.node import BackendNodeQuerySet
 from operations.changes import events
@@ -40,13 +41,13 @@ def claim(limit: int, *, now: datetime) -> list[Drained]:
         status="draining",
         engines_gone_at__isnull=True,
     )
-    with transaction.atomic():
-        rows = due.order_by("drained_at").select_for_update(no_key=True, skip_locked=True, of=("self",))
-        found = [Drained(*row) for row in rows.values_list("id", "name", "node_type", "drained_at")[:limit]]
-        BackendNode.objects.filter(pk__in=[node.id for node in found]).update(
-            engines_due_at=now + timedelta(seconds=_CLAIMED_FOR)
-        )
-    return found
+    columns = ("id", "name", "node_type", "drained_at")
+    nodes = claim_rows(
+        due.order_by("drained_at").only(*columns),
+        limit=limit,
+        engines_due_at=now + timedelta(seconds=_CLAIMED_FOR),
+    )
+    return [Drained(*(getattr(node, column) for column in columns)) for node in nodes]
 
 
 def still(node: Drained) -> bool:
@@ -64,11 +65,11 @@ def confirm(node: Drained, *, now: datetime) -> None:
 def look_again(node: Drained, error: str, *, due_at: datetime) -> None:
     """Something may still run there; `error` says why that is not known, empty while engines are stopping."""
     error = names.plain(error[:_ERROR_LENGTH])
-    rows = _under_the_same_drain(node)
+    nodes = _under_the_same_drain(node)
     with transaction.atomic():
-        if rows.exclude(engines_error=error).update(engines_error=error):
+        if nodes.exclude(engines_error=error).update(engines_error=error):
             events.notify(events.NODES, str(node.id))
-        rows.update(engines_due_at=due_at)
+        nodes.update(engines_due_at=due_at)
 
 
 def _under_the_same_drain(node: Drained) -> BackendNodeQuerySet:

@@ -58,7 +58,7 @@ class Stopper:
         self._bus = bus
         self._look = asyncio.Event()
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Something may be due; look now."""
         self._look.set()
 

@@ -34,8 +34,8 @@ from nodes.replicas.exact_stop import Stopped, stop_exactly
 from nodes.replicas.lifecycle import Engine
 from operations import targets
 from operations.executor.work import Work, in_thread
-from operations.ledger import outcome
-from operations.ledger.fence import owned
+from operations.ledger import attempts
+from operations.ledger.attempts import owned
 from operations.ledger.progress import Tick
 from operations.models import OperationTarget, TargetStatus
 
@@ -129,7 +129,7 @@ class UnloadModel:
         if problem:
             log.warning("%s %s on %s: %s", work.operation.kind, work.operation.element, part.name, problem)
         status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
-        await in_thread(outcome.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
+        await in_thread(attempts.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
 
     async def _then(self, work: Work, part: Part) -> str:
         """Run further steps on the node after the stops; return the error, empty for success."""

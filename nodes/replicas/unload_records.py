@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from nodes.decisions import decision_log, fleet_snapshots
+from nodes.decisions import decision_log, snapshot_log
 from nodes.decisions.decision_log import Decided
-from nodes.decisions.snapshot_sections import Section, State
+from nodes.decisions.snapshot_log import Section, State
 from nodes.models import DecisionKind, NodeModel
 from nodes.placement.evict import named
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
@@ -36,7 +36,7 @@ def keep(
         "node": None if node_id is None else str(node_id),
         "index": index,
     }
-    snapshot_ref = fleet_snapshots.remember(
+    snapshot_ref = snapshot_log.remember(
         {f"held/{model_name}": Section(replicas), f"unload/{operation_id}": Section(of_operation)}, now=now
     )
     explanation = decision_log.without_fleet(Ending.UNLOADING, _sentence(replicas, of_operation))

@@ -26,7 +26,7 @@ Targets = Sequence[tuple[UUID, str]]
 
 
 @dataclass(frozen=True)
-class UnloadWish:
+class UnloadRequest:
     """The request of an unload or deletion, and its actor; without a node for the whole cluster.
 
     `grace`: seconds that running requests have before their engine is stopped, None = the setting.
@@ -43,20 +43,20 @@ class UnloadWish:
     reason: str = ""
 
 
-def unload(wish: UnloadWish, *, now: datetime) -> Admission:
+def unload(request: UnloadRequest, *, now: datetime) -> Admission:
     """Unload the model's replicas; join the active operation that does so.
 
     Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
     """
-    rows = drains.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
+    rows = drains.held(request.model, node_id=request.node.id if request.node else None, index=request.index)
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
-    if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
-        raise _not_loaded(wish)
-    admission = _admit(wish, UNLOAD, targets, now)
+    if not targets and not Operation.objects.active().filter(key=_key(request), kind=UNLOAD).exists():
+        raise _not_loaded(request)
+    admission = _admit(request, UNLOAD, targets, now)
     if admission.created:
-        _record(wish, "unload", admission.operation, now)
-    elif wish.grace is not None:
-        drains.hurry(rows, deadline=now + timedelta(seconds=wish.grace))
+        _record(request, "unload", admission.operation, now)
+    elif request.grace is not None:
+        drains.hurry(rows, deadline=now + timedelta(seconds=request.grace))
     return admission
 
 
@@ -69,36 +69,38 @@ def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
     if row is None:
         raise errors.NotFound(f"no replica on node {node.name} is idle")
     reason = "the least recently used on its node"
-    wish = UnloadWish(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
-    return unload(wish, now=now)
+    request = UnloadRequest(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
+    return unload(request, now=now)
 
 
-def delete(wish: UnloadWish, *, now: datetime) -> Admission:
+def delete(request: UnloadRequest, *, now: datetime) -> Admission:
     """Unload the model and remove its files, on the node or on every approved node.
 
     Raises NotFound if no node can have it, Conflict while it is being loaded or unloaded.
     """
-    if wish.node is not None:
-        _refuse_while_loading(wish, wish.node)
-        return _deletion(wish, [(wish.node.id, wish.node.name)], now)
+    if request.node is not None:
+        _refuse_while_loading(request, request.node)
+        return _deletion(request, [(request.node.id, request.node.name)], now)
     nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending").order_by("name")
     targets = list(nodes.values_list("id", "name"))
     if not targets:
         raise errors.NotFound("there is no node that could have files of a model")
-    return _deletion(wish, targets, now)
+    return _deletion(request, targets, now)
 
 
-def _deletion(wish: UnloadWish, targets: Targets, now: datetime) -> Admission:
-    admission = _admit(wish, DELETE, targets, now)
+def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admission:
+    admission = _admit(request, DELETE, targets, now)
     if admission.created:
-        _record(wish, "deletion", admission.operation, now)
+        _record(request, "deletion", admission.operation, now)
     return admission
 
 
-def _record(wish: UnloadWish, kind: str, operation: Operation, now: datetime) -> None:
-    reason = wish.reason or f"{kind} asked for by {wish.actor}"
-    node_id = wish.node.id if wish.node is not None else None
-    unload_records.keep(wish.model, operation.id, because=reason, node_id=node_id, index=wish.index, now=now)
+def _record(request: UnloadRequest, kind: str, operation: Operation, now: datetime) -> None:
+    reason = request.reason or f"{kind} asked for by {request.actor}"
+    node_id = request.node.id if request.node is not None else None
+    unload_records.keep(
+        request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now
+    )
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
@@ -107,45 +109,47 @@ def loading_there(model: str, node_id: UUID) -> UUID | None:
     return rows.values_list("owner_id", flat=True).first()
 
 
-def _key(wish: UnloadWish) -> str:
-    if wish.node is None:
-        return load_key(wish.model, ALL_SUFFIX)
-    target = "model" if wish.index is None else f"replica:{wish.index}"
-    return f"node:{wish.node.id}:{target}:{wish.model}"
+def _key(request: UnloadRequest) -> str:
+    if request.node is None:
+        return load_key(request.model, ALL_SUFFIX)
+    target = "model" if request.index is None else f"replica:{request.index}"
+    return f"node:{request.node.id}:{target}:{request.model}"
 
 
-def _admit(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
-    grace = conf.cluster().unload_grace if wish.grace is None else wish.grace
-    payload: dict[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
-    payload |= {"reason": wish.reason} if wish.reason else {}
-    request = OperationRequest(
+def _admit(request: UnloadRequest, kind: str, targets: Targets, now: datetime) -> Admission:
+    grace = conf.cluster().unload_grace if request.grace is None else request.grace
+    payload: dict[str, Any] = {"model": request.model, "grace": grace, "replica_index": request.index}
+    payload |= {"reason": request.reason} if request.reason else {}
+    operation_request = OperationRequest(
         kind,
-        key=_key(wish),
-        element=wish.model,
+        key=_key(request),
+        element=request.model,
         payload=payload,
-        actor=wish.actor,
-        node=(wish.node.id, wish.node.name) if wish.node else None,
+        actor=request.actor,
+        node=(request.node.id, request.node.name) if request.node else None,
         targets=targets,
-        request_id=wish.request_id,
-        client_address=wish.client_address,
+        request_id=request.request_id,
+        client_address=request.client_address,
     )
-    return admit(request, now=now)
+    return admit(operation_request, now=now)
 
 
-def _not_loaded(wish: UnloadWish) -> Exception:
-    if wish.node is None:
-        active = Operation.objects.active().sharing(_key(wish), wish.model).order_by("created_at").first()
+def _not_loaded(request: UnloadRequest) -> Exception:
+    if request.node is None:
+        active = (
+            Operation.objects.active().sharing(_key(request), request.model).order_by("created_at").first()
+        )
         if active is not None:
             return in_progress(active)
-        return errors.NotFound(f"model {wish.model} is not loaded on any node")
-    _refuse_while_loading(wish, wish.node)
-    replica = "" if wish.index is None else f" as replica {wish.index}"
-    state = "" if wish.node.status == "healthy" else f", which is {wish.node.status}"
-    return errors.NotFound(f"model {wish.model} is not loaded{replica} on node {wish.node.name}{state}")
+        return errors.NotFound(f"model {request.model} is not loaded on any node")
+    _refuse_while_loading(request, request.node)
+    replica = "" if request.index is None else f" as replica {request.index}"
+    state = "" if request.node.status == "healthy" else f", which is {request.node.status}"
+    return errors.NotFound(f"model {request.model} is not loaded{replica} on node {request.node.name}{state}")
 
 
-def _refuse_while_loading(wish: UnloadWish, node: BackendNode) -> None:
-    if (operation := loading_there(wish.model, node.id)) is not None:
+def _refuse_while_loading(request: UnloadRequest, node: BackendNode) -> None:
+    if (operation := loading_there(request.model, node.id)) is not None:
         raise errors.Conflict(
-            f"model {wish.model} is being loaded on node {node.name} (operation {operation})"
+            f"model {request.model} is being loaded on node {node.name} (operation {operation})"
         )

@@ -1,7 +1,8 @@
 """Read the rules for the replica pass (R1.86), and write its results: flags (R1.87), figures and reason.
 
 A result applies to the rule as it was read. If the rule was edited since, or its flags were cleared, the
-result is not written: the next pass checks the rule again.
+result is not written: the next pass checks the rule again. A change of the fleet clears all cooldowns (R1.28,
+R1.88).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,9 +11,9 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
+from localai_cluster.kit.rows import update_rows
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling.snapshot import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
-from operations.ledger.progress import update
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -63,7 +64,7 @@ def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
             _write(row, ruling_by_model[row.model_name], now)
-        update(unchanged, _WRITTEN)
+        update_rows(unchanged, _WRITTEN)
 
 
 def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
@@ -80,3 +81,13 @@ def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
                 row.pressure_ended_at = now
             case _:
                 pass
+
+
+def clear_cooldowns(now: datetime) -> None:
+    """Clear the flags of every rule that has any; the rows are locked in order to prevent deadlocks."""
+    waiting = Q(unsatisfiable_until__isnull=False) | Q(unsatisfiable_ticks__gt=0)
+    flagged = ModelSchedulingConfig.objects.filter(waiting).order_by("model_name").select_for_update()
+    if ids := list(flagged.values_list("pk", flat=True)):
+        ModelSchedulingConfig.objects.filter(pk__in=ids).update(
+            unsatisfiable_until=None, unsatisfiable_ticks=0, updated_at=now
+        )

@@ -1,6 +1,6 @@
 """Waiting for an operation without polling: a wake-up triggers a read, and the row decides.
 
-Each process has one `Hints`, which its LISTEN loop notifies. A waiter opens a `Watch`, reads the row, and
+Each process has one `WakeUps`, which its LISTEN loop notifies. A waiter opens a `Watch`, reads the row, and
 then waits for `changed`; a wake-up that arrives between the two is kept, so no change is missed.
 """
 
@@ -32,7 +32,7 @@ class Watch:
         return True
 
 
-class Hints:
+class WakeUps:
     """The watches of this process, by operation id."""
 
     def __init__(self) -> None:

@@ -108,11 +108,11 @@ class Decisions:
         self.beaten = clock.monotonic()
 
     def _in_memory(self) -> Any:
-        from nodes.decisions import placement_snapshot
+        from nodes.decisions import fleet_queries
         from nodes.placement.ranking import StandingFleet
 
         fleet = StandingFleet()
-        for node in placement_snapshot.fleet("any"):
+        for node in fleet_queries.fleet("any"):
             fleet.put(node)
         return fleet
 
@@ -123,10 +123,10 @@ class Decisions:
 
     def plain(self) -> None:
         """All rows, all nodes."""
-        from nodes.decisions import placement_snapshot
+        from nodes.decisions import fleet_queries
 
         name, asked = self.turn()
-        replace(asked, nodes=placement_snapshot.fleet(name)).decide()
+        replace(asked, nodes=fleet_queries.fleet(name)).decide()
 
     def in_memory(self) -> None:
         """The chosen node has a request more, and a tenth of the nodes beats every second."""
@@ -141,21 +141,21 @@ class Decisions:
 
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
-        from nodes.decisions import decision_log, fleet_snapshots
-        from nodes.decisions.placement_snapshots import sections
+        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions.load_snapshots import sections
         from nodes.placement.load_decision import LoadQuestion, settle
 
         (name, asked), load = self.turn(), uuid4()
         view, decision = self.mirror.decided(name, asked)
         question = LoadQuestion(view)
-        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
+        seen = snapshot_log.remember(sections(str(load), name, question), now=clock.now())
         told = settle(question, decision)
         decision_log.record(decision_log.Decided(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
-        from nodes.decisions import decision_log, fleet_snapshots
-        from nodes.decisions.placement_snapshots import sections
+        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions.load_snapshots import sections
         from nodes.placement.load_decision import LoadQuestion, settle
         from nodes.replicas import slots
         from nodes.replicas.lifecycle import AttemptId
@@ -165,7 +165,7 @@ class Decisions:
         assert decision.node is not None
         question = LoadQuestion(view)
         told = settle(question, decision)
-        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
+        seen = snapshot_log.remember(sections(str(load), name, question), now=clock.now())
         slots.reserve(
             decision.node,
             name,

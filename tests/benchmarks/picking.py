@@ -80,7 +80,7 @@ async def picker(
     """The picker of a web process, and how many statements it has made."""
     from localai_cluster.kit.database_pool import DedicatedConnection, Pool
     from nodes.gateway.picks import Picker
-    from nodes.gateway.prefixes import Prefixes
+    from nodes.gateway.prefix_routing import Prefixes
     from nodes.gateway.request import InferenceRequest
 
     class Counting(DedicatedConnection):

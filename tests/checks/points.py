@@ -21,7 +21,6 @@ ROOMS = (
     "nodes/commands/commands.py",
     "nodes/backends/install.py",
     "nodes/backends/node_commands.py",
-    "nodes/backends/batcher.py",
     "nodes/backends/upgrade_delete.py",
     "nodes/backends/wave_requests.py",
     "nodes/backends/waves.py",

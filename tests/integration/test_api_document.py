@@ -19,11 +19,11 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from localai_cluster.api_document import SchemaView
 from localai_cluster.kit import clock
 from nodes.backends import worker_logs
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.decisions.decision_log import record
 from nodes.definitions.files import parse
 from nodes.loading import load_explanation
-from nodes.loading.load_placement import Wanted
+from nodes.loading.load_placement import LoadNeeds
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NOTHING
 from nodes.registry import node_rows, samples
@@ -175,13 +175,13 @@ def reasons(read: Reader) -> None:
         read("POST", "/api/placement/plan", body)
     read("GET", "/api/placement/fit/nothing")
     defined = parse({"name": "org/m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
-    with patch.object(load_explanation, "wanted_of", return_value=Wanted(defined, NOTHING)):
+    with patch.object(load_explanation, "needs_of", return_value=LoadNeeds(defined, NOTHING)):
         read("GET", "/api/placement/fit/org/m")
 
 
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
-    for nodes in ([], placement_snapshot.fleet(model, only=[node.id])):
+    for nodes in ([], fleet_queries.fleet(model, only=[node.id])):
         record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 

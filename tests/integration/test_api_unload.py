@@ -19,7 +19,7 @@ from nodes.loading import load
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas import drains
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event as State
 from tests.integration.test_api_document import document, fits
@@ -58,8 +58,8 @@ def a_controller(event: State, **said: Any) -> Iterator[None]:
     """Ends every operation that is asked for meanwhile in this way."""
 
     def work() -> None:
-        for operation in lease.claim("controller", now=clock.now(), lease=60, limit=9):
-            outcome.finish(operation.id, operation.fence, event, now=clock.now(), **said)
+        for operation in attempts.claim("controller", now=clock.now(), lease=60, limit=9):
+            attempts.finish(operation.id, operation.fence, event, now=clock.now(), **said)
 
     with meanwhile(work):
         yield

@@ -19,7 +19,7 @@ from nodes.backends.wave_plan import Options
 from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger
-from operations.ledger import lease, outcome
+from operations.ledger import attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Waves
 from operations.states import Event
@@ -213,8 +213,8 @@ def test_an_operation_without_parts_is_followed_too(monkeypatch: pytest.MonkeyPa
     operation = load()
 
     def fail() -> None:
-        (mine,) = lease.claim("a", now=clock.now(), lease=60, limit=1)
-        outcome.finish(mine.id, mine.fence, Event.FAIL, now=clock.now(), error="no node has room")
+        (mine,) = attempts.claim("a", now=clock.now(), lease=60, limit=1)
+        attempts.finish(mine.id, mine.fence, Event.FAIL, now=clock.now(), error="no node has room")
 
     screen = Screen(("queued", fail))
     with pytest.raises(CommandError) as caught:

@@ -19,13 +19,14 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
+from nodes.decisions import scale_records
 from nodes.loading import attempts, failures, replacement, scale_up
 from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
-from nodes.reconcilers import replicas, scale_records
+from nodes.reconcilers import replicas
 from nodes.replicas import unload_requests
 from nodes.replicas.stopper import Stopper
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, store
 from nodes.scheduling.plan import plan
 from nodes.scheduling.rules import Rule
@@ -200,7 +201,7 @@ class TestScaling:
         def refuses(*_: Any, **__: Any) -> None:
             raise errors.Conflict("model_unload of m is in progress")
 
-        monkeypatch.setattr(scale_up, "load_another", refuses)
+        monkeypatch.setattr(scale_up, "request_scale_up", refuses)
         rule(1)
         replicas.look(tick=True)
         assert records() == [("m", "scale", "scaled", ""), ("m", "scale", "refused", "")]
@@ -228,11 +229,11 @@ def test_an_unload_that_somebody_asks_for_names_what_leaves() -> None:
     one, two = hot.node("one"), hot.node("two")
     for node in (one, two):
         hot.replica(node, "m")
-    unload_requests.unload(UnloadWish("m", "anna", node=two), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", "anna", node=two), now=clock.now())
     (row,) = PlacementRecord.objects.all()
     assert (row.kind, row.outcome) == ("unload", "unloading")
     assert row.reason == "unload asked for by anna; replicas that leave: 0 on two"
-    unload_requests.unload(UnloadWish("m", "bert", node=two), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", "bert", node=two), now=clock.now())
     assert PlacementRecord.objects.count() == 1, "the second one joins"
 
 
@@ -246,7 +247,7 @@ def run(*arguments: str) -> str:
 def test_the_command_line_decides_again() -> None:
     hot.node("one")
     hot.replica(BackendNode.objects.get(), "m")
-    unload_requests.unload(UnloadWish("m", "anna"), now=clock.now())
+    unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
     row = PlacementRecord.objects.get()
     assert run("again", str(row.pk)).startswith("the same decision: unloading: unload asked for by anna")
     assert '"same": true' in run("again", str(row.pk), "--json")
@@ -309,7 +310,7 @@ def test_a_plan_evicts_for_one_replica_after_another_and_each_victim_once() -> N
 def test_explain_knows_what_the_load_under_way_was_asked_for() -> None:
     """A load for another node than the one whose replica stops goes elsewhere; not where it was refused."""
     leaving, other = hot.node("leaving", available_vram=9 * GIB), hot.node("other")
-    replacement.load_elsewhere("m", leaving.id, None)
+    replacement.load_on_other_node("m", leaving.id, None)
     answer = api.admin().get("/api/models/m/explain").json()["next"]
     assert answer["action"] == "join"
     assert (answer["placement"]["node"], answer["placement"]["nodes"]["considered"]) == ("other", 1)

@@ -16,21 +16,20 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
-from nodes.decisions import fleet_cache, placement_snapshot
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import delivery, load, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile
-from nodes.loading.staging_plan import plan
+from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement import estimate
+from nodes.placement import memory
 from nodes.placement.choose import NOTHING, Need, Reason, refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import load_ends, slots, staged_files
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from operations.states import Event
@@ -64,7 +63,7 @@ def files(stage: Stage, settings: Settings) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
-    monkeypatch.setattr(delivery, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(delivery, "REPORT_EVERY", 0.02)
     monkeypatch.setattr(delivery, "_LOOK_AT_OTHER", 0.02)
 
 
@@ -173,7 +172,7 @@ def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> 
     look = wait.status("echo", now)
     assert look is not None
     assert (look.current_bytes, wait.eta_seconds(look, now)) == (80, None)
-    outcome.finish(*attempt, Event.CANCEL, now=now)
+    attempts.finish(*attempt, Event.CANCEL, now=now)
     assert wait.status("echo", now) is None
 
 
@@ -243,7 +242,7 @@ async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
 ) -> None:
     """And one with files waits, with the reason, while there is no other node (review R4)."""
     await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
-    nodes = await in_thread(placement_snapshot.fleet, "echo")
+    nodes = await in_thread(fleet_queries.fleet, "echo")
     assert {refusal(node, need=Need(disk=1)) for node in nodes} == {None}
     decision = FleetView(nodes, Need(files=1)).decide()
     assert decision.why_none() == "no node can take it: 2 with a file port that does not answer"
@@ -302,11 +301,11 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path
 ) -> None:
     """A full disk keeps out a model that it has not, and takes one back that it has, also half of it."""
-    need = Need(disk=estimate.disk(40 * 2**30), disk_required=True)
+    need = Need(disk=memory.disk(40 * 2**30), disk_required=True)
 
     def refused() -> Any:
         looks = (
-            placement_snapshot.fleet("echo"),
+            fleet_queries.fleet("echo"),
             fleet_cache.Mirror().decided("echo", FleetView((), need))[0].nodes,
         )
         first, second = ({one.id: refusal(one, need=need) for one in nodes} for nodes in looks)
@@ -321,14 +320,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
-        there = await in_thread(placement_snapshot.files_there, "echo")
+        there = await in_thread(fleet_queries.files_there, "echo")
         assert there == {stage.one.pk: SIZE + len(b"projector")}
         await in_thread(disk_of, stage.one, 2**30)
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
     await in_thread(staged_files.forget, stage.one.pk, "echo")
-    assert await in_thread(placement_snapshot.files_there, "echo") == {}
+    assert await in_thread(fleet_queries.files_there, "echo") == {}
 
 
 def disk_of(node: BackendNode, free: int) -> None:
@@ -338,7 +337,7 @@ def disk_of(node: BackendNode, free: int) -> None:
 def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
-    (view,) = [one for one in placement_snapshot.fleet("echo") if one.id == node.id]
+    (view,) = [one for one in fleet_queries.fleet("echo") if one.id == node.id]
     return slots.reserve(
         view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
     )
@@ -354,7 +353,7 @@ def another_load() -> Work:
         needed_until=now + timedelta(hours=1),
     )
     admission.admit(wanted, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -407,8 +406,8 @@ async def test_an_attempt_that_ends_leaves_what_has_arrived_and_the_next_one_goe
         assert await states() == [("one", 0, "staging")]
 
         def claimed_again() -> Work:
-            lease.release("controller", now=clock.now())
-            (operation,) = lease.claim("another", now=clock.now(), lease=60, limit=1)
+            attempts.release("controller", now=clock.now())
+            (operation,) = attempts.claim("another", now=clock.now(), lease=60, limit=1)
             return Work(operation, Recorder(write_batch))
 
         assert (await stage.handler(await in_thread(claimed_again)))["node"] == "one"
@@ -504,12 +503,12 @@ async def test_a_file_that_is_still_being_written_is_looked_at_again(
 ) -> None:
 
     def then_longer(*args: Any) -> Any:
-        made = plan(*args)
+        made = plan_files(*args)
         with (files / "sub/a.gguf").open("ab") as file:
             file.write(b"more")
         return made
 
-    monkeypatch.setattr(delivery, "plan", then_longer)
+    monkeypatch.setattr(delivery, "plan_files", then_longer)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()

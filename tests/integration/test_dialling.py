@@ -1,5 +1,6 @@
 """Hosts that a node's addresses may have: those it registered, those the operator lists, no others."""
 
+import asyncio
 import socket
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -9,9 +10,10 @@ from uuid import uuid4
 import pytest
 from pytest_django import Settings
 
-from localai_cluster.kit import errors
+from localai_cluster.kit import addresses, errors
+from nodes.backends import worker_logs
 from nodes.models import NodeEvent, NodeModel
-from nodes.registry import dial_targets
+from nodes.registry import dial_targets, file_port
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -174,3 +176,72 @@ def test_no_node_is_a_clouds_metadata_service(host: str, settings: Settings) -> 
     listed = {"gpu-1": frozenset({plain})}
     settings.CLUSTER = replace(settings.CLUSTER, node_hosts=listed)
     assert dial_targets.accept(node.id, f"{host}:50053", now=NOW)
+
+
+SERVER = dial_targets.HttpServer("gpu-1", "healthy", dial_targets.Contact("gpu-1.example:80", "token"))
+
+
+def lead_to(monkeypatch: pytest.MonkeyPatch, *numbers: str) -> None:
+    """Every name resolves to these addresses."""
+    families = {number: socket.AF_INET6 if ":" in number else socket.AF_INET for number in numbers}
+    found = [(families[number], socket.SOCK_STREAM, 6, "", (number, 80)) for number in numbers]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [["169.254.169.254"], ["fd00:ec2::254"], ["::ffff:169.254.169.254"], ["192.0.2.1", "169.254.169.254"]],
+)
+async def test_a_name_that_leads_to_a_metadata_service_is_not_dialled(
+    numbers: list[str], monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    """Registration resolves no name, and a name may lead elsewhere later: each HTTP connection is checked."""
+    lead_to(monkeypatch, *numbers)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "sock_connect", None)
+    assert "metadata service" in await file_port.probe(SERVER)
+    with pytest.raises(dial_targets.NotReachable, match="metadata service"):
+        await worker_logs.models(SERVER)
+    with pytest.raises(dial_targets.AddressRefused, match="metadata service"):
+        async for _ in worker_logs.follow(SERVER, "m"):
+            pass
+    hosts = {"gpu-1": frozenset({"gpu-1.example"})}
+    settings.CLUSTER = replace(settings.CLUSTER, node_hosts=hosts)
+    assert await dial_targets.resolve(addresses.parse("gpu-1.example:80"), "gpu-1")
+
+
+def test_an_engine_at_a_name_that_leads_to_a_metadata_service_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = api.make_node("gpu-1", address="gpu-1.example:50051")
+    lead_to(monkeypatch, "169.254.169.254")
+    assert "metadata service" in refused(node.id, "gpu-1.example:50053")
+    lead_to(monkeypatch, "10.0.0.7")
+    assert dial_targets.accept(node.id, "gpu-1.example:50053", now=NOW)
+
+
+async def test_the_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPv6 without a route, then IPv4: the last one's failure is what is said."""
+    served = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = served.sockets[0].getsockname()[1]
+    server = replace(SERVER, contact=dial_targets.Contact(f"gpu-1.example:{port}", ""))
+    async with served:
+        lead_to(monkeypatch, "127.9.9.9", "127.0.0.1")
+        async with dial_targets.client_of(server) as client:
+            answer = await client.get("/healthz")
+        assert (answer.status_code, answer.text) == (200, f"gpu-1.example:{port}")
+        (await dial_targets.open_socket(server)).close()
+        lead_to(monkeypatch, "127.0.0.1", "127.9.9.9")
+        assert await file_port.probe(server) == ""
+        lead_to(monkeypatch, "127.9.9.9")
+        assert (await file_port.probe(server)).endswith("connection refused")
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Replies with the Host header of the request."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    host = next((line[6:] for line in head.splitlines() if line.lower().startswith("host: ")), "")
+    writer.write(
+        f"HTTP/1.1 200 OK\r\nContent-Length: {len(host)}\r\nConnection: close\r\n\r\n{host}".encode()
+    )
+    await writer.drain()
+    writer.close()

@@ -18,13 +18,13 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.rpc.errors import BackendError
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import parse
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.free_memory import what_makes_room
+from nodes.loading.free_memory import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
@@ -60,7 +60,7 @@ def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: A
 
 
 def asked(model: str, need: Need) -> LoadQuestion:
-    return LoadQuestion(FleetView(placement_snapshot.fleet(model), need))
+    return LoadQuestion(FleetView(fleet_queries.fleet(model), need))
 
 
 def placed(number: int, need: Need) -> Slot | Eviction | None:
@@ -70,7 +70,7 @@ def placed(number: int, need: Need) -> Slot | Eviction | None:
         question = asked(model, need)
         decision, room = question.view.decide(), None
         if (node := decision.node) is None:
-            room = what_makes_room(model, question, decision)
+            room = find_eviction(model, question, decision)
             if room is None or room.node is None:
                 return room
             node = room.node
@@ -163,7 +163,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
 
     def free(available: int) -> int:
         BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
-        return placement_snapshot.fleet("any")[0].free_vram // GB
+        return fleet_queries.fleet("any")[0].free_vram // GB
 
     try:
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
@@ -186,7 +186,7 @@ def test_a_victim_that_got_a_request_stays() -> None:
     old(node, "a")
     need = Need(vram=5 * GB, vram_required=True)
     question = asked("m", need)
-    room = what_makes_room("m", question, question.view.decide())
+    room = find_eviction("m", question, question.view.decide())
     assert room is not None
     assert [one.name for one in room.victims] == ["a#0"]
     NodeModel.objects.update(in_flight=1)
@@ -244,14 +244,14 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
-    (view,) = placement_snapshot.fleet("m")
+    (view,) = fleet_queries.fleet("m")
     assert isinstance(
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
-    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
     assert retire.confirm(victim.pk, stop_sent=sent)
-    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
@@ -262,9 +262,9 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     need = Need(vram=5 * GB, vram_required=True)
     question = asked("m", need)
     with django_assert_num_queries(3):
-        what_makes_room("m", question, question.view.decide())
+        find_eviction("m", question, question.view.decide())
     with django_assert_num_queries(5):
-        found = placement_snapshot.fleet("m", conflicts={"a", "c"})
+        found = fleet_queries.fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 

@@ -43,7 +43,7 @@ def test_every_node_has_its_reason_or_none() -> None:
     for node in (fits, small, full):
         NodeLabel.objects.create(node=node, key="tier", value="fast")
     hot.replica(full, "org/m")
-    with patch.object(needs, "of", return_value=Need(vram=4 * GIB)):
+    with patch.object(needs, "estimate_need", return_value=Need(vram=4 * GIB)):
         told = fit()
     found = {one["node_id"]: (one["reason"], one["enough_vram"]) for one in told["nodes"]}
     assert found == {

@@ -19,12 +19,12 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import placement_snapshot, reserved_memory
+from nodes.decisions import fleet_queries, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load, progress_deadline
-from nodes.loading.free_memory import what_makes_room
-from nodes.loading.progress_deadline import MovingWish
-from nodes.loading.scale_up import load_another
+from nodes.loading.free_memory import find_eviction
+from nodes.loading.progress_deadline import ProgressDeadline
+from nodes.loading.scale_up import request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need, choose
@@ -37,13 +37,12 @@ from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import Stopper
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.integration.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
@@ -164,7 +163,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = placement_snapshot.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -181,7 +180,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: placement_snapshot.fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_queries.fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -206,7 +205,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return placement_snapshot.fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_queries.fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -362,9 +361,9 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = placement_snapshot.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_queries.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
-    room = what_makes_room(f"m{number}", LoadQuestion(view), view.decide())
+    room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
         slots.reserve(
             room.node,
@@ -392,7 +391,7 @@ def test_an_eviction_a_successor_and_an_unload_never_take_one_replica_twice() ->
     jobs = [
         lambda: placed(1, need),
         lambda: gives_way(row),
-        lambda: unload_requests.unload(UnloadWish("a", "anna", node=node, index=0), now=clock.now()),
+        lambda: unload_requests.unload(UnloadRequest("a", "anna", node=node, index=0), now=clock.now()),
     ]
     results = at_once(*jobs)
     assert [one for one in unexpected(results) if "not loaded" not in str(one)] == []
@@ -420,7 +419,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:
         await in_thread(lambda: replicas.look(tick=False))
-        (operation,) = await in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
+        (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
         assert operation.kind == load.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
@@ -435,7 +434,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose(placement_snapshot.fleet("echo"))
+    decision = choose(fleet_queries.fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(
@@ -452,10 +451,10 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
     request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
-        unload_requests.unload(UnloadWish("m", "anna"), now=clock.now())
+        unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
     joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
-    assert {one.id for one in lease.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
+    assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
 
 # --- what an operator asks for, and how long one more replica is wanted
@@ -480,7 +479,9 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
 @pytest.mark.rule("R2.24", "C30", "T-DL-14")
 async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
     """Requests move their own wish; without either it ends with what it waited for."""
-    asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
+    asked = await in_thread(
+        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+    )
     assert asked.needed_until is not None
     assert asked.needed_until - asked.created_at == timedelta(minutes=25)
 
@@ -490,16 +491,16 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
         return (row.needed_until - clock.now()).total_seconds()
 
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
-    held = MovingWish(Work(asked, Recorder(write_batch)))
-    await held.moved(0)
+    held = ProgressDeadline(Work(asked, Recorder(write_batch)))
+    await held.extend_on_progress(0)
     assert await until() <= 0
-    await held.moved(7)
+    await held.extend_on_progress(7)
     assert 200 < await until() <= 300
-    await held.lasts(5000)
+    await held.extend_for(5000)
     assert 4900 < await until() <= 5000
     plain = await in_thread(Operation.objects.get, pk=asked.id)
     plain.payload = {}
-    await MovingWish(Work(plain, Recorder(write_batch))).lasts(9000)
+    await ProgressDeadline(Work(plain, Recorder(write_batch))).extend_for(9000)
     assert await until() <= 5000
 
 
@@ -507,10 +508,12 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_deadline, "base", lambda: 60.0)
-    asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
+    monkeypatch.setattr(progress_deadline, "initial_seconds", lambda: 60.0)
+    asked = await in_thread(
+        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+    )
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
-    await MovingWish(Work(asked, Recorder(write_batch))).moved(7)
+    await ProgressDeadline(Work(asked, Recorder(write_batch))).extend_on_progress(7)
     row = await in_thread(Operation.objects.get, pk=asked.id)
     assert row.needed_until is not None
     assert 0 < (row.needed_until - clock.now()).total_seconds() <= 60

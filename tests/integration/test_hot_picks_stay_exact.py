@@ -13,8 +13,7 @@ import pytest
 from django.db import connection
 
 from localai_cluster.kit import clock, database_pool, processes
-from nodes.gateway import web_process
-from nodes.gateway.picks import Picker
+from nodes.gateway.picks import Picker, ProcessHeartbeat
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
@@ -183,7 +182,7 @@ def test_clean_stop_gives_everything_back() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            heartbeat = web_process.ProcessHeartbeat(picker, silence_limit=15)
+            heartbeat = ProcessHeartbeat(picker, silence_limit=15)
             await heartbeat.start()
             await asyncio.gather(*(acquire(picker) for _ in range(5)))
             await heartbeat.stop()

@@ -19,7 +19,7 @@ from nodes.backends.intents import Intent
 from nodes.backends.node_commands import Command
 from nodes.commands.outcomes import Outcome
 from nodes.commands.shared_commands import OnProgress
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.changes import feed
@@ -387,7 +387,7 @@ async def test_an_install_runs_although_the_loads_that_wait_for_it_hold_all_slot
     operation = (await hot.in_thread(lambda: admit(request, now=clock.now()))).operation
     running: list[Executor[Any]] = [
         Executor("test-owner", OperationQueue({"probe": load}, slots=1), lease=5.0),
-        Executor("test-owner", IntentQueue(bus, load_elsewhere), lease=5.0),
+        Executor("test-owner", IntentQueue(bus, load_on_other_node), lease=5.0),
     ]
     tasks = [asyncio.create_task(executor.run()) for executor in running]
     try:
@@ -407,14 +407,14 @@ async def test_a_worker_that_never_answers_holds_up_no_other_node() -> None:
     for node, reply in ((silent, NEVER), (well, m.InstallReply(True))):
         bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
         bus.replies[messages.backend_install(str(node.id))] = reply
-    running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_elsewhere), lease=600.0)
+    running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_on_other_node), lease=600.0)
     task = asyncio.create_task(running.run())
     try:
         first = await hot.in_thread(ask, INSTALL, silent)
-        running.hint()
+        running.wake()
         await until(lambda: bool(bus.asked[messages.backend_install(str(silent.id))]), "it has begun")
         second = await hot.in_thread(ask, INSTALL, well)
-        running.hint()
+        running.wake()
         await until(lambda: completed(second), "the other one is done")
         listed = (await hot.in_thread(feed.snapshot)).operations
         assert [(one["jobID"], one["status"]) for one in listed] == [(str(first.id), "processing")]
@@ -432,14 +432,14 @@ async def test_a_cancel_ends_the_attempt_and_stops_the_worker() -> None:
     bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
     bus.replies[install] = NEVER
     bus.replies[stop] = m.CancelReply(True, found=True)
-    running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_elsewhere), lease=600.0)
+    running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_on_other_node), lease=600.0)
     task = asyncio.create_task(running.run())
     try:
         operation = await hot.in_thread(ask, INSTALL, node)
-        running.hint()
+        running.wake()
         await until(lambda: bool(bus.asked[install]), "it has begun")
         await hot.in_thread(lambda: admission.cancel(operation.id, actor="anna", now=clock.now()))
-        running.hint(cancelled=True)
+        running.wake(cancelled=True)
         await until(lambda: not PendingBackendOp.objects.exists(), "it is called off")
         assert len(bus.asked[install]) == len(bus.asked[stop]) == 1
         await hot.in_thread(operation.refresh_from_db)

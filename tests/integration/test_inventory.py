@@ -27,7 +27,7 @@ from localai_cluster.messaging.codec import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import services
 from operations.changes import events
@@ -364,7 +364,7 @@ async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
     lists, waits = inventory.Inventory(bus), []
     for number in range(10):
         before = clock.now()
-        await lists._ask(await hot.in_thread(question, mute))
+        await lists.run_item(await hot.in_thread(question, mute))
         latest, earliest = await hot.in_thread(wait_of, mute, before), await hot.in_thread(wait_of, mute)
         waits.append((earliest, latest))
         if number == 8:
@@ -373,7 +373,7 @@ async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
     for pause, (earliest, latest) in zip([5, 10, 20, 40, 80, 160, 320, 640, 900, 5], waits, strict=True):
         assert earliest <= pause <= latest
     async with asking(bus) as running:
-        running.hint()
+        running.wake()
         await until(lambda: listed(other) == ["echo"])
 
 
@@ -383,7 +383,7 @@ async def test_no_one_is_asked_while_the_bus_is_down() -> None:
     bus.connected = False
     bus.lists(node, ECHO)
     async with asking(bus) as lists:
-        lists.hint()
+        lists.wake()
         await clock.wait_until(lambda: asyncio.sleep(0, bool(bus.asked)), timeout=0.5)
         assert bus.asked == []
         bus.connected = True
@@ -432,7 +432,7 @@ class Stage:
 
     async def ends(self) -> str:
         """Carries it out; how its operation ended."""
-        await IntentQueue(self.bus, load_elsewhere).carry_out(self.intent)
+        await IntentQueue(self.bus, load_on_other_node).carry_out(self.intent)
         await hot.in_thread(self.operation.refresh_from_db)
         return self.operation.status
 

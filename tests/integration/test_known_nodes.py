@@ -16,7 +16,7 @@ from nodes.models import BackendNode
 from nodes.registry import heartbeats, identity_cache, services
 from nodes.registry.identity import WrongCredential
 from nodes.registry.identity_cache import KnownNodes
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 
@@ -148,7 +148,7 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
     monkeypatch.setattr(identity_cache, "MAX_AGE", 600.0)
     node, memory = await made(), identity_cache.shared()
-    listening = asyncio.create_task(gateway._listen(Hints()))
+    listening = asyncio.create_task(gateway._listen(WakeUps()))
     try:
 
         async def remembered() -> bool:

@@ -19,7 +19,7 @@ from localai_cluster.kit import cancellation, clock
 from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web import sockets
 from nodes.gateway import gateway
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from tests.support import live
 from tests.support.feed import PAGE, Open, process, signed_in, tab
 
@@ -92,7 +92,7 @@ async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
 
     monkeypatch.setattr(sockets, "look_again", look_again)
     monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
-    listening = asyncio.create_task(gateway._listen(Hints()))
+    listening = asyncio.create_task(gateway._listen(WakeUps()))
     await asyncio.wait_for(heard.wait(), 60)
     yield
     await cancellation.end(listening)
@@ -177,7 +177,7 @@ async def test_what_was_missed_while_no_one_listened_is_looked_at(
     user, headers = await signed_in()
     page = await (await tab(headers=headers)).greeted()
     await sync_to_async(get_user_model().objects.filter(pk=user.pk).update)(is_active=False)
-    heard = asyncio.create_task(gateway._listen(Hints()))
+    heard = asyncio.create_task(gateway._listen(WakeUps()))
     assert await page.closed() == 4401
     await cancellation.end(heard)
 

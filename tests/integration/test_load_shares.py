@@ -15,23 +15,22 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, load_placement
-from nodes.loading.load_request import ANOTHER, wish_of
-from nodes.loading.replacement import load_elsewhere
-from nodes.loading.scale_up import load_another, under_way
+from nodes.loading.load_request import SCALE_UP, request_of
+from nodes.loading.replacement import load_on_other_node
+from nodes.loading.scale_up import active_loads, request_scale_up
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import NOTHING, choose
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation
 from operations.states import Event
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def another(model: str = "m", *only: UUID) -> Operation:
-    return load_another(model, only=only or None, actor="system", reason="1 of 2 replicas")
+    return request_scale_up(model, only=only or None, actor="system", reason="1 of 2 replicas")
 
 
 def joined(model: str = "m") -> admission.Admission:
@@ -57,7 +56,7 @@ def joined(model: str = "m") -> admission.Admission:
 
 
 def unloaded(model: str = "m") -> admission.Admission:
-    return unload_requests.unload(UnloadWish(model, "anna"), now=clock.now())
+    return unload_requests.unload(UnloadRequest(model, "anna"), now=clock.now())
 
 
 def end(operation: Operation) -> None:
@@ -74,7 +73,7 @@ class TestShares:
         assert [first.key, another().key, another("n").key] == ["model:m#1", "model:m#2", "model:n#1"]
         end(first)
         assert another().key == "model:m#1", "the lowest that no active load has"
-        assert under_way(["m", "n", "o"]).counts == {"m": 3, "n": 1, "o": 0}
+        assert active_loads(["m", "n", "o"]).counts == {"m": 3, "n": 1, "o": 0}
 
     @pytest.mark.rule("R2.16", "T-JOB-4")
     def test_who_joins_a_load_under_way_waits_for_nothing_of_it(self) -> None:
@@ -95,18 +94,18 @@ class TestShares:
         for number in range(3):
             another(f"m{number}")
         with django_assert_num_queries(1):
-            assert under_way([f"m{number}" for number in range(5)]).counts["m2"] == 1
+            assert active_loads([f"m{number}" for number in range(5)]).counts["m2"] == 1
 
     def test_a_load_elsewhere_is_the_one_that_requests_join(self) -> None:
         """Two upgrades that stop two replicas of a model want one replica elsewhere."""
         node = hot.node()
-        assert load_elsewhere("m", node.id, None).key == "model:m#0"
-        assert wish_of(joined().operation).besides == {node.id}
+        assert load_on_other_node("m", node.id, None).key == "model:m#0"
+        assert request_of(joined().operation).excluded_nodes == {node.id}
 
     @pytest.mark.parametrize("verb", ["unload", "delete"])
     def test_an_unload_and_the_loads_of_its_model_exclude_each_other(self, verb: str) -> None:
         hot.replica(hot.node(), "m")
-        wish, ask = UnloadWish("m", "anna"), getattr(unload_requests, verb)
+        wish, ask = UnloadRequest("m", "anna"), getattr(unload_requests, verb)
         one = another()
         with pytest.raises(errors.Conflict, match=str(one.id)):
             ask(wish, now=clock.now())
@@ -139,9 +138,9 @@ class TestShares:
 
     def test_a_failure_is_superseded_by_the_next_load_of_its_share_only(self) -> None:
         for operation in (another(), joined().operation):
-            (claimed,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+            (claimed,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
             assert claimed.id == operation.id
-            outcome.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
+            attempts.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
         another()
         left = Operation.objects.filter(status="failed", dismissed_at=None)
         assert [one.key for one in left] == ["model:m#0"]
@@ -160,7 +159,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(placement_snapshot.fleet("m")).node
+                chosen = choose(fleet_queries.fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -181,7 +180,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -198,7 +197,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -222,17 +221,19 @@ def definition() -> Definition:
 
 
 def claimed(operation: Operation) -> Work:
-    (mine,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
     assert mine.id == operation.id
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work) -> load_placement.Place:
+async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[messages.backend_list(str(id))] = m.ListReply(())
-    wanted = load_placement.Wanted(definition(), NOTHING)
-    return await load_placement.place(bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence))
+    wanted = load_placement.LoadNeeds(definition(), NOTHING)
+    return await load_placement.reserve_slot(
+        bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
+    )
 
 
 class TestPlacing:
@@ -283,7 +284,7 @@ class TestPlacing:
         work = claimed(operation)
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
-        outcome.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
+        attempts.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
         assert wake_ups.wake([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
         assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"
@@ -299,8 +300,8 @@ class TestPlacing:
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
-                selector = placement_snapshot.selectors_of(["m", "n"])["m"]
-                seen = placement_snapshot.fleet("m", selector=selector)
+                selector = fleet_queries.selectors_of(["m", "n"])["m"]
+                seen = fleet_queries.fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 
@@ -319,7 +320,7 @@ class TestAnother:
             return claimed(another("m", mine.id))
 
         work = await hot.in_thread(given)
-        assert wish_of(work.operation).another
+        assert request_of(work.operation).is_scale_up
         assert (await placed(work)).slot.node_name == "mine"
 
     async def test_without_a_place_it_waits_and_then_ends_with_both_reasons(self) -> None:
@@ -361,6 +362,6 @@ async def test_only_a_load_of_one_more_replica_is_carried_out_beside_one_that_se
     await hot.in_thread(hot.replica, stage.two)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    stage.work.operation.payload = {ANOTHER: more}
+    stage.work.operation.payload = {SCALE_UP: more}
     result = await stage.handler(stage.work)
     assert (result.get("node"), result.get("already_loaded")) == (("one", None) if more else (None, True))

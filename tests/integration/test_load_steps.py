@@ -21,10 +21,9 @@ from nodes.backends.install import offered_to
 from nodes.definitions.files import Definition, load_options, read
 from nodes.loading import load
 from nodes.loading.failures import refusals
-from nodes.loading.load_request import ANOTHER, ONLY
+from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger.progress import Tick
 from tests.support import hot
 from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage
@@ -129,7 +128,7 @@ async def test_a_load_follows_from_the_definition_and_not_from_an_earlier_load(
 
     if recorded:
         await in_thread(earlier)
-    stage.work.operation.payload = {ANOTHER: True}
+    stage.work.operation.payload = {SCALE_UP: True}
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     assert (await stage.handler(stage.work))["node"] == "one"
@@ -151,7 +150,7 @@ async def test_two_unlike_nodes_have_one_revision_and_options_of_their_own(
         await in_thread(figures)
         stage.lists(node, BACKEND)
         stage.installs(node, STARTED)
-        stage.work.operation.payload = {ANOTHER: True, ONLY: [str(node.id)]}
+        stage.work.operation.payload = {SCALE_UP: True, ALLOWED_NODES: [str(node.id)]}
         assert (await stage.handler(stage.work))["node"] == node.name
     assert [one.NBatch for one in told] == [2048, 512]
     rows = await in_thread(lambda: list(NodeModel.objects.of("echo")))

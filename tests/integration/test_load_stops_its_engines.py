@@ -14,18 +14,18 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
-from nodes.loading.load_request import ANOTHER
-from nodes.loading.scale_up import load_another
+from nodes.loading.load_request import SCALE_UP
+from nodes.loading.scale_up import request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import Stopper
 from operations.executor.work import Abandoned, Postpone, in_thread
-from operations.ledger import lease
+from operations.ledger import attempts
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage, stops
@@ -137,13 +137,13 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = node_options.of
+    plain = node_options.tuned_options
 
     def lost(*given: Any) -> Any:
         NodeModel.objects.all().delete()
         return plain(*given)
 
-    monkeypatch.setattr(node_options, "of", lost)
+    monkeypatch.setattr(node_options, "tuned_options", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
@@ -185,12 +185,12 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
-        active = load_another("echo", only=None, actor="test", reason="test")
-        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        active = request_scale_up("echo", only=None, actor="test", reason="test")
+        (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(placement_snapshot.fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_queries.fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index
@@ -201,7 +201,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     stage.installs(stage.one, STARTED)
     with pytest.raises(Abandoned, match="another replica of the model"):
         await stage.handler(stage.work)
-    stage.work.operation.payload[ANOTHER] = True
+    stage.work.operation.payload[SCALE_UP] = True
     assert (await stage.handler(stage.work))["replica_index"] == 2
     active, _ = marks
     loading = NodeModel.objects.filter(state="loading")

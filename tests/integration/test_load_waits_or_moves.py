@@ -25,7 +25,7 @@ from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
 from nodes.replicas import retire
 from nodes.replicas.stopper import Stopper
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.models import Operation
 from tests.support import hot
@@ -133,7 +133,7 @@ async def test_a_load_waits_while_the_models_folder_hangs(
         return plain(path)
 
     monkeypatch.setattr("nodes.definitions.folder.os.scandir", hanging)
-    stage.handler = load.LoadModel(stage.bus, Folder(stage.folder, limit=0.05), Hints())
+    stage.handler = load.LoadModel(stage.bus, Folder(stage.folder, limit=0.05), WakeUps())
     try:
         ended = await stage.play()
     finally:

@@ -11,12 +11,11 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_cache, placement_snapshot
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.decisions.fleet_cache import Mirror
 from nodes.models import BackendNode, NodeLabel, NodeModel
-from nodes.placement.choose import NOTHING, Need, choose
+from nodes.placement.choose import NOTHING, Need, Selector, choose
 from nodes.placement.explain import FleetView
-from nodes.placement.selector import Selector
 from nodes.replicas.lifecycle import SERVES
 from tests.support import hot
 from tests.support.effort import EFFORT
@@ -34,7 +33,7 @@ def seen_alike(kept: Mirror) -> None:
     for model, conflicts in (("a", frozenset({"b"})), ("b", frozenset[str]())):
         for selector in (Selector(model), SELECTOR):
             seen, decision = kept.decided(model, FleetView((), NEED, selector), conflicts=conflicts)
-            by_rows = placement_snapshot.fleet(model, selector=selector, conflicts=conflicts)
+            by_rows = fleet_queries.fleet(model, selector=selector, conflicts=conflicts)
             assert sorted(seen.nodes, key=lambda one: one.name) == sorted(by_rows, key=lambda one: one.name)
             assert decision == choose(by_rows, need=NEED, selector=selector)
 
@@ -125,13 +124,13 @@ def test_a_look_is_one_statement_and_one_a_table_that_has_changed(monkeypatch: p
     kept, seen = Mirror(), list[Any]()
     for number in range(20):
         hot.replica(hot.node(f"n{number}", available_vram=8 * GB))
-    plain = placement_snapshot.candidate
+    plain = fleet_queries.candidate
 
     def counted(row: Any, *given: Any, **options: Any) -> Any:
         seen.append(row)
         return plain(row, *given, **options)
 
-    monkeypatch.setattr(placement_snapshot, "candidate", counted)
+    monkeypatch.setattr(fleet_queries, "candidate", counted)
     for changed, statements in ((20, 4), (0, 1), (1, 2)):
         seen.clear()
         if changed == 1:
@@ -162,7 +161,7 @@ def test_some_nodes_only() -> None:
     ids = [node.pk for node in nodes]
     seen, decision = Mirror().decided("a", ANYTHING, only=ids[1:], besides=ids[2:])
     assert [one.id for one in seen.nodes] == ids[1:2]
-    assert decision == choose(placement_snapshot.fleet("a", only=ids[1:], besides=ids[2:]))
+    assert decision == choose(fleet_queries.fleet("a", only=ids[1:], besides=ids[2:]))
 
 
 def test_what_may_be_rolled_back_is_not_followed() -> None:

@@ -20,9 +20,8 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import services
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work
-from operations.ledger import lease
+from operations.executor.work import Postpone, Recorder, Work
+from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -53,7 +52,7 @@ class Stage:
         return self.claimed()
 
     def claimed(self) -> Work:
-        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         return Work(operation, Recorder(write_batch))
 
     async def stops(self, work: Work) -> Mapping[str, Any]:

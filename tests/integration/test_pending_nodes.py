@@ -64,6 +64,18 @@ def test_all_addresses_together_have_a_few_pending_nodes() -> None:
     assert BackendNode.objects.count() == 7
 
 
+def test_nodes_that_an_administrator_refused_do_not_count() -> None:
+    """They await nothing; otherwise a few rejected machines would keep out all others of their network."""
+    for number in range(3):
+        join(number)
+    services.reject(join(0).pk, actor=ROOT, now=NOW, reason="unknown machine")
+    services.revoke(join(1).pk, actor=ROOT, now=NOW)
+    for number in (3, 4):
+        join(number)
+    with pytest.raises(TooManyPending, match=r"3 nodes from 192\.0\.2\.1 await approval"):
+        join(5)
+
+
 @pytest.mark.django_db(transaction=True)
 def test_many_at_once_do_not_exceed_the_limit() -> None:
     outcomes = at_once(*(lambda number=number: join(number) for number in range(8)))

@@ -17,10 +17,9 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from nodes.gateway.prefix_service import PrefixService
+from nodes.gateway.prefix_routing import Prefixes, PrefixService
+from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given
-from nodes.gateway.prefixes import Prefixes
-from nodes.gateway.prompt_chains import chain
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load, scale_up
 from nodes.models import ModelSchedulingConfig, PrefixPressure
@@ -285,7 +284,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scale_up, "load_another", refuse)
+        patched.setattr(scale_up, "request_scale_up", refuse)
         replicas.look(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")

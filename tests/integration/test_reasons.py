@@ -21,7 +21,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from nodes.decisions import decision_log, placement_snapshot
+from nodes.decisions import decision_log, fleet_queries
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, load_placement
 from nodes.models import (
@@ -37,14 +37,13 @@ from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
 from nodes.placement.choose import NOTHING, Need
 from nodes.placement.explain import Ending
-from nodes.reconcilers import recomputing, tasks
-from nodes.reconcilers.recomputing import Found
+from nodes.reconcilers import decision_replay, tasks
+from nodes.reconcilers.decision_replay import Found
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -75,18 +74,20 @@ def claimed() -> Work:
     wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
-    (mine,) = lease.claim("c", now=now, lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=now, lease=60, limit=1)
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Place:
+async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Placement:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
             bus.replies[messages.backend_list(str(id))] = m.ListReply(())
-    what = load_placement.Wanted(definition(), need)
-    return await load_placement.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
+    what = load_placement.LoadNeeds(definition(), need)
+    return await load_placement.reserve_slot(
+        bus, work, what, attempt=AttemptId(work.id, work.operation.fence)
+    )
 
 
 def kept() -> list[PlacementRecord]:
@@ -114,8 +115,8 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.recomputed, row)
+        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
 
     @pytest.mark.rule("R1.72", "I14")
@@ -136,8 +137,8 @@ class TestRecords:
             None,
             "the backend is not there yet: not installed against installed on b",
         ]
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.recomputed, row)
+        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
         def given() -> Work:
@@ -185,7 +186,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -197,7 +198,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)

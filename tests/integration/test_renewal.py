@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
@@ -28,10 +28,9 @@ from nodes.replicas.stopper import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.wake_ups import Hints
-from operations.executor.work import Postpone, Work
-from operations.ledger import lease, outcome
+from operations.executor.wake_ups import WakeUps
+from operations.executor.work import Postpone, Recorder, Work
+from operations.ledger import attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, hot
@@ -64,7 +63,7 @@ def old(node: BackendNode, index: int = 0, **fields: Any) -> NodeModel:
 
 
 def claimed() -> Work:
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -113,7 +112,7 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
         assert running is not None
         await hot.in_thread(lambda: replicas.look(tick=True))
         work = await hot.in_thread(claimed)
-        done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), Hints())(work), 60)
+        done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), WakeUps())(work), 60)
         assert done["replica_index"] == 1
         await hot.in_thread(former.refresh_from_db)
         assert (former.state, former.reason, former.in_flight) == ("unloading", "replaced", 1)
@@ -139,12 +138,12 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     await hot.in_thread(lambda: replicas.look(tick=True))
     work = await hot.in_thread(claimed)
     with pytest.raises(Postpone) as waits:
-        await load.LoadModel(bus, folder.folder(), Hints())(work)
+        await load.LoadModel(bus, folder.folder(), WakeUps())(work)
     assert "no free slot" in waits.value.reason
 
     def put_back() -> None:
         now = clock.now()
-        outcome.put_back(
+        attempts.put_back(
             work.id,
             work.operation.fence,
             Event.WAIT,
@@ -164,7 +163,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     assert (former.state, former.reason) == ("unloading", "replaced")
     assert await Stopper(bus).look_once() == 1
     again = await hot.in_thread(claimed)
-    assert (await load.LoadModel(bus, folder.folder(), Hints())(again))["replica_index"] == 0
+    assert (await load.LoadModel(bus, folder.folder(), WakeUps())(again))["replica_index"] == 0
     left = await hot.in_thread(NodeModel.objects.get)
     assert (left.state, left.config_revision) == ("loaded", await hot.in_thread(revision))
     await hot.in_thread(lambda: replicas.look(tick=True))
@@ -181,7 +180,7 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     one = hot.node("one", max_replicas_per_model=slots, available_vram=free * 2**30)
     former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
     BackendNode.objects.update(vram_read_at=clock.now())
-    view = FleetView(placement_snapshot.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
+    view = FleetView(fleet_queries.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
     question = LoadQuestion(view, evicts=False)
     decision = view.decide()
     assert decision.node is None
@@ -211,7 +210,7 @@ async def test_nothing_is_loaded_when_the_definition_was_edited_back(loads: list
     await hot.in_thread(lambda: replicas.look(tick=True))
     await hot.in_thread(lambda: NodeModel.objects.update(config_revision=revision()))
     work = await hot.in_thread(claimed)
-    assert await load.LoadModel(PlayedBus(), Folder(models), Hints())(work) == {"already_loaded": True}
+    assert await load.LoadModel(PlayedBus(), Folder(models), WakeUps())(work) == {"already_loaded": True}
     await hot.in_thread(former.refresh_from_db)
     assert former.state == "loaded"
 
@@ -252,9 +251,11 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
         return claimed()
 
     async def loaded(work: Work) -> NodeModel:
-        done = await load.LoadModel(bus, folder.folder(), Hints())(work)
+        done = await load.LoadModel(bus, folder.folder(), WakeUps())(work)
         now = clock.now()
-        await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
+        await hot.in_thread(
+            lambda: attempts.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done))
+        )
         return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))
 
     first = await loaded(await hot.in_thread(asked))
@@ -306,7 +307,7 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
     current = await hot.in_thread(lambda: old(one, 1, config_revision=revision(), in_flight=1))
 
     def seen() -> list[Any]:
-        (view,) = placement_snapshot.fleet("echo")
+        (view,) = fleet_queries.fleet("echo")
         return [
             [found.pk for found in replica_queries.with_model("echo")] == [one.pk],
             NodeModel.objects.serving().filter(pk=former.pk).exists(),

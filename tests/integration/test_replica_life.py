@@ -15,7 +15,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
@@ -30,7 +30,7 @@ from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stopper import Stopper
 from operations.executor.work import in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -57,12 +57,12 @@ def running_load() -> AttemptId:
     """A load that a controller executes."""
     request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
     admission.admit(request, now=clock.now())
-    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
 
 
 def reserved(node: BackendNode, owner: AttemptId) -> Slot:
-    (view,) = placement_snapshot.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot
@@ -199,7 +199,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(he
     assert not await in_thread(ReplicaUse.objects.exists)
     assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
-    (view,) = await in_thread(placement_snapshot.fleet, "echo")
+    (view,) = await in_thread(fleet_queries.fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))

@@ -28,14 +28,13 @@ from nodes.reconcilers import replica_wake_ups, replicas, tasks
 from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
 from nodes.replicas import drains, terminations, unload
-from nodes.scheduling import passes, shape, store
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling import passes, store
+from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import Ruling, Unsatisfiable
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work
-from operations.ledger import admission, lease
+from operations.executor.work import Recorder, Work
+from operations.ledger import admission, attempts
 from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -122,7 +121,7 @@ def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
-    monkeypatch.setattr(scale_up, "load_another", lambda model, **wish: asked.append(wish["only"]))
+    monkeypatch.setattr(scale_up, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
     replicas.look(tick=True)
     assert asked == [None]
 
@@ -145,7 +144,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
     for name in ("bad", "m", "worse"):
         rule(2, model=name)
     ModelSchedulingConfig.objects.update(unsatisfiable_ticks=1)
-    ask, asked = scale_up.load_another, []
+    ask, asked = scale_up.request_scale_up, []
 
     def refuses(model: str, **fields: Any) -> Operation:
         asked.append(model)
@@ -155,7 +154,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
             raise ZeroDivisionError
         return ask(model, **fields)
 
-    monkeypatch.setattr(scale_up, "load_another", refuses)
+    monkeypatch.setattr(scale_up, "request_scale_up", refuses)
     replicas.look(tick=True)
     assert asked == ["bad", "m", "m", "worse"]
     assert stored("bad").reason.endswith("2 more; refused: model_unload of bad is in progress")
@@ -183,7 +182,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
     ends(load_of_m, Status.COMPLETED)
     assert shown() == (1, 1, 0)
     assert len({*revisions, store.revision()}) == 4, "pages read the rules again each time"
-    assert shape.LOAD_KIND == load.KIND
+    assert store.LOAD_KIND == load.KIND
 
 
 # --- what cannot be had
@@ -302,7 +301,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     await hot.in_thread(lambda: idle(node, 1))
     await hot.in_thread(lambda: rule(1))
     await hot.in_thread(lambda: replicas.look(tick=True))
-    (operation,) = await hot.in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
+    (operation,) = await hot.in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
     bus = PlayedBus()
     stop = messages.model_stop(str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
@@ -437,7 +436,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
             other.execute("SELECT pg_terminate_backend(%s)", [connection.connection.info.backend_pid])
         return Operation.objects.get()
 
-    monkeypatch.setattr(scale_up, "load_another", cut)
+    monkeypatch.setattr(scale_up, "request_scale_up", cut)
     tasks.scale()
     connection.close()
     assert stored().looked_at is None
@@ -474,9 +473,9 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
     made = replica_wake_ups.Scaler()
     running = asyncio.create_task(made.run())
     try:
-        made.hint()
+        made.wake()
         assert await clock.wait_until(lambda: answered(len(seen) == 1), timeout=60)
-        made.hint()
+        made.wake()
         assert await clock.wait_until(lambda: answered(len(seen) == 3), timeout=60)
     finally:
         running.cancel()

@@ -13,12 +13,12 @@ from django.conf import settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import services
-from nodes.registry.change import columns, facts_of
+from nodes.registry.change import columns
 from nodes.registry.heartbeats import Beat
-from nodes.registry.states import Facts, status_of
+from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, load_ends, slots
 from nodes.replicas.hooks import Removed
 from nodes.replicas.lifecycle import AttemptId
@@ -526,7 +526,7 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
     current = AttemptId(operation.id, 2)
-    view = next(one for one in placement_snapshot.fleet("m") if one.id == node.pk)
+    view = next(one for one in fleet_queries.fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)

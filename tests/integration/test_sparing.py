@@ -13,6 +13,7 @@ from django.conf import settings
 from django.db import OperationalError
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
@@ -25,8 +26,7 @@ from nodes.backends.wave_plan import Options
 from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import upgrade_drains
 from operations.ledger import admission as ledger
-from operations.ledger import lease, outcome
-from operations.ledger.fence import LeaseLost
+from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from operations.states import Event
 from tests.support import hot
@@ -255,8 +255,8 @@ async def test_a_last_replica_waits_until_another_node_has_one(stage: Stage) -> 
 
 async def test_a_last_replica_that_cannot_be_loaded_elsewhere_stays_and_says_why(stage: Stage) -> None:
     def fails() -> None:
-        (load,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
-        outcome.finish(load.id, load.fence, Event.FAIL, now=clock.now(), error="no memory")
+        (load,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
+        attempts.finish(load.id, load.fence, Event.FAIL, now=clock.now(), error="no memory")
 
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(stage.begins_in_waves)

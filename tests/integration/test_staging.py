@@ -15,13 +15,13 @@ import pytest
 
 from localai_cluster.kit import clock
 from nodes.loading import file_hashes, transfer
-from nodes.loading.send_files import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
-from nodes.loading.source_files import Changed, OpenedFile
-from nodes.loading.staging_plan import FilePlan, LocalFile, plan
+from nodes.loading.send_files import IN_ALL, OF_A_NODE, ModelTransfer, StagingResult, TransferLimits
+from nodes.loading.source_files import FileChanged, OpenedFile
+from nodes.loading.staging_plan import FilePlan, LocalFile, plan_files
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable
-from nodes.loading.upload_meter import Meter
+from nodes.loading.upload_meter import UploadMeter
 from nodes.models import FileHash
-from nodes.registry.http_client import client_of
+from nodes.registry.dial_targets import client_of
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -38,7 +38,7 @@ class Site:
 
     def __init__(self, folder: Path, worker: FileServer) -> None:
         self.folder, self.worker = folder, worker
-        self.lanes = Lanes()
+        self.lanes = TransferLimits()
         self.stall = 20.0
 
     @property
@@ -50,16 +50,18 @@ class Site:
         return self.worker.file(KEY)
 
     def planned(self, **options: Any) -> FilePlan:
-        return plan(self.folder, "m", {"Model": "a.gguf", **options})
+        return plan_files(self.folder, "m", {"Model": "a.gguf", **options})
 
     @asynccontextmanager
-    async def sending(self, planned: FilePlan | None = None, node: Any = None) -> AsyncIterator[Sending]:
+    async def sending(
+        self, planned: FilePlan | None = None, node: Any = None
+    ) -> AsyncIterator[ModelTransfer]:
         made = planned or self.planned()
-        meter = Meter({file.relative: file.size for file in made.files.values()}, "gpu")
+        meter = UploadMeter({file.relative: file.size for file in made.files.values()}, "gpu")
         async with client_of(self.worker.server) as client:
-            yield Sending("m", made, client, node or uuid4(), self.lanes, meter, self.stall)
+            yield ModelTransfer("m", made, client, node or uuid4(), self.lanes, meter, self.stall)
 
-    async def sent(self, planned: FilePlan | None = None, node: Any = None) -> Sent:
+    async def sent(self, planned: FilePlan | None = None, node: Any = None) -> StagingResult:
         async with self.sending(planned, node) as sending:
             await sending.look()
             return await sending.run()
@@ -93,7 +95,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 async def test_a_file_goes_there_whole_and_is_verified(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
         sent = await one.sent()
-        assert sent == Sent(str(one.worker.folder / "models/m"), {})
+        assert sent == StagingResult(str(one.worker.folder / "models/m"), {})
         assert one.there.read_bytes() == one.file.read_bytes()
 
 
@@ -144,7 +146,7 @@ async def test_another_controller_goes_on_where_one_was_killed(tmp_path: Path) -
         assert await clock.wait_until(has_come, timeout=60, every=0.01)
         killed.cancel()
         await asyncio.gather(killed, return_exceptions=True)
-        one.lanes = Lanes()
+        one.lanes = TransferLimits()
         await one.sent()
         assert one.ranges()[-1] == f"bytes 1000000-{SIZE - 1}/{SIZE}"
         assert one.there.read_bytes() == one.file.read_bytes()
@@ -242,7 +244,7 @@ async def test_a_file_above_the_largest_body_goes_in_several_parts(
             f"bytes {part}/{SIZE}" for part in ("0-1499999", "1000000-2499999", f"2500000-{SIZE - 1}")
         ]
         assert pauses == [1.0]
-        assert await one.sent() == Sent(str(one.worker.folder / "models/m"), {})
+        assert await one.sent() == StagingResult(str(one.worker.folder / "models/m"), {})
 
 
 @pytest.mark.rule("worker-13")
@@ -386,7 +388,7 @@ async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
         (one.folder / "proj.bin").write_bytes(b"projector")
         planned = one.planned(MMProj="proj.bin")
 
-        async def one_after_the_other(fault: Says) -> Sent:
+        async def one_after_the_other(fault: Says) -> StagingResult:
             one.worker.faults = []
             await one.sent()
             one.worker.faults = [fault]
@@ -412,7 +414,7 @@ async def test_an_empty_file_and_a_name_of_any_letters(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "empty").touch()
         (folder / "größe;v=1.bin").write_bytes(b"x")
-        sent = await one.sent(plan(one.folder, "m", {"Model": "tree with a blank"}))
+        sent = await one.sent(plan_files(one.folder, "m", {"Model": "tree with a blank"}))
         assert sent.root == str(one.worker.folder / "models/m")
         where = one.worker.folder / "models/m" / folder.relative_to(one.folder)
         assert {path.name for path in where.iterdir()} == {"empty", "größe;v=1.bin"}
@@ -425,14 +427,14 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
         (one.folder / "tree").mkdir()
         for number in range(12):
             (one.folder / "tree" / f"f{number}").write_bytes(os.urandom(300_000))
-        planned, node = plan(one.folder, "m", {"Model": "tree"}), uuid4()
+        planned, node = plan_files(one.folder, "m", {"Model": "tree"}), uuid4()
         await one.sent(planned)
         assert 1 < one.worker.most <= OF_A_NODE
         assert len(list((one.worker.folder / "models/m/tree").iterdir())) == 12
         one.worker.most = 0
         for path in (one.folder / "tree").iterdir():
             path.write_bytes(os.urandom(300_000))
-        again = plan(one.folder, "m", {"Model": "tree"})
+        again = plan_files(one.folder, "m", {"Model": "tree"})
         one.lanes.all = asyncio.Semaphore(2)
         await asyncio.gather(one.sent(again, node), one.sent(planned_other(one)))
         assert one.worker.most <= 2 < IN_ALL
@@ -440,7 +442,7 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
 
 def planned_other(one: Site) -> FilePlan:
     (one.folder / "b.gguf").write_bytes(os.urandom(500_000))
-    return plan(one.folder, "m", {"Model": "b.gguf"})
+    return plan_files(one.folder, "m", {"Model": "b.gguf"})
 
 
 def unreadable(plain: Any) -> Any:
@@ -487,16 +489,16 @@ async def test_a_file_that_is_being_written_is_not_sent(
     async with site(tmp_path) as one:
         before = looked(one)
         change(one.file)
-        with pytest.raises(Changed):
+        with pytest.raises(FileChanged):
             await file_hashes.hash_of(before, lambda count: None)
         whole, stamp = await file_hashes.hash_of(looked(one), lambda count: None)
         now = looked(one)
         one.file.write_bytes(b"something else")
-        meter = Meter({"a.gguf": now.size}, "gpu")
+        meter = UploadMeter({"a.gguf": now.size}, "gpu")
         async with client_of(one.worker.server) as client:
             moving = Transfer(client, now, KEY, meter, 5)
             async with asyncio.timeout(20) as moving._watch:
                 moving._record_progress()
-                with pytest.raises(Changed):
+                with pytest.raises(FileChanged):
                     await moving._send(whole, stamp)
         assert not one.there.exists() or one.there.stat().st_size == 0

@@ -14,12 +14,11 @@ import pytest
 from localai_cluster.worker import exchange
 from localai_cluster.worker.files import disk
 from nodes.loading import transfer
-from nodes.loading.send_files import Lanes, Sending, Sent
-from nodes.loading.staging_plan import plan
+from nodes.loading.send_files import ModelTransfer, StagingResult, TransferLimits
+from nodes.loading.staging_plan import plan_files
 from nodes.loading.transfer import FileRefused
-from nodes.loading.upload_meter import Meter
-from nodes.registry.dial_targets import Contact, HttpServer
-from nodes.registry.http_client import client_of
+from nodes.loading.upload_meter import UploadMeter
+from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from tests.support import worker_http
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -70,12 +69,12 @@ async def breaking(address: str, cuts: list[int]) -> AsyncIterator[str]:
         await server.wait_closed()
 
 
-async def send(folder: Path, address: str) -> tuple[Sent, Meter]:
-    planned = plan(folder, "org/m", {"Model": "größe/a.gguf", "MMProj": "p.bin"})
-    meter = Meter({file.relative: file.size for file in planned.files.values()}, "gpu")
+async def send(folder: Path, address: str) -> tuple[StagingResult, UploadMeter]:
+    planned = plan_files(folder, "org/m", {"Model": "größe/a.gguf", "MMProj": "p.bin"})
+    meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, "gpu")
     server = HttpServer("gpu", "healthy", Contact(address, worker_http.ENGINE_TOKEN))
     async with client_of(server) as client:
-        sending = Sending("org/m", planned, client, uuid4(), Lanes(), meter, 60.0)
+        sending = ModelTransfer("org/m", planned, client, uuid4(), TransferLimits(), meter, 60.0)
         await sending.look()
         return await sending.run(), meter
 
@@ -109,7 +108,7 @@ async def test_files_reach_a_worker_wherever_the_connection_breaks(folder: Path,
                 (folder / "größe" / "a.gguf").write_bytes(os.urandom(SIZE // 2))
             async with breaking(worker.address, list(cuts)) as address:
                 sent, meter = await send(folder, address)
-            assert sent == Sent(str(home), {})
+            assert sent == StagingResult(str(home), {})
             assert same(home / "größe" / "a.gguf", folder / "größe" / "a.gguf")
             assert (home / "p.bin").read_bytes() == b""
             assert meter.current == meter.total
@@ -154,13 +153,13 @@ async def test_a_checksum_without_its_file_does_not_keep_a_model_from_its_worker
     tree.mkdir()
     (tree / "a.bin").write_bytes(b"weights")
     (tree / "all.sha256").write_bytes(b"0" * 64)
-    planned = plan(folder, "m", {"Model": "tree"})
+    planned = plan_files(folder, "m", {"Model": "tree"})
     assert "tree/all.sha256" in planned.files, "a stock worker takes it"
     with worker_http.worker() as worker:
         server = HttpServer("gpu", "healthy", Contact(worker.address, worker_http.ENGINE_TOKEN))
-        meter = Meter({file.relative: file.size for file in planned.files.values()}, "gpu")
+        meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, "gpu")
         async with client_of(server) as client:
-            sent = await Sending("m", planned, client, uuid4(), Lanes(), meter, 60.0).run()
+            sent = await ModelTransfer("m", planned, client, uuid4(), TransferLimits(), meter, 60.0).run()
         options, warnings = planned.told(sent.root, sent.failed)
         assert (options["ModelFile"], warnings) == (f"{sent.root}/tree", [])
         assert list(sent.failed) == ["tree/all.sha256"]

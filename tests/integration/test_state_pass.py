@@ -245,7 +245,7 @@ class TestLoop:
         stage.lists(hanging, NEVER)
         life = StatePass(stage.bus)
         running = asyncio.create_task(life.run())
-        life.hint()
+        life.wake()
 
         async def asked() -> bool:
             return stage.asked(hanging) == 1
@@ -254,7 +254,7 @@ class TestLoop:
         dead = await stage.node("dead")
         stage.lists(dead)
         await change(dead, exit_reported=True)
-        life.hint()
+        life.wake()
 
         async def gone() -> bool:
             return len(await in_thread(rows)) == 1
@@ -279,7 +279,7 @@ class TestLoop:
         running = asyncio.create_task(life.run())
 
         async def tried() -> bool:
-            life.hint()
+            life.wake()
             return looked.is_set()
 
         assert await clock.wait_until(tried, timeout=60, every=0.02)

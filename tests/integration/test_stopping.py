@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
@@ -29,7 +29,7 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.replicas import columns, stop_now
@@ -62,7 +62,7 @@ class Stage:
 
     def slot(self, attempt: AttemptId) -> Slot:
         """The slot of an attempt."""
-        (view,) = placement_snapshot.fleet("echo")
+        (view,) = fleet_queries.fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot
@@ -72,7 +72,7 @@ class Stage:
         now = clock.now()
         request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
         admission.admit(request, now=now)
-        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
         return AttemptId(operation.id, operation.fence)
 
     async def look(self) -> int:

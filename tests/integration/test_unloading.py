@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
@@ -24,12 +25,10 @@ from nodes.registry import services
 from nodes.replicas import unload, unload_requests, upgrade_drains
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stopper import Stopper
-from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadWish
+from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
-from operations.ledger.fence import LeaseLost
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
@@ -64,17 +63,17 @@ class Stage:
     def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
         """The first attempt of an operation of this kind."""
         ask = unload_requests.unload if kind == UNLOAD else unload_requests.delete
-        ask(UnloadWish("echo", "test", grace=grace, **wish), now=clock.now())
+        ask(UnloadRequest("echo", "test", grace=grace, **wish), now=clock.now())
         return self.claimed()
 
     def taken_over(self) -> Work:
         """The next attempt, after the controller of the last one has fallen silent."""
         later = clock.now() + timedelta(seconds=120)
-        assert lease.reap(now=later) == (1, 0)
+        assert attempts.reap(now=later) == (1, 0)
         return self.claimed(later)
 
     def claimed(self, at: datetime | None = None) -> Work:
-        (operation,) = lease.claim("controller", now=at or clock.now(), lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=at or clock.now(), lease=60, limit=1)
         return Work(operation, Recorder(write_batch))
 
     async def carries_out(self, work: Work) -> Mapping[str, Any]:
@@ -190,7 +189,7 @@ async def test_asking_again_with_a_shorter_deadline_joins_and_hurries(stage: Sta
     work = await in_thread(lambda: stage.begins(grace=600, node=stage.one))
     running = asyncio.create_task(stage.carries_out(work))
     assert await clock.wait_until(leaves, timeout=30)
-    wish = UnloadWish("echo", "test", node=stage.one, grace=0)
+    wish = UnloadRequest("echo", "test", node=stage.one, grace=0)
     again = await in_thread(lambda: unload_requests.unload(wish, now=clock.now()))
     assert (again.created, again.operation.id) == (False, work.id)
     await asyncio.wait_for(running, 30)
@@ -274,7 +273,7 @@ async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stag
 async def test_measured_16_an_attempt_that_lost_its_operation_sends_and_writes_nothing(stage: Stage) -> None:
     work = await in_thread(stage.begins)
     later = clock.now() + timedelta(seconds=120)
-    await in_thread(lambda: lease.reap(now=later))
+    await in_thread(lambda: attempts.reap(now=later))
     with pytest.raises(LeaseLost):
         await stage.carries_out(work)
     assert not stage.asked(stage.one)

@@ -305,7 +305,7 @@ async def test_a_controller_checks_after_its_start_and_when_it_is_told(gallery: 
     async def answered(least: int) -> None:
         async with asyncio.timeout(60):
             while (await in_thread(upgrade_state.standing)).answered < least:
-                checker.hint()
+                checker.wake()
                 await asyncio.sleep(0.05)
 
     await answered(1)

@@ -20,8 +20,8 @@ from nodes.placement.choose import Need
 from nodes.placement.node_backoff import after_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import services as registry
-from operations.executor.wake_ups import Hints
-from operations.ledger import admission, lease, outcome
+from operations.executor.wake_ups import WakeUps
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import hot
@@ -43,8 +43,8 @@ def waiting(kind: str, element: str, node: BackendNode | None = None, event: Eve
         node=(node.id, node.name) if node else None,
     )
     admission.admit(request, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
-    outcome.put_back(
+    (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
+    attempts.put_back(
         operation.id, operation.fence, event, now=now, until=now + timedelta(hours=1), reason="it waits"
     )
     return operation
@@ -246,21 +246,21 @@ class Listener:
 
     hints = 0
 
-    def hint(self, *, cancelled: bool = False) -> None:
+    def wake(self, *, cancelled: bool = False) -> None:
         self.hints += 1
 
 
 def counted_wakes(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
     """When operations are woken from now on, once for each."""
     woken: list[datetime] = []
-    really = lease.wake
+    really = attempts.wake
 
     def wake(ids: Any, *, now: datetime) -> int:
         found = really(ids, now=now)
         woken.extend([now] * found)
         return found
 
-    monkeypatch.setattr(lease, "wake", wake)
+    monkeypatch.setattr(attempts, "wake", wake)
     return woken
 
 
@@ -285,7 +285,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     monkeypatch.setattr(heard, "changed", told)
     quiet = ("file_ports", "scaler", "stopper", "engines", "revocations", "checker", "news")
     parts: dict[str, Any] = {name: Listener() for name in quiet}
-    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": Hints()}
+    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": WakeUps()}
     tasks = [
         asyncio.create_task(heard.run()),
         asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),

@@ -14,19 +14,18 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psycopg
 
-from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
-from tests.support.environment import HOME
+from tests.support.postgres import FastPostgres
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "registration-token-of-the-test-cluster"
@@ -89,7 +88,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.guardian = processes.Guardian()
-        self.postgres = EmbeddedPostgres(self.home / "pg")
+        self.postgres = FastPostgres(self.home / "pg")
         self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
         self.nats = EmbeddedNats(
             self.home / "nats",
@@ -136,7 +135,6 @@ class Cluster:
             [sys.executable, str(ROOT / "examples/gallery/build.py")], check=True, stdout=subprocess.DEVNULL
         )
         shutil.copytree(ROOT / "examples" / "models", self.models)
-        shutil.copytree(migrated_data(), self.postgres.data, symlinks=True)
         for server in (self.postgres, self.valkey, self.nats):
             server.start(self.guardian)
 
@@ -245,17 +243,6 @@ class Cluster:
         for server in (self.nats, self.valkey, self.postgres):
             server.stop()
         self.guardian.close()
-
-
-@lru_cache(maxsize=1)
-def migrated_data() -> Path:
-    """The data folder of a PostgreSQL with the schema in it: made once a run, copied by every cluster."""
-    server = EmbeddedPostgres(HOME / "template")
-    with server:
-        environment = {**os.environ, "DATABASE_URL": server.url, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "manage.py", "migrate", "--verbosity", "0"]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    return server.data
 
 
 def is_whole(process: Process) -> bool:

@@ -17,12 +17,11 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.database_pool import DedicatedConnection, Pool
 from localai_cluster.rpc.client import ClientPool
 from nodes.gateway import gateway
-from nodes.gateway.picks import Picker
-from nodes.gateway.prefixes import Prefixes
-from nodes.gateway.web_process import ProcessHeartbeat
+from nodes.gateway.picks import Picker, ProcessHeartbeat
+from nodes.gateway.prefix_routing import Prefixes
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 from tests.support.replicas import columns
@@ -115,7 +114,7 @@ def processes() -> int:
 @asynccontextmanager
 async def serving(prefixes: Prefixes | None = None) -> AsyncIterator[CountedPicker]:
     """This process as a web process: what `manage.py serve` starts, on the test database, without a bus."""
-    hints, prefixes = Hints(), prefixes or alone()
+    hints, prefixes = WakeUps(), prefixes or alone()
     clients, loads = ClientPool(), Loads(hints)
     async with picker(prefixes) as made:
         listener = asyncio.create_task(gateway._listen(hints, prefixes))

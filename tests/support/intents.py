@@ -14,7 +14,7 @@ from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.commands import commands
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget
 from tests.support import hot
@@ -69,7 +69,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node()
-        self.queue = IntentQueue(self.bus, load_elsewhere)
+        self.queue = IntentQueue(self.bus, load_on_other_node)
         self.kind = INSTALL
         self.lists()
 

@@ -19,10 +19,9 @@ from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stopper import Stopper
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.wake_ups import Hints
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
+from operations.executor.wake_ups import WakeUps
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
 
@@ -45,9 +44,9 @@ class Stage:
             needed_until=now - timedelta(seconds=1),
         )
         admission.admit(request, now=now)
-        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
         self.work = Work(operation, Recorder(write_batch))
-        self.handler = load.LoadModel(self.bus, Folder(folder), Hints())
+        self.handler = load.LoadModel(self.bus, Folder(folder), WakeUps())
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
         self.bus.replies[messages.backend_list(str(node.id))] = m.ListReply(backends)

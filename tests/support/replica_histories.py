@@ -31,7 +31,7 @@ from nodes.replicas import stopper, unload
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
+from operations.executor.work import Recorder
 
 MOST_DELAYED = timedelta(seconds=59)
 """A start arrives within this time or never (`states.STARTS_WITHIN`)."""

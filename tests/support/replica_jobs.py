@@ -13,9 +13,10 @@ from django.db import connection, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
@@ -27,10 +28,9 @@ from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload import UnloadModel
-from nodes.replicas.unload_requests import UnloadWish
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
-from operations.ledger import admission, lease, outcome
-from operations.ledger.fence import LeaseLost
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
@@ -57,7 +57,7 @@ class Cluster:
 
     def works(self, controller: str) -> None:
         """A controller claims an operation and carries it out."""
-        for operation in call(lease.claim, controller, now=clock.now(), lease=60, limit=1):
+        for operation in call(attempts.claim, controller, now=clock.now(), lease=60, limit=1):
             self.world.note(f"  {controller} has {operation.kind} {str(operation.id)[:4]}:{operation.fence}")
             with suppress(LeaseLost):
                 self._carry_out(operation)
@@ -73,15 +73,15 @@ class Cluster:
             failure = str(error) or "failed"
         if failure and self.world.are_faults_on and operation.attempts < 2 and operation.kind == load.KIND:
             until = clock.now() + timedelta(seconds=1)
-            call(outcome.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
+            call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
             return
         event = Event.FAIL if failure else Event.COMPLETE
-        call(outcome.finish, *attempt, event, now=clock.now(), error=failure)
+        call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(load_ends.end_abandoned, model, now=clock.now())
-        views = call(placement_snapshot.fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_queries.fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -116,7 +116,7 @@ class Cluster:
             if not call(slots.begin_staging, slot, attempt=attempt):
                 raise LoadFailed("another load sends the files")
             call(slots.end_staging, slot, attempt=attempt)
-        call(lease.confirm, operation.id, operation.fence)
+        call(attempts.confirm, operation.id, operation.fence)
         if not slots_started(slot, attempt):
             raise LoadFailed("the slot was lost")
         address = self._start(operation, slot)
@@ -143,7 +143,7 @@ class Cluster:
             try:
                 address = self.world.start(slot.node_id, slot.id, key)
             except RequestTimeout:
-                call(lease.confirm, operation.id, operation.fence)
+                call(attempts.confirm, operation.id, operation.fence)
             except BusError as error:
                 raise LoadFailed("no worker") from error
             except ValueError as refused:
@@ -160,7 +160,7 @@ class Cluster:
 
     def reaps(self) -> None:
         """A controller takes back leases that ran out."""
-        call(lease.reap, now=clock.now())
+        call(attempts.reap, now=clock.now())
 
     # --- people and web processes
 
@@ -190,7 +190,7 @@ class Cluster:
         if rows:
             row = dice.choice(rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
-            wish = UnloadWish(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
+            wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
             unload_requests.unload(wish, now=clock.now())
 
     def cancels(self, dice: Random) -> None:

@@ -8,7 +8,7 @@ from localai_cluster.messaging import bus
 from localai_cluster.rpc import errors as rpc_errors
 from localai_cluster.worker.installer import InstallFailed
 from nodes.commands.outcomes import CommandFailed
-from nodes.gateway import endpoint, engine_calls, gbnf
+from nodes.gateway import endpoint, gbnf, generate
 from nodes.loading import failures
 from nodes.registry import bulk, heartbeats
 
@@ -37,7 +37,7 @@ TEXTS: dict[type[errors.ClusterError], str] = {
     InstallFailed: "The backend could not be installed.",
     CommandFailed: "The worker did not do it, or must not be asked to.",
     endpoint.TooLarge: "The request body is too large.",
-    engine_calls.LogprobsUnsupported: "The model's engine does not tell log probabilities.",
+    generate.LogprobsUnsupported: "The model's engine does not tell log probabilities.",
     gbnf._Contradiction: (
         "response_format: the schema leaves no value that all of its `const` and `enum` name."
     ),

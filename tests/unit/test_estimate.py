@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.definitions import gguf, sizes
+from nodes.definitions import sizes
 from nodes.definitions.files import Definition, parse
-from nodes.definitions.gguf import header
-from nodes.definitions.sizes import ModelFiles, Sizes, located, measure
-from nodes.placement import estimate
+from nodes.definitions.sizes import ModelFiles, Sizes, header, located, measure
+from nodes.placement import memory
 
 GIB = 2**30
 TEXT, LIST, U8, U32, I32, F32, U64 = 8, 9, 0, 4, 5, 6, 10
@@ -107,7 +106,7 @@ def test_a_hostile_header_says_nothing(written: Path, content: bytes) -> None:
 
 def test_a_header_that_goes_on_and_on_is_left(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found until then counts."""
-    monkeypatch.setattr(gguf, "MOST_STEPS", 50)
+    monkeypatch.setattr(sizes, "MOST_STEPS", 50)
     (layers, *rest) = figures(FIGURES)
     endless = pair("tokenizer.ggml.tokens", LIST, list_of(TEXT, 100, text("") * 100))
     written.write_bytes(made_of(layers, endless, *rest))
@@ -120,7 +119,7 @@ def test_no_bytes_break_the_reader(tmp_path_factory: pytest.TempPathFactory, con
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 5) + content)
     found = header(path)
     assert found is not None
-    assert set(found) <= set(gguf.WANTED)
+    assert set(found) <= set(sizes.WANTED)
 
 
 KV = 2 * 4096 * 8 * 8192
@@ -148,23 +147,23 @@ FORMULAS: list[tuple[Any, ...]] = [
 def test_the_estimate_of_a_file_of_8_gib(
     said: dict[str, int] | None, options: dict[str, Any], expected: int
 ) -> None:
-    assert estimate.vram(8 * GIB, said, options) == expected
+    assert memory.vram(8 * GIB, said, options) == expected
 
 
 @pytest.mark.rule("R2.40")
 def test_what_is_not_known_needs_nothing() -> None:
-    assert estimate.vram(0, FIGURES, {}) == 0
-    absurd = dict.fromkeys(FIGURES, gguf.LARGEST_FIGURE)
-    assert estimate.vram(2**62, absurd, {"ContextSize": 2**31 - 1}) == estimate.LARGEST
+    assert memory.vram(0, FIGURES, {}) == 0
+    absurd = dict.fromkeys(FIGURES, sizes.LARGEST_FIGURE)
+    assert memory.vram(2**62, absurd, {"ContextSize": 2**31 - 1}) == memory.LARGEST
 
 
 @pytest.mark.rule("R2.37", "C38", "T-DSK-1", "T-DSK-2", "T-DSK-13")
 def test_disk_space_for_a_payload() -> None:
     """A margin of 5 %, at least 1 GiB; 2 GiB for what is not known."""
-    assert 70 * 10**9 < estimate.disk(70 * 10**9) < 80 * 10**9
-    assert estimate.disk(70 * 10**9) == 70 * 10**9 * 105 // 100
-    assert estimate.disk(GIB) == 2 * GIB
-    assert estimate.disk(0) == estimate.disk(-1) == 2 * GIB
+    assert 70 * 10**9 < memory.disk(70 * 10**9) < 80 * 10**9
+    assert memory.disk(70 * 10**9) == 70 * 10**9 * 105 // 100
+    assert memory.disk(GIB) == 2 * GIB
+    assert memory.disk(0) == memory.disk(-1) == 2 * GIB
 
 
 def defined(model: str, **settings: Any) -> Definition:

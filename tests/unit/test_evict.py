@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from nodes.loading import failures
 from nodes.loading.failures import NodeReason
-from nodes.placement.choose import Candidate, Need, Reason, choose, refusal
+from nodes.placement.choose import Candidate, Need, Reason, Selector, choose, refusal
 from nodes.placement.evict import JUST_LOADED, Guard, Resident, choose_victims, short_of_memory
-from nodes.placement.selector import Selector
 from tests.unit.test_placement import nodes, view
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import explain, plan
-from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
+from nodes.placement import explain, load_decision
+from nodes.placement.choose import ANY, NOTHING, Candidate, Need, Rank, Reason, Selector
 from nodes.placement.explain import AROUND, MOST_BYTES, FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.placement.node_backoff import Setback
-from nodes.placement.selector import ANY, Selector
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
 
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -176,7 +175,7 @@ def test_those_behind_say_what_put_them_there() -> None:
 @given(fleets, needs, st.integers(1, 9))
 def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: Need, replicas: int) -> None:
     """As the loads would, one after another; only the last decision may find no node."""
-    told = list(plan.successive(LoadQuestion(FleetView(nodes, need)), [None] * replicas))
+    told = list(load_decision.successive(LoadQuestion(FleetView(nodes, need)), [None] * replicas))
     places = [(one.node.id, one.replica_index) for one in told if one.node is not None]
     assert len(set(places)) == len(places) >= len(told) - 1
     assert len(told) == replicas or told[-1].node is None

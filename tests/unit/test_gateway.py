@@ -25,12 +25,12 @@ from localai_cluster.rpc.errors import (
 from nodes.gateway import gateway
 from nodes.gateway.gateway import MAX_REPLICAS, Gateway
 from nodes.gateway.picks import Picker
-from nodes.gateway.prefixes import Prefixes
+from nodes.gateway.prefix_routing import Prefixes
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 
 
 class Replicas:
@@ -140,7 +140,7 @@ async def test_a_notification_that_is_not_understood_is_passed_over(
         yield OPERATIONS, f"{operation} completed"
 
     monkeypatch.setattr(gateway, "listen", told)
-    hints = Hints()
+    hints = WakeUps()
     with hints.watch(operation) as watch:
         await gateway._listen(hints, Prefixes(300.0, lambda news: None))
         assert await watch.changed(timeout=0)

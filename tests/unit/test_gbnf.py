@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput
 from nodes.gateway import gbnf, schemas
-from nodes.gateway.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text
+from nodes.gateway.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
-from nodes.decisions.placement_snapshots import known, sections
+from nodes.decisions.load_snapshots import known, sections
 from nodes.decisions.reserved_memory import GpuShare
-from nodes.decisions.snapshot_sections import changes, encoded, restored
+from nodes.decisions.snapshot_log import changes, encoded, restored
 from nodes.definitions.files import parse
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import gpu_pinning, needs
@@ -22,10 +22,19 @@ from nodes.loading.failures import NodeRefused
 from nodes.placement.choose import Candidate, Need, Reason, choose, refusal, shares_of
 from nodes.placement.evict import Guard, Resident, choose_victims, short_of_memory, without
 from nodes.placement.explain import TERMS, FleetView, explain
-from nodes.placement.gpus import SPLIT_OVERHEAD, Rooms, filled, fit, given_back, total
-from nodes.placement.load_decision import LoadQuestion
-from nodes.placement.plan import successive
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu
+from nodes.placement.load_decision import LoadQuestion, successive
+from nodes.placement.memory import (
+    NEVER,
+    SPLIT_OVERHEAD,
+    MemoryReading,
+    Reservation,
+    Rooms,
+    filled,
+    fit,
+    given_back,
+    on_gpu,
+    total,
+)
 from nodes.registry import gpus, heartbeats
 from nodes.replicas.slots import Slot
 from tests.unit.test_placement import view
@@ -299,24 +308,24 @@ def test_an_engine_is_told_its_split_and_a_worker_must_say_what_it_did() -> None
     """No split for one GPU; a worker that names other GPUs, or none, has not done it."""
     plain = {"Model": "m.gguf"}
     two = slot(GpuShare("GPU-b", 12 * GIB), GpuShare("GPU-a", 6 * GIB))
-    assert gpu_pinning.gpus_of(two) == ("GPU-b", "GPU-a")
-    assert gpu_pinning.split(plain, two)["TensorSplit"] == "12288,6144"
-    assert gpu_pinning.split(plain, slot(GpuShare("GPU-b", GIB))) == plain
-    gpu_pinning.check(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
-    gpu_pinning.check(InstallReply(True), slot())
-    gpu_pinning.check(InstallReply(True, gpus=("GPU-b",)), slot())
+    assert gpu_pinning.reserved_gpus(two) == ("GPU-b", "GPU-a")
+    assert gpu_pinning.with_gpu_split(plain, two)["TensorSplit"] == "12288,6144"
+    assert gpu_pinning.with_gpu_split(plain, slot(GpuShare("GPU-b", GIB))) == plain
+    gpu_pinning.check_gpus(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
+    gpu_pinning.check_gpus(InstallReply(True), slot())
+    gpu_pinning.check_gpus(InstallReply(True, gpus=("GPU-b",)), slot())
     wrong: list[tuple[str, ...]] = [(), ("GPU-a", "GPU-b"), ("GPU-b",), ("GPU-b", "GPU-a", "GPU-c")]
     for told in wrong:
         with pytest.raises(NodeRefused, match="GPUs chosen"):
-            gpu_pinning.check(InstallReply(True, gpus=told), two)
+            gpu_pinning.check_gpus(InstallReply(True, gpus=told), two)
 
 
 @pytest.mark.parametrize("key", ["main_gpu", "tensor_split"])
 def test_a_definition_that_says_its_gpus_sees_all_of_them(key: str) -> None:
     """Its numbers would mean other GPUs if it saw only some."""
     files = ModelFiles()
-    assert not needs.of(parse(DEFINITION, "m.yaml"), files).own_gpus
-    assert needs.of(parse({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
+    assert not needs.estimate_need(parse(DEFINITION, "m.yaml"), files).own_gpus
+    assert needs.estimate_need(parse({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
 
 
 GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free_vram": 20, "utilization": 7}

@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import estimate, node_backoff
-from nodes.placement.choose import Candidate, Need, Reason, choose, disk_words, free_index, refusal
+from nodes.placement import memory, node_backoff
+from nodes.placement.choose import (
+    ANY,
+    Candidate,
+    Need,
+    Reason,
+    Selector,
+    choose,
+    disk_words,
+    free_index,
+    refusal,
+)
 from nodes.placement.node_backoff import Setback
-from nodes.placement.selector import ANY, Selector
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
@@ -170,7 +179,7 @@ def test_the_order_with_and_without_an_estimate() -> None:
 )
 def test_the_disk_space_that_is_needed_is_explained(payload: int, said: str) -> None:
     """Review X10: a load of a model of 100 bytes was refused for want of "2.0 GiB"."""
-    assert disk_words(payload, estimate.disk(payload)) == said
+    assert disk_words(payload, memory.disk(payload)) == said
 
 
 @pytest.mark.rule("R2.38", "R2.39", "T-DSK-3", "T-DSK-4", "T-DSK-5", "T-DSK-7", "T-DSK-9")

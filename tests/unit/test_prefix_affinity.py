@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.gateway.affinity import HALF_LIFE, MOST_HOMES, Affinity, Match, Place
-from nodes.gateway.prompt_chains import Chain, chain
+from nodes.gateway.prefix_table import HALF_LIFE, MOST_HOMES, Affinity, Chain, Match, Place, chain
 from tests.support.effort import EFFORT
 
 NODES = [UUID(int=number) for number in range(1, 4)]

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
-from nodes.gateway import prompt_bytes
 from nodes.gateway.generation import Conversation, Utterance
-from nodes.gateway.prompt_chains import DEPTH, LONGEST, WINDOW, chain
+from nodes.gateway.prefix_table import DEPTH, LONGEST, WINDOW, chain, prompt_bytes
 
 
 @pytest.mark.rule("R3.4", "nats-7.4", "C40")
@@ -51,10 +50,10 @@ def test_a_hash_stands_for_all_up_to_there(one: bytes, two: bytes) -> None:
 def test_the_bytes_of_a_prompt() -> None:
     """R3.6: a text as it is; messages as role and content; nothing of token ids; no more than counts."""
     said = (Utterance("system", "be brief"), Utterance("user", "hällo"))
-    assert prompt_bytes.of(Conversation(said)) == "system\nbe brief\nuser\nhällo\n".encode()
-    assert prompt_bytes.of("hällo") == "hällo".encode()
-    assert prompt_bytes.of((1, 2, 3)) == b""
-    assert prompt_bytes.of("") == prompt_bytes.of(Conversation(())) == b""
-    assert prompt_bytes.of("ä" * 20000) == ("ä" * 8192).encode()
+    assert prompt_bytes(Conversation(said)) == "system\nbe brief\nuser\nhällo\n".encode()
+    assert prompt_bytes("hällo") == "hällo".encode()
+    assert prompt_bytes((1, 2, 3)) == b""
+    assert prompt_bytes("") == prompt_bytes(Conversation(())) == b""
+    assert prompt_bytes("ä" * 20000) == ("ä" * 8192).encode()
     long = Conversation((Utterance("user", "x" * 10000),) * 1000)
-    assert len(prompt_bytes.of(long)) == LONGEST
+    assert len(prompt_bytes(long)) == LONGEST

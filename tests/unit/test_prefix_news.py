@@ -13,9 +13,9 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.gateway import prefix_updates
+from nodes.gateway.prefix_routing import Prefixes
+from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given, Invalidated, Outbox, hear, read
-from nodes.gateway.prefixes import Prefixes
-from nodes.gateway.prompt_chains import chain
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from localai_cluster.kit.cluster_settings import MOST_PRESSURE
-from nodes.gateway.pressure import Pressure
+from nodes.gateway.prefix_routing import Pressure
 from nodes.scheduling.pressure import MOST_AHEAD, WINDOW, counted
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

@@ -8,8 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from nodes.gateway.affinity import Affinity, Place
-from nodes.gateway.prompt_chains import chain
+from nodes.gateway.prefix_table import Affinity, Place, chain
 from tests.support.policy import Warm, select
 
 REPLICAS, PREFIXES, REMEMBERS, REQUESTS = 8, 24, 4, 6000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, outstanding
+from nodes.placement.memory import NEVER, MemoryReading, Reservation, outstanding
 
 START = datetime(2026, 8, 22, 10, tzinfo=UTC)
 TOTAL = 1000

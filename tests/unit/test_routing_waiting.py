@@ -8,18 +8,18 @@ from uuid import UUID
 import pytest
 
 from localai_cluster.web import wire
-from nodes.loading.wait import Look, eta_seconds, failure, loading_body, still_loading
+from nodes.loading.wait import LoadStatus, eta_seconds, load_failure, loading_body, still_loading_error
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
-def look(**fields: Any) -> Look:
+def look(**fields: Any) -> LoadStatus:
     values: dict[str, Any] = {
         "id": UUID(int=1), "status": "processing", "phase": "", "node_name": "", "progress": 0.0,
         "current_bytes": 0, "total_bytes": 0, "message": "", "error": "",
         "started_at": None, "finished_at": None,
     }  # fmt: skip
-    return Look(**values | fields)
+    return LoadStatus(**values | fields)
 
 
 INSTALLING = look(
@@ -66,7 +66,7 @@ def test_progress_is_of_the_whole_load() -> None:
 def test_the_answer_while_loading() -> None:
     """R2.22: 503, code and type model_loading, Retry-After = ETA or budget between 5 and 300 s, rounded
     up."""
-    answer = wire.error_answer(still_loading("m", INSTALLING, 60, NOW))
+    answer = wire.error_answer(still_loading_error("m", INSTALLING, 60, NOW))
     assert answer.status == 503
     assert dict(answer.headers)[b"retry-after"] == b"15"
     assert b'"type":"model_loading"' in answer.body
@@ -74,19 +74,19 @@ def test_the_answer_while_loading() -> None:
     assert b'"loading":{' in answer.body
     waiting = look(status="waiting_for_nodes", message="no node is approved; 2 are pending")
     for budget, seconds in ((1, b"5"), (60, b"60"), (1000, b"300")):
-        error = still_loading("m", waiting, budget, NOW)
+        error = still_loading_error("m", waiting, budget, NOW)
         assert dict(wire.error_answer(error).headers)[b"retry-after"] == seconds
     assert error.message == "model m is pending: no node is approved; 2 are pending"
-    message = still_loading("m", INSTALLING, 60, NOW).message
+    message = still_loading_error("m", INSTALLING, 60, NOW).message
     assert message == "model m is installing on node w2 (41%, ETA ~15s)"
 
 
 def test_a_failed_load_says_why_and_when_to_come_back() -> None:
     """§6.1: plain nested envelope without `loading`, cause included, Retry-After at least a second."""
     failed = look(status="failed", error="exit 3:\nboom", finished_at=NOW - timedelta(seconds=4))
-    error = failure("m", failed, NOW, grace=15)
+    error = load_failure("m", failed, NOW, grace=15)
     answer = wire.error_answer(error)
     assert (answer.status, dict(answer.headers)[b"retry-after"]) == (503, b"11")
     assert b"loading model m failed: exit 3:\\nboom" in answer.body
     assert b'"loading"' not in answer.body
-    assert failure("m", failed, NOW + timedelta(hours=1), grace=15).retry_after == 1
+    assert load_failure("m", failed, NOW + timedelta(hours=1), grace=15).retry_after == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nodes.loading.upload_meter import Meter
+from nodes.loading.upload_meter import UploadMeter
 from nodes.placement import deadlines
 
 MIB = 2**20
@@ -10,7 +10,7 @@ MIB = 2**20
 
 @pytest.mark.rule("R2.58", "R2.23", "C48")
 def test_bytes_files_rate_and_the_time_that_is_left() -> None:
-    meter = Meter({"a": 100 * MIB, "b": 100 * MIB}, "gpu")
+    meter = UploadMeter({"a": 100 * MIB, "b": 100 * MIB}, "gpu")
     assert (meter.current, meter.total, meter.file_index, meter.rate(0)) == (0, 200 * MIB, 1, 0)
     meter.starts("a", 60 * MIB)
     assert (meter.current, meter.rate(0.5)) == (60 * MIB, 0), "what was there before is no speed"
@@ -27,7 +27,7 @@ def test_bytes_files_rate_and_the_time_that_is_left() -> None:
 
 
 def test_the_rate_forgets_what_was_long_ago() -> None:
-    meter = Meter({"a": 10**9}, "gpu")
+    meter = UploadMeter({"a": 10**9}, "gpu")
     meter.starts("a", 0)
     for second in range(60):
         meter.sends("a", 1000 if second < 30 else 10)
@@ -36,7 +36,7 @@ def test_the_rate_forgets_what_was_long_ago() -> None:
 
 
 def test_a_meter_of_empty_files_divides_by_nothing() -> None:
-    meter = Meter({"a": 0}, "gpu")
+    meter = UploadMeter({"a": 0}, "gpu")
     meter.starts("a", 0)
     meter.arrived("a")
     assert "0 B of 0 B" in meter.sentence(meter.rate(5))

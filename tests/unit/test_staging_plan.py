@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nodes.definitions.files import Unusable, read
 from nodes.definitions.sizes import measure
 from nodes.loading.file_keys import NoKey, key_of, path_of, root_of
-from nodes.loading.staging_plan import FilePlan, Unsendable, plan
-from nodes.placement.estimate import disk
+from nodes.loading.staging_plan import FilePlan, Unsendable, plan_files
+from nodes.placement.memory import disk
 
 ROOT = "/srv/w/models/flux"
 
@@ -108,7 +108,7 @@ def test_the_example_of_the_contract(tmp_path: Path) -> None:
         ],
     }
     kept = {name: list(value) if isinstance(value, list) else value for name, value in options.items()}
-    made = plan(tmp_path, "flux", options)
+    made = plan_files(tmp_path, "flux", options)
     assert list(made.files) == ["sd/flux.gguf", "clip.bin", "sd/vae.safetensors", "extra/a", "extra/b/c"]
     assert made.total == 15
     assert told(made) == {
@@ -126,7 +126,7 @@ def test_a_folder_goes_file_by_file_without_the_checksums_beside_files(tmp_path:
     put(tmp_path, f"{tree}/snap/config.json", f"{tree}/snap/w.bin", f"{tree}/snap/w.bin.sha256")
     put(tmp_path, f"{tree}/snap/w.bin.sha256.target", f"{tree}/snap/genuine.sha256", f"{tree}/blobs/x")
     (tmp_path / tree / "snap" / "linked").symlink_to("../blobs/x")
-    made = plan(tmp_path, "hf", {"Model": f"{tree}/snap"})
+    made = plan_files(tmp_path, "hf", {"Model": f"{tree}/snap"})
     names = ["config.json", "genuine.sha256", "linked", "w.bin"]
     assert list(made.files) == [f"{tree}/snap/{name}" for name in names]
     assert told(made)["ModelFile"] == f"{ROOT}/{tree}/snap"
@@ -143,7 +143,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
         "LoraAdapters": ["none.bin", "one.bin"],
         "LoraScales": [0.5, 0.25],
     }
-    made = plan(tmp_path, "m", options)
+    made = plan_files(tmp_path, "m", options)
     assert told(made) == {
         "Model": "a.gguf",
         "ModelFile": f"{ROOT}/a.gguf",
@@ -157,7 +157,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
         "LoraBase base.bin",
         "MMProj no.bin",
     ]
-    nothing = plan(tmp_path, "m", {"Model": "org/repository"})
+    nothing = plan_files(tmp_path, "m", {"Model": "org/repository"})
     assert (nothing.files, nothing.told("", {})) == (
         {},
         ({"Model": "org/repository"}, ["ModelFile org/repository: is not in the models folder"]),
@@ -167,7 +167,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
 @pytest.mark.rule("R2.57", "worker-14")
 def test_a_file_that_did_not_get_there_is_not_told(tmp_path: Path) -> None:
     put(tmp_path, "a.gguf", "proj.bin", "lora/x", "lora/y")
-    made = plan(tmp_path, "m", {"Model": "a.gguf", "MMProj": "proj.bin", "LoraAdapter": "lora"})
+    made = plan_files(tmp_path, "m", {"Model": "a.gguf", "MMProj": "proj.bin", "LoraAdapter": "lora"})
     there, warnings = made.told(ROOT, {"lora/y": "refused", "proj.bin": "too large"})
     assert {"MMProj", "LoraAdapter"}.isdisjoint(there)
     assert warnings == ["LoraAdapter lora: refused", "MMProj proj.bin: too large"]
@@ -178,8 +178,8 @@ def test_a_file_that_did_not_get_there_is_not_told(tmp_path: Path) -> None:
 def test_what_belongs_to_a_model_comes_along(tmp_path: Path) -> None:
     """The description of a voice; the other parts of a model that was divided."""
     put(tmp_path, "v.onnx", "v.onnx.json", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf")
-    assert list(plan(tmp_path, "m", {"Model": "v.onnx"}).files) == ["v.onnx", "v.onnx.json"]
-    both = plan(tmp_path, "m", {"Model": "big-00001-of-00002.gguf"})
+    assert list(plan_files(tmp_path, "m", {"Model": "v.onnx"}).files) == ["v.onnx", "v.onnx.json"]
+    both = plan_files(tmp_path, "m", {"Model": "big-00001-of-00002.gguf"})
     assert list(both.files) == ["big-00001-of-00002.gguf", "big-00002-of-00002.gguf"]
     assert all(map(both.is_vital, both.files))
 
@@ -203,14 +203,14 @@ def test_nothing_leaves_the_models_folder(tmp_path: Path) -> None:
         "Options": [f"x:{tmp_path / 'secret'}", "y:../secret", "z:.", "t:tree/key", "r:all", "d:deep/../.."],
         "Overrides": [f"inside:{folder / 'deep' / 'b.bin'}"],
     }
-    made = plan(folder, "m", options)
+    made = plan_files(folder, "m", options)
     assert list(made.files) == ["a.gguf", "deep/b.bin"]
     assert {"MMProj", "DraftModel", "CLIPModel"}.isdisjoint(told(made))
     assert told(made)["LoraAdapters"] == []
     assert any("leads out of the models folder" in warning for warning in warned(made))
     for model in ("out.bin", "tree", "deep"):
         with pytest.raises(Unsendable, match="leads out"):
-            plan(folder, "m", {"Model": model})
+            plan_files(folder, "m", {"Model": model})
 
 
 @pytest.mark.rule("R2.57", "worker-14")
@@ -219,11 +219,11 @@ def test_an_empty_folder_is_an_error_of_the_model_and_a_warning_of_others(tmp_pa
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Unsendable, match="empty folder"):
-        plan(tmp_path, "m", {"Model": "empty"})
+        plan_files(tmp_path, "m", {"Model": "empty"})
     with pytest.raises(Unsendable, match="no regular file"):
-        plan(tmp_path, "m", {"Model": "pipe"})
+        plan_files(tmp_path, "m", {"Model": "pipe"})
     assert "MMProj empty: is an empty folder" in warned(
-        plan(tmp_path, "m", {"Model": "a.gguf", "MMProj": "empty"})
+        plan_files(tmp_path, "m", {"Model": "a.gguf", "MMProj": "empty"})
     )
 
 
@@ -246,7 +246,7 @@ def test_what_counts_is_what_goes(tmp_path: Path) -> None:
     )
     (tmp_path / "m.yaml").write_text(text)
     defined = read(tmp_path / "m.yaml")
-    made = plan(tmp_path, "m", defined.options)
+    made = plan_files(tmp_path, "m", defined.options)
     assert measure(tmp_path, defined).payload == made.total == 5 * 3
     assert disk(made.total) == 15 + 2**30
     assert (told(made)["CLIPModel"], told(made)["AudioPath"]) == (f"{ROOT}/c", f"{ROOT}/a")
@@ -282,7 +282,7 @@ def test_a_relative_value_resolves_on_the_worker_to_what_it_means_here(
             put(folder, name)
             there.append(name)
     model, value = data.draw(st.sampled_from(there)), data.draw(st.sampled_from(there))
-    made = plan(folder, "m", {"Model": model, "Options": [f"file:{value}"]})
+    made = plan_files(folder, "m", {"Model": model, "Options": [f"file:{value}"]})
     remote = {f"{ROOT}/{relative}" for relative in made.files}
     options = told(made)
     assert options["ModelFile"] in remote
@@ -305,4 +305,4 @@ def test_a_folder_that_cannot_be_read_whole_is_not_sent_in_part(
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(Unsendable, match="the model's file tree cannot be read: Permission denied"):
-        plan(tmp_path, "m", {"Model": "tree"})
+        plan_files(tmp_path, "m", {"Model": "tree"})

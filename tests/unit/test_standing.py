@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodes.placement import ranking
-from nodes.placement.choose import Candidate, Need, choose, refusal
+from nodes.placement.choose import Candidate, Need, Selector, choose, refusal
 from nodes.placement.explain import FleetView
 from nodes.placement.node_backoff import Setback
 from nodes.placement.ranking import Own, StandingFleet
-from nodes.placement.selector import Selector
 from tests.support.effort import EFFORT
 
 SIZE = 6

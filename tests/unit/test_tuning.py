@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from nodes.loading.node_options import Machine, fingerprint, tuned
 from nodes.placement import deadlines
-from nodes.placement.tuning import Machine, fingerprint, tuned
 
 GIB = 2**30
 

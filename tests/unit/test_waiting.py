@@ -5,12 +5,12 @@ from uuid import uuid4
 
 import pytest
 
-from operations.executor.wake_ups import Hints, Watch
+from operations.executor.wake_ups import WakeUps, Watch
 
 
 async def test_a_hint_between_look_and_wait_is_kept() -> None:
     """The wait returns at once, because the row may have changed after it was read."""
-    hints, operation = Hints(), uuid4()
+    hints, operation = WakeUps(), uuid4()
     with hints.watch(operation) as watch:
         hints.notify(str(operation))
         assert await watch.changed(timeout=60)
@@ -19,7 +19,7 @@ async def test_a_hint_between_look_and_wait_is_kept() -> None:
 
 async def test_news_that_may_have_been_missed_wakes_everyone() -> None:
     """After a reconnect no one knows what was said meanwhile, so everyone looks."""
-    hints = Hints()
+    hints = WakeUps()
     with hints.watch(uuid4()) as one, hints.watch(uuid4()) as other:
         hints.notify("")
         assert await one.changed(timeout=60)
@@ -28,7 +28,7 @@ async def test_news_that_may_have_been_missed_wakes_everyone() -> None:
 
 async def test_hints_are_for_their_operation_only_and_leave_nothing_behind() -> None:
     """A process that waited for a million operations remembers none of them."""
-    hints, mine = Hints(), uuid4()
+    hints, mine = WakeUps(), uuid4()
     with hints.watch(mine) as watch:
         hints.notify(str(uuid4()))
         assert not await watch.changed(timeout=0)

@@ -27,7 +27,7 @@ from localai_cluster.embedded.resources import write_private
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.env import Environment
 from nodes.registry import identity, joining, services
-from nodes.scheduling import boot, store
+from nodes.scheduling import rules, store
 from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
@@ -58,7 +58,7 @@ def settings() -> Settings:
         secret=environment.secret("CLUSTER_ENROL_SECRET"),
         copied=environment.boolean("CLUSTER_DATA_COPIED"),
         join_command=environment.text("CLUSTER_JOIN_COMMAND_FILE"),
-        rules=boot.read(environment),
+        rules=rules.read(environment),
     )
     for problem in environment.problems:
         raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")

@@ -39,7 +39,7 @@ from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.definitions.folder import Folder
 from nodes.gateway.prefix_updates import Outbox
 from nodes.loading import load
-from nodes.loading.replacement import load_elsewhere
+from nodes.loading.replacement import load_on_other_node
 from nodes.reconcilers import schedules
 from nodes.reconcilers.file_ports import FilePorts
 from nodes.reconcilers.replica_wake_ups import Scaler
@@ -54,7 +54,7 @@ from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
-from operations.executor.wake_ups import Hints
+from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Handler, in_thread
 from operations.models import Status
 from operations.reconcilers import schedules as ledger_schedules
@@ -92,11 +92,11 @@ class Parts:
     revocations: Revocations
     checker: UpgradeChecker
     news: Outbox
-    hints: Hints
+    hints: WakeUps
 
 
 def _parts(owner: str, bus: Bus) -> Parts:
-    hints, lease, queue = Hints(), conf.cluster().operation_lease, IntentQueue(bus, load_elsewhere)
+    hints, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
     table: dict[str, Handler] = {
         unload_requests.UNLOAD: unload.UnloadModel(bus),
         unload_requests.DELETE: unload.DeleteModel(bus),
@@ -108,7 +108,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
 
     async def nodes_changed() -> None:
         await queue.nodes_changed()
-        on_nodes.hint()
+        on_nodes.wake()
 
     return Parts(
         executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
@@ -194,25 +194,25 @@ async def listen_for_changes(parts: Parts) -> None:
         store.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
-            parts.revocations.hint()
+            parts.revocations.wake()
         if channel in (upgrade_state.CHANNEL, ""):
-            parts.checker.hint()
+            parts.checker.wake()
         if channel in (checks.CHANNEL, ""):
-            parts.engines.hint()
+            parts.engines.wake()
         if channel in (NODES, inventory.CHANNEL, ""):
-            parts.inventory.hint()
-            parts.file_ports.hint()
+            parts.inventory.wake()
+            parts.file_ports.wake()
         if channel in (NODES, ""):
             parts.wakes.changed(payload)
-            parts.scaler.hint()
-            parts.stopper.hint()
+            parts.scaler.wake()
+            parts.stopper.wake()
         if channel == store.CHANNEL:
-            parts.scaler.hint()
+            parts.scaler.wake()
         if channel in (OPERATIONS, ""):
             operation, _, status = payload.partition(" ")
             parts.hints.notify(operation)
             for executor in parts.executors.values():
-                executor.hint(cancelled=status == Status.CANCELLED)
+                executor.wake(cancelled=status == Status.CANCELLED)
 
 
 async def tick() -> None:

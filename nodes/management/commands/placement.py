@@ -22,7 +22,7 @@ from nodes.loading import load_explanation
 from nodes.management import placement_texts, rendering
 from nodes.management.verbs import adder
 from nodes.models import PlacementRecord
-from nodes.reconcilers import recomputing
+from nodes.reconcilers import decision_replay
 
 Options = Mapping[str, Any]
 GIB = 2**30
@@ -119,7 +119,7 @@ def _rule(text: str) -> Any:
 
 def explain(options: Options) -> str:
     """As `GET /api/models/:model/explain`."""
-    row = load_explanation.explained(options["model"], clock.now())
+    row = load_explanation.explain_model(options["model"], clock.now())
     return rendering.as_json(row) if options["json"] else placement_texts.explained(row, clock.now())
 
 
@@ -147,7 +147,7 @@ def again(options: Options) -> str:
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
-    said, found = recomputing.said(record), recomputing.recomputed(record)
+    said, found = decision_replay.said(record), decision_replay.recomputed(record)
     if options["json"]:
         same = None if found is None else found == said
         return rendering.as_json({"said": asdict(said), "found": found and asdict(found), "same": same})

@@ -15,7 +15,7 @@ from localai_cluster.kit import clock, errors
 from nodes.management import lookup, rendering
 from nodes.management.verbs import adder
 from nodes.models import ModelSchedulingConfig, RoutePolicy
-from nodes.scheduling import shape, store
+from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 
 Options = Mapping[str, Any]
@@ -69,7 +69,7 @@ def _label(text: str) -> tuple[str, str]:
 
 def list_rules(options: Options) -> str:
     """By model, as `GET /api/nodes/scheduling` has them."""
-    rows = shape.rows(ModelSchedulingConfig.objects.all())
+    rows = store.rows(ModelSchedulingConfig.objects.all())
     if options["json"]:
         return rendering.as_json(rows)
     return rendering.table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"

@@ -1,0 +1,192 @@
+"""Routing by prefix in one web process: its table, its advice to picks, its updates from their results.
+
+request with a chain -> `advise` (the replica that had the prompt's prefix) -> the pick, one statement ->
+`landed` (record, count, notify other processes). The overload guard is in the statement, because only the
+database has the load of all replicas. `PrefixService` connects this to the bus, which carries hints between
+web processes (decision 20): without it each process remembers its own prompts only.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from uuid import UUID
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from localai_cluster import bus_access
+from localai_cluster.kit import clock
+from localai_cluster.kit.cluster_settings import MOST_PRESSURE
+from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.metrics import web as metrics
+from nodes.gateway.prefix_table import Affinity, Place
+from nodes.gateway.prefix_updates import Given, News, Outbox, hear
+from nodes.gateway.request import InferenceRequest
+from nodes.replicas import hooks
+from nodes.replicas.hooks import Removed
+from nodes.scheduling.pressure import REPORT, WINDOW
+
+logger = logging.getLogger(__name__)
+
+
+class Pressure:
+    """The diversions of one web process: for each model the latest times, as many as count."""
+
+    def __init__(self, window: timedelta = WINDOW) -> None:
+        self._window = window
+        self._times: dict[str, deque[datetime]] = {}
+
+    def record(self, model: str, now: datetime) -> None:
+        """Record one diversion (R3.18)."""
+        times = self._times.setdefault(model, deque(maxlen=MOST_PRESSURE))
+        times.append(now)
+        self._prune(times, now)
+
+    def within(self, model: str, now: datetime) -> Sequence[datetime]:
+        """Return the times that are at most one window old, oldest first (R3.19)."""
+        times = self._times.get(model)
+        if times is None:
+            return ()
+        self._prune(times, now)
+        if not times:
+            del self._times[model]
+        return tuple(times)
+
+    def _prune(self, times: deque[datetime], now: datetime) -> None:
+        while times and now - times[0] > self._window:
+            times.popleft()
+
+
+REPORT_EVERY = 2.0
+"""Seconds between two reports of pressure, and between two checks for a due sweep."""
+
+
+class Prefixes:
+    """Prefix routing of one web process. Bound to the serving event loop."""
+
+    def __init__(self, ttl: float, publish: Callable[[News], None]) -> None:
+        self._affinity = Affinity(ttl)
+        self._pressure = Pressure()
+        self._unreported: set[str] = set()
+        """Models with pressure that is not stored in a row yet."""
+        self._publish = publish
+        self._sweep_every, self._swept_at = ttl / 2, clock.monotonic()
+
+    def entries(self) -> int:
+        """Return the number of blocks in the prefix tables."""
+        return len(self._affinity)
+
+    def advise(self, request: InferenceRequest) -> None:
+        """Set the preferred replica and the cached prefix ratio for the request's next pick (R2.6)."""
+        if not request.chain:
+            return
+        match = self._affinity.match(request.model, request.chain, clock.monotonic())
+        request.preferred = None if match is None else match.place
+        request.share = 0.0 if match is None else match.depth / len(request.chain)
+
+    def landed(self, request: InferenceRequest) -> None:
+        """Record the result of the request's pick (R3.17, R3.18)."""
+        replica = request.replica
+        if replica is None or request.remembered is None:
+            return
+        place, chain, model = (replica.node_id, replica.index), request.chain, request.model
+        kept_away = request.remembered and place != request.preferred
+        if kept_away:
+            self._pressure.record(model, clock.now())
+            self._unreported.add(model)
+        cached_ratio = request.share if request.remembered and not kept_away else 0.0
+        metrics.prefix_picked(model, request.remembered, kept_away, len(chain), cached_ratio or 0.0)
+        if self._affinity.observe(model, chain, place, clock.monotonic()):
+            self._publish(Given(model, chain, *place))
+
+    def weights(self, model: str) -> list[tuple[Place, float]]:
+        """Return the prefix weights of the model's replicas for the pick (R3.12)."""
+        return self._affinity.weights(model, clock.monotonic())
+
+    def heard(self, update: News) -> None:
+        """Apply an update of another process (R3.21). It is not forwarded."""
+        if isinstance(update, Given):
+            place = update.node_id, update.replica
+            self._affinity.observe(update.model, update.chain, place, clock.monotonic())
+        else:
+            self._affinity.forget(update.model, update.node_id, update.replica)
+
+    def removed(self, replica: Removed) -> None:
+        """Forget a replica whose row was removed (R3.23)."""
+        self._affinity.forget(replica.model_name, replica.node_id, replica.replica_index)
+
+    def forget_all(self) -> None:
+        """Drop all entries, after a period in which removals of replicas may have been missed."""
+        self._affinity.clear()
+
+    async def keep(self, pool: Pool, process: UUID) -> None:
+        """Report pressure and drop expired entries until cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_EVERY)
+            if clock.monotonic() - self._swept_at >= self._sweep_every:
+                self._swept_at = clock.monotonic()
+                self._affinity.sweep(self._swept_at)
+            try:
+                await self.report(pool, process)
+            except (psycopg.Error, *UNREACHABLE) as error:
+                logger.warning("Cannot report pressure: %s", error)
+
+    async def report(self, pool: Pool, process: UUID) -> None:
+        """Store new pressure in one statement for all models; retry failed reports next time."""
+        if not self._unreported:
+            return
+        models, self._unreported, now = self._unreported, set(), clock.now()
+        times_by_model = {model: self._pressure.within(model, now) for model in models}
+        try:
+            await pool.run(REPORT, _report_parameters(process, times_by_model, now))
+        except BaseException:
+            self._unreported |= models
+            raise
+
+
+def _report_parameters(
+    process: UUID, times_by_model: Mapping[str, Sequence[datetime]], now: datetime
+) -> Parameters:
+    times = {
+        model: [time.isoformat() for time in model_times] for model, model_times in times_by_model.items()
+    }
+    return {"process": process, "told": Jsonb(times), "now": now, "since": now - 2 * WINDOW}
+
+
+class PrefixService:
+    """Prefix routing of one web process. Bound to the serving event loop."""
+
+    def __init__(self, ttl: float, bus: Bus) -> None:
+        self._bus = bus
+        self._telling = Outbox(bus)
+        self.prefixes = Prefixes(ttl, self._telling.tell)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def connect(cls, ttl: float) -> "PrefixService":
+        """Create a service with a bus connection of its own, which `stop` closes."""
+        bus = NatsBus(bus_access.service("web"), name="web", echo=False)
+        bus.start()
+        return cls(ttl, bus)
+
+    async def start(self, pool: Pool, process: UUID) -> None:
+        """Start to send and receive updates. Does not wait for a connection."""
+        metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
+        hooks.on_removed.append(self._telling.removed)
+        await hear(self._bus, self.prefixes.heard)
+        self._tasks = [
+            asyncio.create_task(self._telling.run(), name="prefix news"),
+            asyncio.create_task(self.prefixes.keep(pool, process), name="prefixes"),
+        ]
+
+    async def stop(self) -> None:
+        """Stop the tasks and close the bus."""
+        hooks.on_removed.remove(self._telling.removed)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._bus.close()
