@@ -32,9 +32,9 @@ from localai_cluster.web.envelopes import exception_handler
 from localai_cluster.web.openapi import Operation, RawRoute, json_body, refusals
 from localai_cluster.web.policy import CSP, policy
 from nodes.api import openapi as api
-from nodes.api import worker_auth as _workers  # noqa: F401 - registers its schemes
+from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
 from nodes.dialects.openapi import ROUTES, error_answers
-from nodes.live import openapi as live
+from nodes.live import shapes as live
 from nodes.live import shapes as messages
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -26,14 +26,16 @@ from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.retrieval import embed, rerank
 from nodes.dialects.tokens import count_tokens, detokenize, tokenize
 from nodes.gateway.endpoint import Endpoint, Handler
-from nodes.live import topics as nodes
+from nodes.live import watch as nodes
 from nodes.live import worker_logs
-from nodes.registry import identity_cache
+from nodes.registry import heartbeats
 from operations.changes import topics as operations
 
 _operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
 _feed: Any = LiveSocket.as_asgi(
-    topics=(operations.grouped_changes, nodes.nodes, nodes.alive), greeting=nodes.greeting, explains=True
+    topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
+    greeting=nodes.greeting,
+    explains=True,
 )
 _logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
 _unknown: Any = NoSuchSocket.as_asgi()
@@ -120,7 +122,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute(
         "POST",
         "/api/node/{node_id}/heartbeat",
-        HeartbeatApplication(database_pool.shared, identity_cache.shared()),
+        HeartbeatApplication(database_pool.shared, heartbeats.identity_cache()),
     ),
 )
 

@@ -27,7 +27,7 @@ from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
 from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
-from nodes.registry import identity_cache
+from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor.wake_ups import WakeUps
@@ -258,7 +258,7 @@ async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
 def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: Prefixes | None) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
-        identity_cache.shared().forget(payload)
+        heartbeats.identity_cache().forget(payload)
     if channel in (OPERATIONS, ""):
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):

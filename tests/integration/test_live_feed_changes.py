@@ -10,7 +10,7 @@ from django.db import transaction
 from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
 from nodes.backends.upgrade_rules import Offered
-from nodes.live import topics
+from nodes.live import watch
 from nodes.live import watch as watching
 from nodes.registry import services
 from nodes.scheduling import passes, store
@@ -67,7 +67,7 @@ async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
 
 async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page can tell a quiet cluster from a dead socket."""
-    monkeypatch.setattr(topics, "ALIVE_EVERY", 0.05)
+    monkeypatch.setattr(watch, "ALIVE_EVERY", 0.05)
     page = await tab()
     await page.until(lambda: len(page.told("alive")) > 2)
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]

@@ -20,7 +20,7 @@ from nodes.gateway.request import InferenceRequest
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
-from nodes.registry import drains as node_drains
+from nodes.registry import lifecycle as node_drains
 from nodes.registry import services
 from nodes.registry.services import Running
 from nodes.replicas import drains, hooks, load_ends, retire, slots, states, terminations

@@ -35,7 +35,7 @@ from nodes.placement.memory import (
     on_gpu,
     total,
 )
-from nodes.registry import gpus, heartbeats
+from nodes.registry import heartbeats, resources
 from nodes.replicas.slots import Slot
 from tests.unit.test_placement import view
 
@@ -332,10 +332,10 @@ GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free
 
 
 def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
-    assert gpus.read(None) is None
-    assert gpus.read([]) == []
+    assert resources.parse_gpus(None) is None
+    assert resources.parse_gpus([]) == []
     second = {"index": 1, "total_vram": 24, "free_vram": 24, "new": [1]}
-    assert gpus.read([second, GPU]) == [
+    assert resources.parse_gpus([second, GPU]) == [
         GPU,
         {"index": 1, "uuid": "", "name": "", "total_vram": 24, "free_vram": 24, "utilization": None},
     ]
@@ -361,7 +361,7 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "told"), WRONG, ids=range(len(WRONG)))
 def test_what_is_no_gpu_is_refused_by_its_field(field: str, told: object) -> None:
     with pytest.raises(errors.InvalidInput) as refused:
-        gpus.read(told)
+        resources.parse_gpus(told)
     assert refused.value.field == field
 
 
