@@ -25,7 +25,6 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import system_health
-from localai_cluster.accounts import openapi as _people  # noqa: F401 - registers its schemes
 from localai_cluster.accounts.authentication import CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web.envelopes import exception_handler

@@ -11,7 +11,7 @@ from channels.routing import URLRouter
 from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.urls import re_path
 
-from localai_cluster.accounts.websockets import PrincipalMiddleware
+from localai_cluster.accounts.sessions import PrincipalMiddleware
 from localai_cluster.kit import database_pool
 from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web import wire

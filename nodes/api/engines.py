@@ -23,10 +23,8 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
-from localai_cluster.web.fields import Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, query, sent, text
@@ -152,11 +150,11 @@ class LoadView(APIView):
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
-        if async_to_sync(folder.find)(model) is None:
+        if async_to_sync(folder.find_definition)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
-        if fleet_queries.serving(model):
+        if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
@@ -189,7 +187,7 @@ class ShutdownView(APIView):
     @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         return carried_out(
             request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
         )

@@ -20,10 +20,16 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals, refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import (
+    Described,
+    FastJSONRenderer,
+    Flag,
+    NullIsAbsent,
+    Text,
+    Whole,
+    validate_body,
+)
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, NodeView, answered, existing, sent
@@ -113,7 +119,7 @@ class CapabilitiesView(APIView):
 
         503 while the models folder does not answer.
         """
-        defined = {one.name: one for one in async_to_sync(folder.every)()}
+        defined = {one.name: one for one in async_to_sync(folder.list_definitions)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -124,7 +130,7 @@ class CapabilitiesView(APIView):
         found = [
             _told(name, defined.get(name), backends.get(name, ""), places.get(name, [])) for name in names
         ]
-        broken = async_to_sync(folder.problems)().files
+        broken = async_to_sync(folder.list_problems)().files
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=found, definitionErrors=errors))
 
@@ -139,7 +145,7 @@ def _told(name: str, definition: Definition | None, backend: str, places: list[R
         pinned=False,
         loaded_on=places,
         source="" if definition is not None else "registry-only",
-        warnings=list(definition.answering.warnings) if definition is not None else [],
+        warnings=list(definition.generation.warnings) if definition is not None else [],
     )
 
 
@@ -263,7 +269,7 @@ class _ModelView(NodeView):
         node_id: str | None = None,
     ) -> Response:
         """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
-        fields = validated(shape, request)
+        fields = validate_body(shape, request)
         node = node_commands.find_node(existing(node_id)) if node_id is not None else None
         return carried_out(request, ask, fields, said, node)
 

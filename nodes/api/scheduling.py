@@ -12,9 +12,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
 from nodes.api.base import MOMENT, NodeView, answered, sent
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling import store
@@ -95,7 +94,7 @@ class SchedulingRulesView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
-        return Response(store.rows(ModelSchedulingConfig.objects.all()))
+        return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
     @extend_schema(
         operation_id="scheduling_rules_set",
@@ -117,7 +116,7 @@ class SchedulingRulesView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
-        told = validated(SchedulingRuleRequestSerializer, request)
+        told = validate_body(SchedulingRuleRequestSerializer, request)
         return Response(store.set_rule(Rule(**({"model_name": ""} | told)), clock.now()))
 
 
@@ -134,7 +133,7 @@ class SchedulingRuleView(NodeView):
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
-        found = store.find(model)
+        found = store.find_rule(model)
         if not found:
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(found)

@@ -9,13 +9,13 @@ from uuid import UUID
 
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import NodeBackend
-from nodes.placement.node_backoff import Setback
+from nodes.placement.node_backoff import NodeBackoff
 from operations.models import OperationTarget, TargetStatus
 
 REMEMBERED_FOR = timedelta(minutes=10)
 
 
-def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, Setback]:
+def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, NodeBackoff]:
     """Return the nodes that failed to install the backend and still lack it; one query.
 
     Their back-off only ranks them last: none of them has to rest.
@@ -29,4 +29,6 @@ def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, Setback]:
         operation__finished_at__gt=since,
     )
     lacking = failed.exclude(node_id__in=NodeBackend.objects.named(backend).values("node_id"))
-    return {id: Setback(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None}
+    return {
+        id: NodeBackoff(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None
+    }

@@ -168,7 +168,9 @@ class Change:
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
             retire.forget(self.node.id)
-        elif which == "all" or (which == "idle" and not any(fleet_queries.in_flight(self.node.id).values())):
+        elif which == "all" or (
+            which == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
+        ):
             retire.depart(self.node.id, now=self.now)
 
 

@@ -20,7 +20,7 @@ from django.db.models import F, Max, Q, Sum
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
-from nodes.decisions.fleet_queries import in_flight
+from nodes.decisions.fleet_queries import lock_in_flight_counts
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
 from nodes.registry.change import Change, changing, happen_to_all, lock_in_order, locked
 from nodes.registry.states import Event
@@ -276,7 +276,7 @@ def finish_drains(*, now: datetime) -> int:
         return 0
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
-        left = in_flight(*(node.id for node in nodes))
+        left = lock_in_flight_counts(*(node.id for node in nodes))
         over = [node for node in nodes if node.id in left and (not left[node.id] or _late(node, now))]
         ended = happen_to_all(
             over, Event.DRAIN_ENDED, actors.task("drains"), lambda node: _why(left[node.id]), now=now

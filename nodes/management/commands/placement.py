@@ -22,12 +22,12 @@ from localai_cluster.accounts.command_line import (
     table,
 )
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.envelopes import translated
+from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import load_explanation
 from nodes.models import PlacementRecord
 from nodes.reconcilers import decision_replay
-from nodes.reconcilers.decision_replay import Found
+from nodes.reconcilers.decision_replay import ReplayedDecision
 
 GIB = 2**30
 _NODES = re.compile(
@@ -59,7 +59,7 @@ class Command(VerbCommand):
         try:
             super().handle(*args, **options)
         except ValidationError as wrong:
-            refusal = translated(wrong)
+            refusal = translate_error(wrong)
             raise CommandError(refusal.message if refusal else str(wrong)) from wrong
 
 
@@ -151,7 +151,7 @@ def recompute(options: Options) -> str:
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
-    stored, recomputed = decision_replay.said(record), decision_replay.recomputed(record)
+    stored, recomputed = decision_replay.recorded_decision(record), decision_replay.replay(record)
     if options["json"]:
         same = None if recomputed is None else recomputed == stored
         return as_json({"said": asdict(stored), "found": recomputed and asdict(recomputed), "same": same})
@@ -196,7 +196,7 @@ def _rule_text(row: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _comparison_text(stored: Found, recomputed: Found | None) -> str:
+def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | None) -> str:
     if recomputed is None:
         return "what this decision saw is not kept any more"
     if recomputed == stored:

@@ -52,7 +52,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def list_rules(options: Options) -> str:
-    rows = store.rows(ModelSchedulingConfig.objects.all())
+    rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
         return as_json(rows)
     return table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
