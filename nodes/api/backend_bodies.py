@@ -12,7 +12,7 @@ from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from localai_cluster.web.parsers import parse_json
 from nodes.backends import node_commands
 from nodes.backends.backend_requests import INSTALL, Wish
-from nodes.backends.upgrade_rules import is_image
+from nodes.backends.installed import is_image
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered, one_of, query
-from nodes.backends import catalogue, install, inventory, upgrade_state
+from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
@@ -194,7 +194,7 @@ def _gallery_changed(fingerprint: str) -> None:
 
 def read_galleries() -> catalogue.Offer:
     """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
-    configured = install.galleries()
+    configured = node_commands.galleries()
     standing = upgrade_state.standing()
     offer = catalogue.reader.read(configured, standing.answered)
     if not offer.problems and offer.fingerprint != standing.galleries:
@@ -206,7 +206,9 @@ def read_galleries() -> catalogue.Offer:
 
 def repositories() -> list[Entry]:
     """The configured galleries, without credentials."""
-    return [REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in install.galleries()]
+    return [
+        REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
+    ]
 
 
 class BackendsView(APIView):

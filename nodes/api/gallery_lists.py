@@ -15,7 +15,7 @@ from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field, mapping
 from nodes.api.base import answered
 from nodes.api.catalogue import REPOSITORY, read_galleries, repositories
-from nodes.backends import gallery_hardware
+from nodes.backends import catalogue
 
 AVAILABLE = Shape(
     "AvailableBackend",
@@ -72,8 +72,8 @@ class AvailableView(_List):
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
-        installed = gallery_hardware.installed_names()
-        builds = gallery_hardware.runnable(read_galleries().builds, gallery_hardware.machines())
+        installed = catalogue.installed_names()
+        builds = catalogue.runnable(read_galleries().builds, catalogue.machines())
         return Response([_available(build, folded(build.name) in installed) for build in builds])
 
 
@@ -110,12 +110,12 @@ class KnownView(_List):
     )
     def get(self, request: Request) -> Response:
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
-        installed = gallery_hardware.installed_names()
-        offered = gallery_hardware.choices(read_galleries().builds)
+        installed = catalogue.installed_names()
+        offered = catalogue.choices(read_galleries().builds)
         found = [
             KNOWN.of(
                 name=build.name,
-                modality=gallery_hardware.modality(build.tags),
+                modality=catalogue.modality(build.tags),
                 auto_detect=False,
                 description=build.description,
                 installed=name in installed,
@@ -157,5 +157,5 @@ class UseCasesView(_List):
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""
-        told = {build.name: gallery_hardware.use_cases(build.tags) for build in read_galleries().builds}
+        told = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
         return Response({name: cases for name, cases in told.items() if cases})

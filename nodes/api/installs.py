@@ -18,7 +18,7 @@ from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent
 from nodes.backends import node_commands
-from nodes.backends.admission import ask
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
@@ -100,7 +100,7 @@ def accepted(admission: Admission, kind: str) -> dict[str, Any]:
 
 
 def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = ask(wish, asked_by(request, [node]), now=clock.now())
+    admission = admit(wish, asked_by(request, [node]), now=clock.now())
     return Response(accepted(admission, wish.kind), status=202)
 
 

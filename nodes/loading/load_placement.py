@@ -13,7 +13,7 @@ from uuid import UUID
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
-from nodes.backends.failed_installs import recent_refusals
+from nodes.backends.backend_requests import recent_refusals
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
 from nodes.decisions.decision_log import Decided
 from nodes.decisions.load_snapshots import sections

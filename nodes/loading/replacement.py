@@ -15,7 +15,7 @@ SYSTEM_ACTOR = "system"
 
 
 def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
-    """Asks for the load, or joins the active one; see `nodes.backends.request_draining.LoadElsewhere`.
+    """Asks for the load, or joins the active one; see `nodes.backends.intent_queue.LoadElsewhere`.
 
     Raises Conflict while other work on the model is in progress.
     """

@@ -26,8 +26,7 @@ from nodes.api.installed import installed_list
 from nodes.api.installs import SAID
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import following, lookup, rendering
 from nodes.management.verbs import Add, adder
 from nodes.models import BackendNode, NodeModel
