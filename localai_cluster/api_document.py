@@ -12,7 +12,7 @@ from localai_cluster import system_health
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
 from nodes.api import openapi as api
 from nodes.dialects.openapi import ROUTES, error_answers
-from nodes.live import openapi as live
+from nodes.live import shapes as live
 from nodes.live import shapes as messages
 
 _COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}

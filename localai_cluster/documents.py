@@ -24,7 +24,7 @@ from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web.envelopes import exception_handler
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.policy import CSP, policy
-from nodes.api import worker_auth as _workers  # noqa: F401 - registers its schemes
+from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
 
 _ONE_AT_A_TIME = threading.Lock()
 """The library fills its tables while it generates the first document, and fails if two threads do so."""

@@ -21,7 +21,7 @@ from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.retrieval import embed, rerank
 from nodes.dialects.tokens import count_tokens, detokenize, tokenize
 from nodes.gateway.endpoint import Endpoint, Handler
-from nodes.registry import identity_cache
+from nodes.registry import heartbeats
 
 _PARAMETER = re.compile(r"\{[^/}]+\}")
 
@@ -89,7 +89,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute(
         "POST",
         "/api/node/{node_id}/heartbeat",
-        HeartbeatApplication(database_pool.shared, identity_cache.shared()),
+        HeartbeatApplication(database_pool.shared, heartbeats.identity_cache()),
     ),
 )
 

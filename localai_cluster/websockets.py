@@ -8,13 +8,15 @@ from django.urls import re_path
 
 from localai_cluster.accounts.websockets import PrincipalMiddleware
 from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
-from nodes.live import topics as nodes
+from nodes.live import watch as nodes
 from nodes.live import worker_logs
 from operations.changes import topics as operations
 
 _operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
 _feed: Any = LiveSocket.as_asgi(
-    topics=(operations.grouped_changes, nodes.nodes, nodes.alive), greeting=nodes.greeting, explains=True
+    topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
+    greeting=nodes.greeting,
+    explains=True,
 )
 _logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
 _unknown: Any = NoSuchSocket.as_asgi()

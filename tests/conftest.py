@@ -141,7 +141,7 @@ def log_of_this_test() -> None:
     # Programs that use `eventually` import this file without Django, so it imports no models.
     from nodes.decisions import snapshot_log
 
-    snapshot_log.forget()
+    snapshot_log.start_new_base()
 
 
 def _unusable() -> bool:
@@ -171,6 +171,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             raise
         return  # the test plays one
     for record in records:
-        assert decision_replay.recomputed(record) == decision_replay.said(record), (
+        assert decision_replay.replay(record) == decision_replay.recorded_decision(record), (
             f"record {record.pk}: {record}"
         )

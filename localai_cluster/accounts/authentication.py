@@ -2,7 +2,7 @@
 
 `BearerAuthentication` reads the headers, `CookieAuthentication` the browser's session (with CSRF). Both
 set a `Principal` as `request.user`. Views are open to admins unless they declare other permissions. The
-workers' routes use `nodes/api/worker_auth.py`.
+workers' routes use `nodes/api/worker_routes.py`.
 """
 
 from collections.abc import Callable

@@ -29,7 +29,7 @@ from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.fingerprints import grouped
 from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry import budget, services, states
+from nodes.registry import resources, services, states
 from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
 from nodes.registry.states import Event
 
@@ -153,7 +153,7 @@ class NodeForm(NodeModelForm):
                 self.add_error("budget", "Select the checkbox above to set this value.")
             return
         try:
-            budget.ceiling(values["budget"], self.instance.total_vram)
+            resources.budget_ceiling(values["budget"], self.instance.total_vram)
         except ValueError as error:
             self.add_error("budget", f"{error}.".capitalize())
 

@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.fields import NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated
-from nodes.api.installs import asked_by
+from nodes.api.node_backends import asked_by
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked
 from operations.ledger import admission

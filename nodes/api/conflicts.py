@@ -22,7 +22,7 @@ from nodes.api.base import (
     message,
     page_schema,
 )
-from nodes.api.worker_auth import parse_node_id
+from nodes.api.worker_routes import parse_node_id
 from nodes.models import NodeConflict
 from nodes.registry import actions, listing, services
 from nodes.registry.shape import CONFLICT

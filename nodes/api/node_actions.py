@@ -20,15 +20,14 @@ from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
-from nodes.api.backend_bodies import InstallSerializer, install_wish
 from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
 from nodes.api.cluster_backends import MOST_NODES
-from nodes.api.installs import ACCEPTED, accepted, asked_by
-from nodes.api.labels import LABELS
+from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted, asked_by, install_wish
+from nodes.api.node_settings import LABELS
 from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
-from nodes.registry import actions, bulk, outcomes, services
+from nodes.registry import actions, bulk, node_rows, services
 from nodes.registry.actions import Action
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
 
@@ -151,7 +150,7 @@ class ApproveView(NodeView):
         summary=actions.APPROVE.summary,
         tags=["nodes"],
         request=ApproveSerializer,
-        responses={200: outcomes.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: node_rows.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[
             sent({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
             answered(_WHO | {"message": actions.APPROVE.message}),
@@ -172,7 +171,7 @@ class ApproveView(NodeView):
             reason=fields.get("reason", ""),
             fingerprint=fields.get("fingerprint"),
         )
-        return Response(outcomes.approved(approved))
+        return Response(node_rows.approved(approved))
 
 
 class ApproveManyView(NodeView):
@@ -183,7 +182,7 @@ class ApproveManyView(NodeView):
         summary="Approve several nodes",
         tags=["nodes"],
         request=ApproveManySerializer,
-        responses={200: outcomes.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
+        responses={200: node_rows.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
         examples=[
             sent({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
             answered(
@@ -207,7 +206,7 @@ class ApproveManyView(NodeView):
         found = services.approve_many(
             ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
         )
-        return Response(outcomes.outcomes(found))
+        return Response(node_rows.outcomes(found))
 
 
 def described_action(

@@ -20,7 +20,7 @@ from localai_cluster.web.fields import NullIsAbsent
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated
 from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confirmations
-from nodes.api.installs import Said, asked_by
+from nodes.api.node_backends import Said, asked_by
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked

@@ -95,7 +95,7 @@ class SchedulingRulesView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
-        return Response(store.rows(ModelSchedulingConfig.objects.all()))
+        return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
     @extend_schema(
         operation_id="scheduling_rules_set",
@@ -134,7 +134,7 @@ class SchedulingRuleView(NodeView):
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
-        found = store.find(model)
+        found = store.find_rule(model)
         if not found:
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(found)

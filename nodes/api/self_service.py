@@ -19,8 +19,8 @@ from localai_cluster.web.fields import MessageSerializer
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api.base import NodeView, answered
-from nodes.api.replicas import replicas_of
-from nodes.api.worker_auth import INSTANCE, NEW_SECRET, WORKER_REFUSAL, WRONG, IsTheNode, NodeAuthentication
+from nodes.api.nodes import replicas_of
+from nodes.api.worker_routes import INSTANCE, NEW_SECRET, WORKER_REFUSAL, WRONG, IsTheNode, NodeAuthentication
 from nodes.registry import identity, services
 from nodes.registry.shape import REPLICA
 

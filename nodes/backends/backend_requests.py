@@ -16,7 +16,7 @@ from localai_cluster.kit import errors
 from nodes.backends import node_commands
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.placement.node_backoff import Setback
+from nodes.placement.node_backoff import NodeBackoff
 from operations.ledger import target_changes
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -256,8 +256,8 @@ def _conflict(row: PendingBackendOp, node: str, state: str) -> errors.Conflict:
 REMEMBERED_FOR = timedelta(minutes=10)
 
 
-def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, Setback]:
-    """Return the nodes that failed to install the backend and still lack it; one query.
+def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, NodeBackoff]:
+    """Return the nodes that recently failed to install the backend and still lack it; one query.
 
     Their back-off only ranks them last: none of them has to rest.
     """
@@ -270,4 +270,6 @@ def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, Setback]:
         operation__finished_at__gt=since,
     )
     lacking = failed.exclude(node_id__in=NodeBackend.objects.named(backend).values("node_id"))
-    return {id: Setback(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None}
+    return {
+        id: NodeBackoff(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None
+    }

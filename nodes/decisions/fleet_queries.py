@@ -20,7 +20,7 @@ from nodes.models import (
     NodeModel,
     selectors,
 )
-from nodes.placement.choose import ANY, Candidate, Decision, Selector, equal_to_best, free_index
+from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector, equal_to_best, free_index
 from nodes.placement.explain import SHOWN, FleetView
 from nodes.placement.memory import Reservation
 
@@ -33,7 +33,7 @@ COLUMNS = (
 """Columns of a node's row that `candidate` reads."""
 
 
-def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
+def is_served(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     """Return True if a replica outside the nodes `besides` can take a request now (R2.10)."""
     rows = NodeModel.objects.of(model_name).serving().exclude(node__in=besides)
     labels = selectors_of([model_name])[model_name].labels
@@ -44,13 +44,13 @@ def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     return rows.exists()
 
 
-def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
+def is_being_loaded(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     """Return True if a load has a slot for the model outside the nodes `besides`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=besides).exists()
 
 
-def loaded_by(replica_id: UUID) -> str | None:
+def loaded_revision(replica_id: UUID) -> str | None:
     """Return the revision of the definition that the replica was loaded from; None if it does not serve."""
     return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
 
@@ -66,10 +66,10 @@ def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
     }
 
 
-def fleet(
+def read_fleet(
     model_name: str,
     *,
-    selector: Selector = ANY,
+    selector: Selector = ANY_NODE,
     only: Collection[UUID] | None = None,
     besides: Collection[UUID] = (),
     conflicts: Collection[str] = (),
@@ -89,7 +89,7 @@ def fleet(
         required_labels = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
         for node_id, key, value in required_labels.values_list("node_id", "key", "value"):
             labels.setdefault(node_id, set()).add((key, value))
-    conflicting_models, file_bytes = _loaded_among(conflicts), files_there(model_name)
+    conflicting_models, file_bytes = _loaded_among(conflicts), model_file_bytes(model_name)
     rows = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
     nodes = rows.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
@@ -108,7 +108,7 @@ def fleet(
     ]
 
 
-def files_there(model_name: str) -> dict[UUID, int]:
+def model_file_bytes(model_name: str) -> dict[UUID, int]:
     """Return the bytes of the model's files on each node that has any."""
     rows = BroughtModel.objects.filter(model_name=model_name)
     return dict(rows.values_list("node_id", "size"))
@@ -133,11 +133,11 @@ def candidate(
         total_disk=row["total_disk"],
         available_disk=row["available_disk"],
         file_port_failed=bool(row["file_port_error"]),
-        gpus=reserved_memory.rooms_of(row, reservations),
+        gpus=reserved_memory.free_by_gpu(row, reservations),
     )
 
 
-def taken(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
+def occupied_indices(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
     """Return the indices of these models' rows in any state (R1.62), by node; one query."""
     indices: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
     rows = NodeModel.objects.filter(model_name__in=indices).occupying()
@@ -156,7 +156,7 @@ def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:
     return names
 
 
-def in_flight(*node_ids: UUID) -> dict[UUID, int]:
+def lock_in_flight_counts(*node_ids: UUID) -> dict[UUID, int]:
     """Return the number of running requests of each node that has replicas.
 
     The rows stay locked, so the counts stay true in this transaction.
@@ -168,13 +168,13 @@ def in_flight(*node_ids: UUID) -> dict[UUID, int]:
     return dict(counts)
 
 
-def prefer(view: FleetView, decision: Decision, backend: str) -> tuple[FleetView, Decision]:
+def prefer_installed(view: FleetView, decision: Decision, backend: str) -> tuple[FleetView, Decision]:
     """Return the view and the decision with the backend as the last term among equally good nodes.
 
     One query, and only if there are several. Enough of them are marked for every one that an explanation
     names.
     """
-    equal = equal_to_best(decision, view.need, view.setbacks)
+    equal = equal_to_best(decision, view.need, view.backoffs)
     if len(equal) < 2:
         return view, decision
     having = _having(backend, [node.id for node in equal])
@@ -188,7 +188,7 @@ def prefer(view: FleetView, decision: Decision, backend: str) -> tuple[FleetView
     return seen, replace(decision, node=first[0], replica_index=index, ranked=ranked)
 
 
-def mark(nodes: Sequence[Candidate], backend: str) -> list[Candidate]:
+def mark_installed(nodes: Sequence[Candidate], backend: str) -> list[Candidate]:
     """Return all of these nodes, marked where the backend is installed; one query."""
     having = _having(backend, [node.id for node in nodes]) if backend else frozenset()
     return [replace(node, has_backend=True) if node.id in having else node for node in nodes]

@@ -14,10 +14,10 @@ from uuid import UUID
 
 from nodes.decisions.snapshot_log import Section, State
 from nodes.placement.choose import Candidate, Need, Selector
-from nodes.placement.evict import Eviction, Guard, Resident
+from nodes.placement.evict import Eviction, ProtectionRules, Resident
 from nodes.placement.explain import FleetView
-from nodes.placement.load_decision import LoadQuestion, Occupants
-from nodes.placement.node_backoff import Setback
+from nodes.placement.load_decision import EvictionCandidates, LoadQuestion
+from nodes.placement.node_backoff import NodeBackoff
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _Read = Callable[[Any], Any]
@@ -49,11 +49,11 @@ class LoadSnapshot:
     """The question of a load at its decision, and the replicas it could evict; `over` if it had expired."""
 
     question: LoadQuestion
-    occupants: Occupants | None
+    occupants: EvictionCandidates | None
     over: bool
 
 
-def sections(
+def encode_load(
     load: str, model: str, question: LoadQuestion, room: Eviction | None = None, *, over: bool = False
 ) -> dict[str, Section]:
     """Encode all facts that the decision of the load with this id used."""
@@ -75,13 +75,13 @@ def sections(
 
 def _load_facts(question: LoadQuestion, room: Eviction | None, over: bool) -> dict[str, Any]:
     view, selector = question.view, question.view.selector
-    node_ids = {node.id for node in view.nodes} if view.setbacks or view.resting else set()
+    node_ids = {node.id for node in view.nodes} if view.backoffs or view.backed_off else set()
     guard = room.guard if room is not None else None
     return {
         "need": tuple(asdict(view.need).items()),
         "selector": (selector.model, selector.labels),
-        "setbacks": tuple((id, setback.times) for id, setback in view.setbacks.items() if id in node_ids),
-        "resting": frozenset(map(str, view.resting & node_ids)),
+        "setbacks": tuple((id, setback.times) for id, setback in view.backoffs.items() if id in node_ids),
+        "resting": frozenset(map(str, view.backed_off & node_ids)),
         "nodes": frozenset(map(_name, view.nodes)) if view.restricted else None,
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
@@ -111,7 +111,7 @@ def _eviction_sections(room: Eviction) -> dict[str, Section]:
     }
 
 
-def known(state: State, load: str, model: str) -> LoadSnapshot | None:
+def decode_load(state: State, load: str, model: str) -> LoadSnapshot | None:
     """Decode the facts of the load's decision; None if the state has none."""
     facts = state.get(f"load/{load}")
     if not facts:
@@ -122,8 +122,8 @@ def known(state: State, load: str, model: str) -> LoadSnapshot | None:
         nodes=list(_nodes(state, model, facts["nodes"])),
         need=Need(**{key: _plain(value) for key, value in facts["need"]}),
         selector=selector,
-        setbacks={UUID(id): Setback(times, _EVER) for id, times in facts["setbacks"]},
-        resting=frozenset(map(UUID, facts["resting"])),
+        backoffs={UUID(id): NodeBackoff(times, _EVER) for id, times in facts["setbacks"]},
+        backed_off=frozenset(map(UUID, facts["resting"])),
         restricted=facts["nodes"] is not None,
     )
     question = LoadQuestion(view, frozenset(map(UUID, facts["refusing"])), facts["evicts"])
@@ -138,15 +138,15 @@ def _nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterab
         yield Candidate(**_read(columns, rows[node], _COLUMNS, _READ), **model_facts)
 
 
-def _occupants(state: State, guard: tuple[str, str] | None) -> Occupants | None:
+def _occupants(state: State, guard: tuple[str, str] | None) -> EvictionCandidates | None:
     if guard is None:
         return None
     columns = state["columns"]["resident"]
     rows = (row for residents in state.get("residents", {}).values() for row in residents)
     rules = state.get("rules", {})
-    return Occupants(
+    return EvictionCandidates(
         [Resident(**_read(columns, row, _RESIDENT, _RESIDENT_READ)) for row in rows],
-        Guard(
+        ProtectionRules(
             guard[0],
             datetime.fromisoformat(guard[1]),
             loaded={name: loaded for name, (loaded, _, _) in rules.items()},

@@ -13,39 +13,47 @@ from typing import Any
 from uuid import UUID
 
 from nodes.decisions import decision_log, snapshot_log
-from nodes.decisions.decision_log import Decided
-from nodes.decisions.snapshot_log import Section, Seen, State
+from nodes.decisions.decision_log import DecisionRecord
+from nodes.decisions.snapshot_log import Section, SnapshotRef, State
 from nodes.models import DecisionKind
-from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
+from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.scheduling.snapshot import (
     ClearFlags,
-    Demand,
+    DesiredState,
     EndPressure,
     Failure,
     Fleet,
-    Host,
-    Placed,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    RuleDecision,
     Unsatisfiable,
 )
 
 
-def keep(
-    rulings: Iterable[Ruling], fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick: bool
-) -> Seen | None:
+def record_decisions(
+    rulings: Iterable[RuleDecision],
+    fleet: Fleet,
+    demands: Mapping[str, DesiredState],
+    now: datetime,
+    *,
+    tick: bool,
+) -> SnapshotRef | None:
     """Record the rulings that decide anything; a constant number of statements."""
     decided = [(ruling, ending) for ruling in rulings if (ending := outcome(ruling)) is not None]
     if not decided:
         return None
     demands_by_model = {ruling.model: demands[ruling.model] for ruling, _ in decided}
-    snapshot = snapshot_log.remember(sections(fleet, demands_by_model, now, tick=tick), now=now)
+    snapshot = snapshot_log.store_snapshot(encode_rules(fleet, demands_by_model, now, tick=tick), now=now)
     records = (_new_record(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
     decision_log.record_all(records, now=now)
     return snapshot
 
 
-def keep_refused(
-    rulings_before: Iterable[Ruling], rulings_after: Sequence[Ruling], snapshot: Seen | None, now: datetime
+def record_refusals(
+    rulings_before: Iterable[RuleDecision],
+    rulings_after: Sequence[RuleDecision],
+    snapshot: SnapshotRef | None,
+    now: datetime,
 ) -> None:
     """Record the refused rulings, with the reason of the refusal."""
     refused = [
@@ -55,34 +63,46 @@ def keep_refused(
     ]
     if refused:
         records = (
-            _new_record(before.model, snapshot, Ending.REFUSED, sentence(after), decided=sentence(before))
+            _new_record(
+                before.model, snapshot, DecisionOutcome.REFUSED, sentence(after), decided=sentence(before)
+            )
             for before, after in refused
         )
         decision_log.record_all(records, now=now)
 
 
-def outcome(ruling: Ruling) -> Ending | None:
+def outcome(ruling: RuleDecision) -> DecisionOutcome | None:
     """Return the ending that the ruling decides; None if everything stays as it is."""
     decisions = [action for action in ruling.actions if not isinstance(action, ClearFlags | EndPressure)]
     if not decisions:
         return None
-    return Ending.WAITING if all(isinstance(action, Unsatisfiable) for action in decisions) else Ending.SCALED
-
-
-def sentence(ruling: Ruling) -> str:
-    """Return the reason of the ruling, cut to the length of the record."""
-    return cut(ruling.reason, LONGEST_SENTENCE)
-
-
-def _new_record(model: str, snapshot: Seen | None, ending: Ending, reason: str, **facts: str) -> Decided:
-    return Decided(
-        model, None, decision_log.without_fleet(ending, reason, **facts), snapshot, DecisionKind.SCALE
+    return (
+        DecisionOutcome.WAITING
+        if all(isinstance(action, Unsatisfiable) for action in decisions)
+        else DecisionOutcome.SCALED
     )
 
 
-_PLACED = tuple(column.name for column in fields(Placed) if column.name != "model")
+def sentence(ruling: RuleDecision) -> str:
+    """Return the reason of the ruling, cut to the length of the record."""
+    return truncate(ruling.reason, LONGEST_SENTENCE)
+
+
+def _new_record(
+    model: str, snapshot: SnapshotRef | None, ending: DecisionOutcome, reason: str, **facts: str
+) -> DecisionRecord:
+    return DecisionRecord(
+        model,
+        None,
+        decision_log.explanation_without_fleet(ending, reason, **facts),
+        snapshot,
+        DecisionKind.SCALE,
+    )
+
+
+_PLACED = tuple(column.name for column in fields(FleetReplica) if column.name != "model")
 _placed = attrgetter(*_PLACED)
-_DEMAND = tuple(column.name for column in fields(Demand) if column.name not in ("selector", "model"))
+_DEMAND = tuple(column.name for column in fields(DesiredState) if column.name not in ("selector", "model"))
 
 _Encode = Callable[[Fleet, str], Any]
 _Decode = Callable[[str, Any], Any]
@@ -120,7 +140,9 @@ _RULE_FIELDS: Mapping[str, tuple[_Encode, _Decode]] = {
 """Fleet fields that concern one rule besides hosts and replicas: their encoders and decoders."""
 
 
-def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick: bool) -> dict[str, Section]:
+def encode_rules(
+    fleet: Fleet, demands: Mapping[str, DesiredState], now: datetime, *, tick: bool
+) -> dict[str, Section]:
     """Encode the input of these rules."""
     labels = {host.id: tuple(sorted(host.labels.items())) for host in fleet.hosts if host.labels}
     result = {
@@ -145,7 +167,7 @@ def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick
     return result
 
 
-def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | None:
+def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime, bool] | None:
     """Decode the input of `plan` that concerns the rule of one model; None if the state has none."""
     encoded = state.get(f"rule/{model}")
     if not encoded:
@@ -153,7 +175,7 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
     labels = state.get("labels of hosts", {})
     fleet = Fleet(
         hosts=[
-            Host(UUID(id), name, dict(labels.get(id, ())), slots)
+            FleetNode(UUID(id), name, dict(labels.get(id, ())), slots)
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
         replicas=[_replica(model, row) for row in state.get(f"replicas/{model}", {}).values()],
@@ -167,16 +189,18 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
     return fleet, _demand(model, encoded), datetime.fromisoformat(encoded["now"]), encoded["tick"]
 
 
-def _replica(model: str, row: list[Any]) -> Placed:
+def _replica(model: str, row: list[Any]) -> FleetReplica:
     columns = dict(zip(_PLACED, row, strict=True))
     columns |= {"id": UUID(columns["id"]), "node_id": UUID(columns["node_id"])}
-    return Placed(model=model, **{**columns, "idle_since": datetime.fromisoformat(columns["idle_since"])})
+    return FleetReplica(
+        model=model, **{**columns, "idle_since": datetime.fromisoformat(columns["idle_since"])}
+    )
 
 
-def _demand(model: str, encoded: Mapping[str, Any]) -> Demand:
+def _demand(model: str, encoded: Mapping[str, Any]) -> DesiredState:
     columns = dict(encoded["demand"])
     for name in ("until", "looked_at", "changed_at"):
         if columns[name] is not None:
             columns[name] = datetime.fromisoformat(columns[name])
     selector = None if encoded["selector"] is None else dict(encoded["selector"])
-    return Demand(model=model, selector=selector, **columns)
+    return DesiredState(model=model, selector=selector, **columns)

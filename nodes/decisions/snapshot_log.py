@@ -91,7 +91,7 @@ LEAST_LOG = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Seen:
+class SnapshotRef:
     """A reference to the snapshot of a decision: the base and a position in its log."""
 
     base: UUID
@@ -118,17 +118,17 @@ _lock = threading.Lock()
 _log: _Log | None = None
 
 
-def forget() -> None:
+def start_new_base() -> None:
     """Start a new base with the next decision."""
     global _log, _lock
     _log, _lock = None, threading.Lock()
 
 
 # Otherwise the child of a fork would write to its parent's log.
-os.register_at_fork(after_in_child=forget)
+os.register_at_fork(after_in_child=start_new_base)
 
 
-def remember(seen: Sections, *, now: datetime) -> Seen:
+def store_snapshot(seen: Sections, *, now: datetime) -> SnapshotRef:
     """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
 
     In a transaction it starts a base for this decision alone: a base that may be rolled back must have no
@@ -140,15 +140,15 @@ def remember(seen: Sections, *, now: datetime) -> Seen:
         return _store(seen, now)
 
 
-def _store(snapshot: Sections, now: datetime) -> Seen:
+def _store(snapshot: Sections, now: datetime) -> SnapshotRef:
     global _log
     log = _log
     if log is not None:
         difference = changes(log.state, snapshot)
         if not difference and log.lasts(now, UNCHANGED):
-            return Seen(log.base, log.position)
+            return SnapshotRef(log.base, log.position)
         if log.lasts(now, LASTS) and _append(log, difference, now):
-            return Seen(log.base, log.position)
+            return SnapshotRef(log.base, log.position)
     _log = None
     content = changes({}, snapshot)
     reference = _create_base(content, now)
@@ -169,13 +169,13 @@ def _append(log: _Log, difference: Changes, now: datetime) -> bool:
     return True
 
 
-def _create_base(content: Changes, now: datetime) -> Seen:
+def _create_base(content: Changes, now: datetime) -> SnapshotRef:
     base = uuid4()
     PlacementLog.objects.create(base=base, position=0, at=now, body=encoded(content))
-    return Seen(base, 0)
+    return SnapshotRef(base, 0)
 
 
-def recall(seen: Seen) -> State | None:
+def read_snapshot(seen: SnapshotRef) -> State | None:
     """Return the snapshot of the decision; None if it has been pruned. One query."""
     rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]

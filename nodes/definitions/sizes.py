@@ -27,7 +27,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from localai_cluster.kit import safe_files
-from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 
 logger = logging.getLogger(__name__)
@@ -61,28 +60,28 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Measure the files that the definition names; raise OSError."""
     options = definition.options
     named = [options.get(option) for option in ("Model", *NAMED)] + list(options.get(ADAPTERS, ()))
-    paths = {path for text in named if (path := inside(folder, text)) is not None}
+    paths = {path for text in named if (path := path_inside(folder, text)) is not None}
     payload = sum(size for path in paths for _, size in _files(path))
-    model = inside(folder, definition.model)
+    model = path_inside(folder, definition.model)
     if model is None:
         return ModelFiles(payload=payload)
     files = list(_files(model))
     if os.path.isdir(model):
         return ModelFiles(_weights(files), payload)
-    header = sizes.header(model) if os.path.isfile(model) else None
+    header = read_header(model) if os.path.isfile(model) else None
     return ModelFiles(sum(size for _, size in files), payload, header)
 
 
-def located(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_file_paths(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the path of the model's file in this folder, even if the file is absent.
 
     Only for workers that share the folder; an engine with a model of its own uses the name only.
     """
-    path = inside(folder, model)
+    path = path_inside(folder, model)
     return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
-def inside(folder: Path, text: object) -> Path | None:
+def path_inside(folder: Path, text: object) -> Path | None:
     """Return the path in the folder that an option's text names; None if it leads out of the folder."""
     if not isinstance(text, str) or "\0" in text:
         return None
@@ -207,11 +206,11 @@ _WIDTHS = {code: struct.calcsize(text) for code, text in _INTEGERS.items()} | {6
 _TEXT, _LIST = 8, 9
 
 
-class NotReadable(ValueError):
+class UnreadableHeader(ValueError):
     """The file is truncated or has an impossible value."""
 
 
-def header(path: Path) -> dict[str, int] | None:
+def read_header(path: Path) -> dict[str, int] | None:
     """Return the figures of `WANTED` by key, without the architecture's prefix; None if it is no GGUF file.
 
     Raises OSError.
@@ -220,7 +219,7 @@ def header(path: Path) -> dict[str, int] | None:
         if file.read(4) != _MAGIC:
             return None
         figures: dict[str, int] = {}
-        with contextlib.suppress(NotReadable):
+        with contextlib.suppress(UnreadableHeader):
             _Header(file).collect(figures)
         return figures
 
@@ -235,7 +234,7 @@ class _Header:
     def collect(self, figures: dict[str, int]) -> None:
         """Add to `figures` until none is missing; raise NotReadable if parsing cannot continue."""
         if self._integer(4) not in _VERSIONS:
-            raise NotReadable("another version")
+            raise UnreadableHeader("another version")
         _tensors, pairs = self._integer(10), self._integer(10)
         for _ in range(pairs):
             if len(figures) == len(WANTED):
@@ -249,7 +248,7 @@ class _Header:
         """Read the next key, without the architecture's prefix."""
         length = self._integer(10)
         if length > LONGEST_KEY:
-            raise NotReadable("a key that is too long")
+            raise UnreadableHeader("a key that is too long")
         return self._read(length).decode("utf-8", "replace").partition(".")[2]
 
     def _value(self, kind: int) -> int | None:
@@ -263,7 +262,7 @@ class _Header:
         elif kind in _WIDTHS:
             self._skip(_WIDTHS[kind])
         else:
-            raise NotReadable("a value of an unknown kind")
+            raise UnreadableHeader("a value of an unknown kind")
         return None
 
     def _list(self, kind: int, length: int) -> int | None:
@@ -275,23 +274,23 @@ class _Header:
             for _ in range(length):
                 self._skip(self._integer(10))
         else:
-            raise NotReadable("a list of lists")
+            raise UnreadableHeader("a list of lists")
         return None
 
     def _integer(self, kind: int) -> int:
         self._steps += 1
         if self._steps > MOST_STEPS:
-            raise NotReadable("too many values")
+            raise UnreadableHeader("too many values")
         (value,) = struct.unpack(_INTEGERS[kind], self._read(_WIDTHS[kind]))
         return int(value)
 
     def _read(self, length: int) -> bytes:
         content = self._file.read(length)
         if len(content) < length:
-            raise NotReadable("the end of the file")
+            raise UnreadableHeader("the end of the file")
         return content
 
     def _skip(self, length: int) -> None:
         if length > self._end - self._file.tell():
-            raise NotReadable("a value beyond the end of the file")
+            raise UnreadableHeader("a value beyond the end of the file")
         self._file.seek(length, os.SEEK_CUR)

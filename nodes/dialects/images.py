@@ -90,7 +90,7 @@ async def generate(request: InferenceRequest) -> Answer:
     body = parse_request(wire.json_object(request.body))
     definition = await defined(body.model)
     request.model = definition.name
-    calls = _calls(body, definition.model, definition.answering.defaults)
+    calls = _calls(body, definition.model, definition.generation.defaults)
     images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))
     content = await asyncio.to_thread(
         render_response, request.request_id, int(clock.now().timestamp()), images

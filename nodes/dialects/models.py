@@ -27,7 +27,7 @@ MODEL_PREFIX = "/v1/models/"
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    data = [_entry(definition) for definition in await folder.every()]
+    data = [_entry(definition) for definition in await folder.list_definitions()]
     return Answer(orjson.dumps({"object": "list", "data": data}))
 
 
@@ -46,8 +46,8 @@ def _entry(definition: Definition) -> dict[str, Any]:
         "created": definition.changed,
         "owned_by": "localai",
     }
-    if definition.answering.warnings:
-        entry["warnings"] = list(definition.answering.warnings)
+    if definition.generation.warnings:
+        entry["warnings"] = list(definition.generation.warnings)
     return entry
 
 
@@ -74,7 +74,7 @@ async def tags(request: InferenceRequest) -> Answer:
     await confirm(request)
     models = [
         _ollama_entry(definition) | {"modified_at": format_time(definition.changed)}
-        for definition in await folder.every()
+        for definition in await folder.list_definitions()
     ]
     return Answer(orjson.dumps({"models": models}))
 
@@ -89,7 +89,7 @@ async def running(request: InferenceRequest) -> Answer:
     models = [
         _ollama_entry(definition)
         | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
-        for definition in await folder.every()
+        for definition in await folder.list_definitions()
         if definition.name in loaded
     ]
     return Answer(orjson.dumps({"models": models}))
@@ -112,7 +112,7 @@ async def show(request: InferenceRequest) -> Answer:
             {
                 "modelfile": "",
                 "parameters": "",
-                "template": definition.answering.template,
+                "template": definition.generation.template,
                 "details": _ollama_entry(definition)["details"],
                 "model_info": {"general.context_length": context} if context else {},
                 "capabilities": _capabilities(definition),

@@ -15,7 +15,7 @@ from localai_cluster.kit import clock, conf, errors
 from nodes.commands.commands import unless
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
-from nodes.definitions.folder import FolderHangs
+from nodes.definitions.folder import FolderUnresponsive
 from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.progress_deadline import ProgressDeadline
 from nodes.loading.send_files import ModelTransfer, StagingResult, TransferLimits
@@ -25,7 +25,7 @@ from nodes.loading.transfer import FileRefused, Stalled, Unreachable
 from nodes.loading.upload_meter import UploadMeter
 from nodes.models import BackendNode
 from nodes.placement import deadlines, memory
-from nodes.placement.choose import disk_words, gib
+from nodes.placement.choose import describe_disk_need, format_gib
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
 from nodes.replicas import slots, staged_files
@@ -80,7 +80,7 @@ async def stage_files(
     """
     cluster, definition = conf.cluster(), attempt.definition
     if cluster.shared_models:
-        return sizes.located(cluster.models_path, definition.model, options), {}
+        return sizes.with_file_paths(cluster.models_path, definition.model, options), {}
     planned = await _planned(definition, options)
     sent = StagingResult("", {})
     if planned.files:
@@ -104,7 +104,7 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
         async with asyncio.timeout(_LOOK_LIMIT):
             return await in_staging_thread(lambda: plan_files(folder, definition.name, options))
     except TimeoutError:
-        hangs = FolderHangs(f"the models folder {folder.name!r} of the control plane does not answer")
+        hangs = FolderUnresponsive(f"the models folder {folder.name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
     except (Unsendable, OSError) as error:
         raise LoadFailed(f"staging: {error}") from error
@@ -189,9 +189,10 @@ async def _send_missing(attempt: StagingAttempt, sending: ModelTransfer) -> Stag
 def _check_room(slot: Slot, missing: int) -> None:
     """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
     node = BackendNode.objects.filter(pk=slot.node_id).first()
-    needed = memory.disk(missing) if missing else 0
+    needed = memory.required_disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
-        problem = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
+        free = format_gib(node.available_disk)
+        problem = f"{free} of disk space free, {describe_disk_need(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:
             raise NodeRefused(f"staging: {problem}")
         log.warning("%s: %s", slot.node_name, problem)

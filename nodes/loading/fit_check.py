@@ -39,8 +39,8 @@ def node_fit(model_name: str) -> Row:
     if wanted is None:
         raise errors.NotFound("there is no such model")
     selector = fleet_queries.selectors_of([model_name])[model_name]
-    fleet = fleet_queries.fleet(model_name, selector=selector, conflicts=wanted.conflicts)
-    fleet = fleet_queries.mark(fleet, wanted.definition.backend)
+    fleet = fleet_queries.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
+    fleet = fleet_queries.mark_installed(fleet, wanted.definition.backend)
     view = FleetView(fleet, wanted.need, selector)
     found = view.decide()
     return FIT.of(

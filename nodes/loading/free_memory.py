@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from nodes.loading.failures import WorkerGone
 from nodes.models import ReplicaState
 from nodes.placement.choose import Decision
-from nodes.placement.evict import Eviction, choose_victims, named
+from nodes.placement.evict import Eviction, choose_victims, join_names
 from nodes.placement.load_decision import LoadQuestion
 from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
@@ -54,9 +54,9 @@ async def wait_until_evicted(room: PendingEviction, work: Work, slot: Slot) -> N
     await work.report(Tick("loading", room.why, node_id=slot.node_id, node_name=slot.node_name))
     while remaining := await in_thread(_remaining, room):
         if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
-            raise WorkerGone(f"{named(serving)} on {slot.node_name} serves again")
+            raise WorkerGone(f"{join_names(serving)} on {slot.node_name} serves again")
         if clock.monotonic() >= deadline:
-            names = named(name for name, _ in remaining)
+            names = join_names(name for name, _ in remaining)
             raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
         await asyncio.sleep(EVICTION_POLL)
 

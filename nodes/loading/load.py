@@ -32,7 +32,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
-from nodes.definitions.folder import Folder, FolderHangs
+from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import attempts, delivery, gpu_pinning, load_placement, needs, node_options
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.free_memory import PendingEviction, wait_until_evicted
@@ -42,9 +42,9 @@ from nodes.loading.node_options import fingerprint
 from nodes.loading.progress_deadline import ProgressDeadline
 from nodes.loading.send_files import TransferLimits
 from nodes.models import BackendNode
-from nodes.placement.choose import gib
+from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
-from nodes.placement.node_backoff import Setbacks
+from nodes.placement.node_backoff import NodeBackoffs
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -72,7 +72,7 @@ class Attempt:
     definition: Definition
     slot: Slot
     worker: Worker
-    setbacks: Setbacks
+    backoffs: NodeBackoffs
     """The nodes that failed this load before, or did not answer."""
     why: str
     """The reason for the choice of this slot."""
@@ -121,21 +121,21 @@ class LoadModel:
         await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
-        except FolderHangs as hangs:
+        except FolderUnresponsive as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
             missing = errors.NotFound(f"model {work.operation.element} is not defined")
             raise await attempts.record_end(work, Cause.UNDEFINED, missing)
         request = request_of(work.operation)
         name, besides = definition.name, request.excluded_nodes
-        if not request.is_scale_up and await in_thread(fleet_queries.serving, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}
-        if not request.is_scale_up and await in_thread(fleet_queries.on_its_way, name, besides=besides):
+        if not request.is_scale_up and await in_thread(fleet_queries.is_being_loaded, name, besides=besides):
             # R2.64: no replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
             outcome = load_placement.retry_or_end(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
             raise await attempts.record_end(work, Cause.ON_ITS_WAY, outcome)
-        if request.replaces and await in_thread(fleet_queries.loaded_by, request.replaces) == revision(
+        if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
@@ -181,7 +181,7 @@ class LoadModel:
             definition,
             place.slot,
             worker,
-            place.setbacks,
+            place.backoffs,
             place.why,
             ProgressDeadline(work),
             files.payload,
@@ -311,7 +311,7 @@ class LoadModel:
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
-                f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"
+                f"loading {format_gib(attempt.payload)} took longer than {limit:.0f} s"
                 " (LOCALAI_NATS_MODEL_LOAD_TIMEOUT); the engine is stopped"
             ) from error
         except (Refused, Lost, Busy):

@@ -24,9 +24,9 @@ from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decisi
 from nodes.loading.wait import has_other_node_since
 from nodes.models import NodeModel, PlacementRecord
 from nodes.models.replica import ALL_SUFFIX, load_key
-from nodes.placement.explain import Ending, Explanation
-from nodes.placement.load_decision import settle
-from nodes.placement.node_backoff import from_payload, resting
+from nodes.placement.explain import DecisionOutcome, Explanation
+from nodes.placement.load_decision import decide_load
+from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from operations.models import Operation, Status
 
 RECORDS = 20
@@ -94,7 +94,7 @@ def _action(
         return "refuse", f"the last load failed a moment ago: {failed.error}"
     if active is not None:
         return "wait", f"it waits for the end of {active.kind}: {active.message or active.status}"
-    if explanation.outcome == Ending.PLACED and explanation.node is not None:
+    if explanation.outcome == DecisionOutcome.PLACED and explanation.node is not None:
         return "load", f"a load begins on {explanation.node.name}: {explanation.sentence}"
     return "load", f"a load begins and waits: {explanation.sentence}"
 
@@ -127,6 +127,6 @@ def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> Expl
     payload = load.payload if load is not None else {}
     setbacks = from_payload(payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
-    excluded_nodes = resting(setbacks, now) | refusing_nodes
+    excluded_nodes = backed_off_nodes(setbacks, now) | refusing_nodes
     question, decision = decide(wanted, request, setbacks, excluded_nodes, refusing_nodes)
-    return settle(question, decision, find_eviction(wanted.definition.name, question, decision))
+    return decide_load(question, decision, find_eviction(wanted.definition.name, question, decision))

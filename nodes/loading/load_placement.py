@@ -15,8 +15,8 @@ from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import recent_refusals
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
-from nodes.decisions.decision_log import Decided
-from nodes.decisions.load_snapshots import sections
+from nodes.decisions.decision_log import DecisionRecord
+from nodes.decisions.load_snapshots import encode_load
 from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
 from nodes.loading import attempts, needs
@@ -26,15 +26,15 @@ from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
 from nodes.loading.node_contact import Contacted, contact_best
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction
-from nodes.placement.explain import Ending, Explanation, FleetView
-from nodes.placement.load_decision import LoadQuestion, settle
+from nodes.placement.explain import DecisionOutcome, Explanation, FleetView
+from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.placement.node_backoff import (
-    Setbacks,
-    after_failure,
+    NodeBackoffs,
+    add_failure,
+    backed_off_nodes,
     from_payload,
     into_payload,
-    next_end,
-    resting,
+    seconds_until_retry,
 )
 from nodes.replicas import eviction, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -63,7 +63,7 @@ class Placement:
     """A reserved slot, the reason for it, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
-    setbacks: Setbacks
+    backoffs: NodeBackoffs
     why: str
     room: PendingEviction | None = None
     """The replicas that must stop on the node first; None if there are none."""
@@ -79,14 +79,14 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
     request = request_of(work.operation)
     setbacks = from_payload(work.operation.payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(work.operation.payload))
-    excluded_nodes = resting(setbacks, clock.now()) | refusing_nodes
+    excluded_nodes = backed_off_nodes(setbacks, clock.now()) | refusing_nodes
     listings = dict[UUID, ListReply | None]()
     while True:
         question, decision = await in_thread(
             decide, wanted, request, setbacks, excluded_nodes, refusing_nodes
         )
         victims = await _choose_victims(question, decision, wanted)
-        explanation = settle(question, decision, victims)
+        explanation = decide_load(question, decision, victims)
         if explanation.node is None:
             lacks_room = await in_thread(_lacks_room, request, question, decision)
             raise await _no_node(work, question, victims, explanation, lacks_room)
@@ -94,7 +94,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
         if explanation.node.id not in listings:
             answer = await _contact(bus, work, [node for node in ranked_nodes if node.id not in listings])
             for node_id in answer.silent:
-                setbacks = after_failure(setbacks, node_id, clock.now())
+                setbacks = add_failure(setbacks, node_id, clock.now())
             excluded_nodes |= answer.silent
             if answer.node is not None:
                 listings[answer.node.id] = answer.listed
@@ -113,7 +113,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
 def decide(
     wanted: LoadNeeds,
     request: LoadRequest,
-    setbacks: Setbacks,
+    setbacks: NodeBackoffs,
     excluded_nodes: Set[UUID],
     refusing_nodes: Set[UUID],
 ) -> tuple[LoadQuestion, Decision]:
@@ -124,14 +124,14 @@ def decide(
     name = wanted.definition.name
     setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
     selector = fleet_queries.selectors_of([name])[name]
-    view, decision = fleet_cache.shared().decided(
+    view, decision = fleet_cache.shared_cache().decided(
         name,
         FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.is_restricted),
         only=request.allowed_nodes,
         besides=request.excluded_nodes,
         conflicts=wanted.conflicts,
     )
-    view, decision = fleet_queries.prefer(view, decision, wanted.definition.backend)
+    view, decision = fleet_queries.prefer_installed(view, decision, wanted.definition.backend)
     return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
 
 
@@ -153,7 +153,9 @@ def _reserve(
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None
     now, definition = clock.now(), wanted.definition
-    snapshot_ref = snapshot_log.remember(sections(str(load), definition.name, question, victims), now=now)
+    snapshot_ref = snapshot_log.store_snapshot(
+        encode_load(str(load), definition.name, question, victims), now=now
+    )
     return slots.reserve(
         explanation.node,
         definition.name,
@@ -162,7 +164,7 @@ def _reserve(
         now=now,
         need=wanted.need,
         room=victims,
-        why=Decided(definition.name, load, explanation, snapshot_ref),
+        why=DecisionRecord(definition.name, load, explanation, snapshot_ref),
     )
 
 
@@ -170,7 +172,7 @@ def _warn(node: Candidate, wanted: LoadNeeds) -> None:
     if lacks_disk(node, wanted.need):
         log.warning("%s may have too little disk space for %s", node.name, wanted.definition.name)
     if node.conflicts:
-        log.warning("%s goes to %s, %s", wanted.definition.name, node.name, node.why_not_alone())
+        log.warning("%s goes to %s, %s", wanted.definition.name, node.name, node.describe_conflicts())
 
 
 async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacted:
@@ -185,7 +187,7 @@ async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacte
 def _lacks_room(request: LoadRequest, question: LoadQuestion, decision: Decision) -> bool:
     """Return True if the replica that the load replaces holds the memory that the load needs."""
     former = eviction.serving(request.replaces) if request.replaces is not None else None
-    return former is not None and question.fits_instead_of(former, decision)
+    return former is not None and question.fits_in_place_of(former, decision)
 
 
 async def _no_node(
@@ -201,12 +203,12 @@ async def _no_node(
     need, by which it is woken, and `lacks_room`, by which the replica pass terminates the replaced replica
     first.
     """
-    setbacks = question.view.setbacks
-    back_off = next_end(setbacks, clock.now())
+    setbacks = question.view.backoffs
+    back_off = seconds_until_retry(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if back_off is None else min(back_off, _LOOK_FOR_NODE)
     # Refresh: requests that came while workers were contacted have moved the load's deadline.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    if explanation.outcome == Ending.REFUSED:
+    if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
         payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
@@ -214,16 +216,16 @@ async def _no_node(
         outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)
     if is_abandoned:
-        explanation = replace(explanation, outcome=Ending.REFUSED)
-    fleet_sections = sections(str(work.id), operation.element, question, victims, over=is_abandoned)
+        explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
+    fleet_sections = encode_load(str(work.id), operation.element, question, victims, over=is_abandoned)
     await in_thread(_record, operation, explanation, fleet_sections)
     return outcome
 
 
 def _record(operation: Operation, explanation: Explanation, fleet_sections: Sections) -> None:
     now = clock.now()
-    snapshot_ref = snapshot_log.remember(fleet_sections, now=now)
-    decision_log.record(Decided(operation.element, operation.pk, explanation, snapshot_ref), now=now)
+    snapshot_ref = snapshot_log.store_snapshot(fleet_sections, now=now)
+    decision_log.record(DecisionRecord(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 
 def retry_or_end(

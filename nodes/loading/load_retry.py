@@ -15,7 +15,7 @@ from nodes.loading.failures import (
     refused_by_all,
     with_refusal,
 )
-from nodes.placement.node_backoff import Setbacks, after_failure, into_payload
+from nodes.placement.node_backoff import NodeBackoffs, add_failure, into_payload
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, retry_delay
 from operations.models import Operation
@@ -29,14 +29,14 @@ class FailedAttempt(Protocol):
         """The slot of the attempt."""
 
     @property
-    def setbacks(self) -> Setbacks:
+    def backoffs(self) -> NodeBackoffs:
         """The nodes in back-off before this attempt."""
 
 
 def retry_after_loss(tried: FailedAttempt, operation: Operation, gone: errors.ClusterError) -> Exception:
     """Return the exception after a lost worker or engine: a retry on another node, or the end."""
     deaths = operation.payload.get("engine_deaths", 0) + (not isinstance(gone, WorkerGone))
-    setbacks = after_failure(tried.setbacks, tried.slot.node_id, clock.now())
+    setbacks = add_failure(tried.backoffs, tried.slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks) | {"engine_deaths": deaths}
     if isinstance(gone, WorkerGone):
         # The node is in back-off, the load is not: it takes another node at once, or waits with a reason.
@@ -52,7 +52,7 @@ def retry_after_loss(tried: FailedAttempt, operation: Operation, gone: errors.Cl
 def retry_after_refusal(tried: FailedAttempt, operation: Operation, refusal: NodeRefused) -> Exception:
     """Return the exception after a node's refusal: a retry on the next node, or the end with all reasons."""
     slot = tried.slot
-    setbacks = after_failure(tried.setbacks, slot.node_id, clock.now())
+    setbacks = add_failure(tried.backoffs, slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks)
     payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
     if is_last(Cause.NODE_REFUSED, len(refusals(payload))):

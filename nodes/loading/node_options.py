@@ -23,7 +23,7 @@ def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
         return options
     columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
     found = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
-    return tuned(options, definition.backend, Machine(*found) if found else Machine())
+    return tune_options(options, definition.backend, Machine(*found) if found else Machine())
 
 
 _GIB = 2**30
@@ -59,7 +59,7 @@ class Machine:
         return int(major) if major.isascii() and major.isdigit() else 0
 
 
-def tuned(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
+def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
     """Return the options for this machine; configured values stay as they are."""
     result = dict(options)
     roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4

@@ -19,7 +19,7 @@ _AT_MOST_EVERY = deadlines.STALL / 20
 def initial_seconds() -> float:
     """Return the initial progress deadline of a scale-up, in seconds."""
     cluster = conf.cluster()
-    return deadlines.hold(cluster.install_timeout, cluster.model_load_timeout)
+    return deadlines.progress_deadline(cluster.install_timeout, cluster.model_load_timeout)
 
 
 class ProgressDeadline:
@@ -41,5 +41,5 @@ class ProgressDeadline:
         operation, now = self._work.operation, clock.now()
         if request_of(operation).is_scale_up:
             age = (now - operation.created_at).total_seconds()
-            remaining = deadlines.pushed_on(age, seconds, initial_seconds())
+            remaining = deadlines.extend_deadline(age, seconds, initial_seconds())
             await in_thread(admission.need_until, operation.id, now + timedelta(seconds=remaining))

@@ -14,7 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nodes.definitions.sizes import ADAPTERS, MOST_FILES, NAMED, SIDES, inside, shards, without_side_files
+from nodes.definitions.sizes import (
+    ADAPTERS,
+    MOST_FILES,
+    NAMED,
+    SIDES,
+    path_inside,
+    shards,
+    without_side_files,
+)
 from nodes.loading.file_keys import NoKey, key_of
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
@@ -195,7 +203,7 @@ class _FolderReader:
         if "\0" in text:
             return
         if option not in _VALUES and not os.path.isabs(text):
-            path = inside(self._folder, text)
+            path = path_inside(self._folder, text)
             yield from () if path is None else (path,)
             return
         for base in (self._folder, *self._beside):

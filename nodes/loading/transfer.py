@@ -263,12 +263,12 @@ class Transfer:
     def _worker_hashes(self) -> None:
         """Extend the stall limit: the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
-        self._until(self._moved_at + self._stall + deadlines.hashing(self._file.size))
+        self._until(self._moved_at + self._stall + deadlines.hashing_limit(self._file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
             seconds = clock.monotonic() - self._hashing_since
-            self._moved_at += min(seconds, deadlines.hashing(self._file.size))
+            self._moved_at += min(seconds, deadlines.hashing_limit(self._file.size))
             self._hashing_since = None
             self._until(self._moved_at + self._stall)
 

@@ -28,13 +28,13 @@ from typing import Any
 SPLIT_OVERHEAD = 512 * 2**20
 """Bytes for a context and buffers on each GPU, and for layers that cannot be cut."""
 
-Rooms = frozenset[tuple[int, int]]
+FreeByGpu = frozenset[tuple[int, int]]
 """Pairs of a GPU's index and its free bytes; each index occurs once."""
-Shares = Mapping[int, int]
+BytesByGpu = Mapping[int, int]
 """Bytes by the GPU's index."""
 
 
-def fit(free: int, rooms: Rooms, need: int) -> Shares | None:
+def fit_gpus(free: int, rooms: FreeByGpu, need: int) -> BytesByGpu | None:
     """Return the bytes of each GPU for a load of `need` bytes; None if the memory is lacking.
 
     The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
@@ -48,10 +48,10 @@ def fit(free: int, rooms: Rooms, need: int) -> Shares | None:
         return {}
     large_enough = [(room, index) for index, room in rooms if room >= need]
     shares = {min(large_enough)[1]: need} if large_enough else _split(rooms, need)
-    return shares if shares and total(shares, need) <= free else None
+    return shares if shares and total_bytes(shares, need) <= free else None
 
 
-def _split(rooms: Rooms, need: int) -> dict[int, int]:
+def _split(rooms: FreeByGpu, need: int) -> dict[int, int]:
     """Split the need over the fewest GPUs that can hold it, at least two; empty if all of them cannot."""
     # Negative, so that the GPU with the most memory comes first, and of equal ones the first by index.
     usable = sorted([(SPLIT_OVERHEAD - room, index) for index, room in rooms if room > SPLIT_OVERHEAD])
@@ -66,7 +66,7 @@ def _split(rooms: Rooms, need: int) -> dict[int, int]:
     return {}
 
 
-def filled(rooms: Rooms, need: int) -> Shares:
+def fill_gpus(rooms: FreeByGpu, need: int) -> BytesByGpu:
     """Return the memory of a load that fits nowhere: all that is free, GPUs with the most memory first."""
     shares, remaining = {}, need
     for negative, index in sorted([(-room, index) for index, room in rooms if room > 0]):
@@ -77,12 +77,12 @@ def filled(rooms: Rooms, need: int) -> Shares:
     return shares
 
 
-def total(shares: Shares, need: int) -> int:
+def total_bytes(shares: BytesByGpu, need: int) -> int:
     """Return the bytes that the load takes of the node: more than its need if it is split."""
     return sum(shares.values()) or need
 
 
-def given_back(rooms: Rooms, shares: Iterable[tuple[int, int]]) -> Rooms:
+def add_free_bytes(rooms: FreeByGpu, shares: Iterable[tuple[int, int]]) -> FreeByGpu:
     """Add these bytes to the free memory of these GPUs (subtract if negative); keep the other GPUs."""
     added = dict(shares)
     return frozenset((index, room + added.get(index, 0)) for index, room in rooms)
@@ -114,7 +114,7 @@ class Reservation:
     """By GPU index: the bytes needed of it and the bytes available by that reading; empty if unknown."""
 
 
-def on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
+def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
     """Return the bytes of `reading.available` on one GPU that loads of its node will still allocate.
 
     A reservation without GPUs may go to any: all of it counts on each GPU, as not allocated yet.
@@ -126,10 +126,10 @@ def on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReadi
         elif index in reservation.gpus:
             needed, available = reservation.gpus[index]
             on_this_gpu.append(replace(reservation, needed=needed, seen=available))
-    return outstanding(on_this_gpu, reading)
+    return unallocated_bytes(on_this_gpu, reading)
 
 
-def outstanding(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
+def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
     """Return the bytes of `reading.available` that loads of this node will still allocate."""
     counted = _counted(list(reservations), reading.at)
     unread = sum(
@@ -178,7 +178,7 @@ _KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_0": 5, "q5_1": 5, "
 _PLAIN_KV_BITS = 16
 
 
-def vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]) -> int:
+def estimate_vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]) -> int:
     """Return the bytes that the engine will allocate for weights of `size` bytes; 0 if unknown (R2.41).
 
     `header` holds the GGUF values of the model, by their keys without the architecture; None for other files,
@@ -190,9 +190,9 @@ def vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]
     context = context if context > 0 else CONTEXT
     if not header:
         return min(size + _BYTES_PER_TOKEN * context, LARGEST)
-    layers, on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
-    if 0 < on_gpu < layers:
-        size = size * on_gpu // layers
+    layers, unallocated_on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
+    if 0 < unallocated_on_gpu < layers:
+        size = size * unallocated_on_gpu // layers
     heads = header.get("attention.head_count_kv") or header.get("attention.head_count") or _HEADS
     kv = _kv_bits(options) * header.get("embedding_length", _EMBEDDING) * heads * context // 8
     overhead = 2 * size * 2 // 100 + 150_000_000
@@ -205,7 +205,7 @@ def _kv_bits(options: Mapping[str, Any]) -> int:
     return max(_KV_BITS.get(str(kind).lower(), _PLAIN_KV_BITS) for kind in kinds)
 
 
-def disk(payload: int) -> int:
+def required_disk(payload: int) -> int:
     """Return the free bytes that a node must have for files of `payload` bytes (R2.37)."""
     if payload <= 0:
         return UNKNOWN_PAYLOAD

@@ -33,16 +33,16 @@ from nodes.scheduling.plan import IDLE_FOR, plan
 from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
-    Demand,
+    DesiredState,
     EndPressure,
+    EvictReplica,
     Failure,
     Fleet,
-    GiveWay,
-    Host,
-    LoadAnother,
-    Placed,
-    Retire,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    LoadReplica,
+    RetireReplica,
+    RuleDecision,
     Unsatisfiable,
 )
 from operations.models import Operation, Status
@@ -59,26 +59,26 @@ def look(*, tick: bool) -> bool:
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
-            rules, revisions = passes.demands(), revisions_now()
+            rules, revisions = passes.read_desired_states(), revisions_now()
             ruled = {demand.model: demand for demand in rules}
-            demands = [*rules, *passes.of_models(_outdated(revisions or {}) - ruled.keys())]
+            demands = [*rules, *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys())]
             done = _carried_out(demands, revisions, now, tick=tick) if demands else []
-            passes.record([ruling for ruling in done if ruling.model in ruled], ruled, now)
+            passes.write_results([ruling for ruling in done if ruling.model in ruled], ruled, now)
     return mine
 
 
 def _carried_out(
-    demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
-) -> list[Ruling]:
+    demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
+) -> list[RuleDecision]:
     about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
     rulings = plan(fleet, demands, now, tick=tick)
-    seen = scale_records.keep(rulings, fleet, about, now, tick=tick)
+    seen = scale_records.record_decisions(rulings, fleet, about, now, tick=tick)
     done = [apply(ruling, now) for ruling in rulings]
-    scale_records.keep_refused(rulings, done, seen, now)
+    scale_records.record_refusals(rulings, done, seen, now)
     return done
 
 
-def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
+def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
     """What the rules are about; seven queries for any number of rules, nodes and replicas.
 
     `revisions`: of the definitions that are there, None if that cannot be told.
@@ -96,7 +96,7 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
     )
     return Fleet(
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
-        replicas=[Placed(*row) for row in rows],
+        replicas=[FleetReplica(*row) for row in rows],
         loads=loads.counts,
         pinned=loads.pinned,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
@@ -110,7 +110,9 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
 def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
     """R4.13, R4.16: of models under enough pressure, how much."""
     least = max(conf.cluster().prefix_pressure, 1)
-    return {model: count for model, count in pressure.counts(models, now).items() if count >= least}
+    return {
+        model: count for model, count in pressure.pressure_by_model(models, now).items() if count >= least
+    }
 
 
 def _state() -> Case:
@@ -126,25 +128,25 @@ def _outdated(revisions: Mapping[str, str]) -> set[str]:
     return {model for model, revision in loaded_by if revisions.get(model, revision) != revision}
 
 
-def _hosts(keys: Iterable[str]) -> list[Host]:
+def _hosts(keys: Iterable[str]) -> list[FleetNode]:
     """The healthy backend nodes, with the labels that selectors name."""
     labels: dict[UUID, dict[str, str]] = defaultdict(dict)
     for node, key, value in NodeLabel.objects.filter(key__in=keys).values_list("node_id", "key", "value"):
         labels[node][key] = value
     healthy = BackendNode.objects.matching({}).values_list("id", "name", "max_replicas_per_model")
-    return [Host(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
+    return [FleetNode(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
 def revisions_now() -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
-        return {definition.name: definition.revision for definition in asyncio.run(folder.every())}
-    except folder.FolderHangs as hangs:
+        return {definition.name: definition.revision for definition in asyncio.run(folder.list_definitions())}
+    except folder.FolderUnresponsive as hangs:
         log.warning("replicas: %s", hangs.message)
         return None
 
 
-def apply(ruling: Ruling, now: datetime) -> Ruling:
+def apply(ruling: RuleDecision, now: datetime) -> RuleDecision:
     """Asks for what a rule needs, until something is refused (R4.15); answers what was done of it."""
     done: list[Action] = []
     for action in ruling.actions:
@@ -167,15 +169,15 @@ def apply(ruling: Ruling, now: datetime) -> Ruling:
 def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
-        case LoadAnother(model, only, reason, pinned, replaces):
+        case LoadReplica(model, only, reason, pinned, replaces):
             scale_up.request_scale_up(
                 model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
-        case GiveWay(model, replica_id, reason):
+        case EvictReplica(model, replica_id, reason):
             give_way(replica_id, now)
             log.info("%s: %s", model, reason)
-        case Retire(model, replica_id, reason):
+        case RetireReplica(model, replica_id, reason):
             retire(replica_id, reason, now)
             log.info("%s: %s", model, reason)
         case Unsatisfiable(model, ticks, _, reason):

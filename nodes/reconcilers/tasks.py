@@ -12,7 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, pending, samples, services, timeline
+from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
 from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
@@ -74,7 +74,7 @@ def scale() -> None:
 @left_out_in_an_outage
 def keep_samples() -> None:
     """Store this minute's memory of all nodes; a second process would write the same rows."""
-    samples.keep(now=clock.now())
+    resources.store_samples(now=clock.now())
 
 
 @left_out_in_an_outage

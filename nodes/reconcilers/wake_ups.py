@@ -19,8 +19,8 @@ from localai_cluster.metrics import passes
 from nodes.decisions import fleet_queries
 from nodes.loading import load, needs
 from nodes.loading.load_request import request_of
-from nodes.placement.choose import Candidate, Selector, refusal
-from nodes.placement.node_backoff import from_payload, resting
+from nodes.placement.choose import Candidate, Selector, find_refusal
+from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.reconcilers import intents
 from operations.executor.work import in_thread
 from operations.ledger import attempts
@@ -61,8 +61,8 @@ def _loads(changed: Changed) -> list[UUID]:
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        fleet_queries.fleet("", selector=Selector("", labels), only=changed),
-        fleet_queries.taken(selectors),
+        fleet_queries.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()
     return [
@@ -79,10 +79,10 @@ def _could_take(
     selector: Selector,
     now: datetime,
 ) -> bool:
-    node_backoffs, request = resting(from_payload(operation.payload), now), request_of(operation)
+    node_backoffs, request = backed_off_nodes(from_payload(operation.payload), now), request_of(operation)
     need = needs.from_payload(operation.payload)
     return any(
-        refusal(
+        find_refusal(
             replace(node, taken=frozenset(taken_slots.get(node.id, ()))),
             node_backoffs,
             need,

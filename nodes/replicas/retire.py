@@ -139,7 +139,9 @@ def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
         _return_to_loads(row, locked.values(), stop_sent=stop_sent)
         end_lifeless([row])
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
-            transaction.on_commit(lambda: reserved_memory.credit(row, stop_sent=stop_sent), robust=True)
+            transaction.on_commit(
+                lambda: reserved_memory.credit_stopped_engine(row, stop_sent=stop_sent), robust=True
+            )
     return True
 
 

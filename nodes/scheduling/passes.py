@@ -13,7 +13,7 @@ from django.db.models import Q, QuerySet
 
 from localai_cluster.kit.rows import update_rows
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling.snapshot import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
+from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -24,21 +24,21 @@ _WRITTEN = [
 _COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 
-def demands() -> list[Demand]:
+def read_desired_states() -> list[DesiredState]:
     """Return the rules that set a number of replicas (R1.86); one query."""
     return _demands(ModelSchedulingConfig.objects.filter(_COUNTED))
 
 
-def of_models(model_names: Collection[str]) -> list[Demand]:
+def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
     """Return the demands of models whose rule sets no number of replicas, or without a rule; one query."""
     rule_demands = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
     models = {demand.model for demand in rule_demands}
-    return [*rule_demands, *(Demand(name, {}) for name in sorted({*model_names} - models))]
+    return [*rule_demands, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]
 
 
-def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
+def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
     return [
-        Demand(
+        DesiredState(
             model=row.model_name,
             selector=selectors.readable(row.node_selector),
             minimum=row.min_replicas,
@@ -54,7 +54,7 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
     ]
 
 
-def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime) -> None:
+def write_results(rulings: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime) -> None:
     """Write the rulings for the rules in `about`; two statements for any number of them."""
     ruling_by_model = {ruling.model: ruling for ruling in rulings}
     with transaction.atomic():
@@ -67,7 +67,7 @@ def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime
         update_rows(unchanged, _WRITTEN)
 
 
-def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
+def _write(row: ModelSchedulingConfig, ruling: RuleDecision, now: datetime) -> None:
     row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
     row.loading_replicas, row.looked_at = ruling.loading, now
     row.reason = ruling.reason or row.reason

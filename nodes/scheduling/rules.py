@@ -61,7 +61,7 @@ class Rule:
         return ", ".join(assignments) or "no demands"
 
 
-def check(rule: Rule) -> None:
+def check_rule(rule: Rule) -> None:
     """Raise InvalidInput that names the first wrong field, in the order of http-2.12."""
     selectors.check(rule.node_selector)
     _check_name(rule.model_name)
@@ -119,7 +119,7 @@ class BootRule(msgspec.Struct, forbid_unknown_fields=True):
     min_prefix_match: float | None = None
 
 
-def read(environment: Environment) -> list[Rule]:
+def rules_from_settings(environment: Environment) -> list[Rule]:
     """Return the rules of both settings, inline ones first; wrong entries become problems."""
     text, path = environment.text(INLINE), environment.text(FILE)
     inline_rules = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
@@ -160,7 +160,7 @@ def _rules(environment: Environment, setting: str, document: Callable[[], Any]) 
         return
     for number, entry in enumerate(entries or [], 1):
         try:
-            yield rule_of(entry)
+            yield parse_rule(entry)
         except errors.InvalidInput as error:
             environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _FIX)
 
@@ -170,7 +170,7 @@ def _entry_label(entry: Any) -> str:
     return f" ({name[:80]!r})" if isinstance(name, str) and name else ""
 
 
-def rule_of(entry: Any) -> Rule:
+def parse_rule(entry: Any) -> Rule:
     """Convert an entry to a rule with every field, since it replaces the stored rule (R4.48).
 
     Raises InvalidInput, which names the field.
@@ -190,7 +190,7 @@ def rule_of(entry: Any) -> Rule:
         balance_rel_threshold=boot_rule.balance_rel_threshold or 0,
         min_prefix_match=boot_rule.min_prefix_match or 0,
     )
-    check(rule)
+    check_rule(rule)
     return rule
 
 

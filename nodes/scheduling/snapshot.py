@@ -9,7 +9,7 @@ from uuid import UUID
 
 
 @dataclass(frozen=True)
-class Demand:
+class DesiredState:
     """A rule as the pass reads it."""
 
     model: str
@@ -35,7 +35,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Host:
+class FleetNode:
     """A healthy backend node."""
 
     id: UUID
@@ -46,7 +46,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Placed:
+class FleetReplica:
     """The row of a replica, in any state."""
 
     id: UUID
@@ -73,8 +73,8 @@ class Failure:
 class Fleet:
     """The cluster state that the rules are planned against."""
 
-    hosts: Sequence[Host] = ()
-    replicas: Sequence[Placed] = ()
+    hosts: Sequence[FleetNode] = ()
+    replicas: Sequence[FleetReplica] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
     """Number of loads under way by model, with or without a slot."""
     pinned: Mapping[str, frozenset[UUID]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class LoadAnother:
+class LoadReplica:
     """Load one more replica on one of the nodes `only`; None: on any."""
 
     model: str
@@ -106,7 +106,7 @@ class LoadAnother:
 
 
 @dataclass(frozen=True)
-class Retire:
+class RetireReplica:
     """Retire this replica if it is still idle."""
 
     model: str
@@ -115,7 +115,7 @@ class Retire:
 
 
 @dataclass(frozen=True)
-class GiveWay:
+class EvictReplica:
     """Evict this replica of a former definition before its successor loads, which does not fit beside it."""
 
     model: str
@@ -147,11 +147,11 @@ class EndPressure:
     model: str
 
 
-Action = LoadAnother | Retire | GiveWay | Unsatisfiable | ClearFlags | EndPressure
+Action = LoadReplica | RetireReplica | EvictReplica | Unsatisfiable | ClearFlags | EndPressure
 
 
 @dataclass(frozen=True)
-class Ruling:
+class RuleDecision:
     """The decision for one rule, and its figures: replicas wanted, serving, and being loaded."""
 
     model: str
@@ -166,11 +166,11 @@ class Ruling:
 LOADING = ("loading", "staging")
 
 
-class EligibleNodes(tuple[Host, ...]):
+class EligibleNodes(tuple[FleetNode, ...]):
     """The nodes that a selector matches, sorted by name. Rules share it, so that no rule scans every node."""
 
     @cached_property
-    def by_id(self) -> dict[UUID, Host]:
+    def by_id(self) -> dict[UUID, FleetNode]:
         """The nodes by id."""
         return {host.id: host for host in self}
 
@@ -189,13 +189,13 @@ class EligibleNodes(tuple[Host, ...]):
 class RuleContext:
     """One rule and the part of the fleet that concerns it."""
 
-    demand: Demand
+    demand: DesiredState
     eligible: EligibleNodes
-    hosts: Mapping[UUID, Host]
+    hosts: Mapping[UUID, FleetNode]
     """Every healthy node."""
-    rows: Sequence[Placed]
+    rows: Sequence[FleetReplica]
     """All replicas of the model."""
-    serving: Sequence[Placed]
+    serving: Sequence[FleetReplica]
     """The replicas that are loaded on healthy nodes."""
     loads: int
     loads_with_slot: int
@@ -214,15 +214,15 @@ class RuleContext:
     """Requests within the last minute that could not use their cached prompt; 0 if too few."""
 
     @cached_property
-    def rows_by_node(self) -> dict[UUID, list[Placed]]:
+    def rows_by_node(self) -> dict[UUID, list[FleetReplica]]:
         """The rows by node. A row in any state occupies a slot (R1.62, R1.65)."""
-        rows_by_node: dict[UUID, list[Placed]] = defaultdict(list)
+        rows_by_node: dict[UUID, list[FleetReplica]] = defaultdict(list)
         for row in self.rows:
             rows_by_node[row.node_id].append(row)
         return dict(rows_by_node)
 
     @cached_property
-    def eligible_serving(self) -> list[Placed]:
+    def eligible_serving(self) -> list[FleetReplica]:
         """The subset of `serving` on nodes that the rule's selector matches."""
         return [row for row in self.serving if row.node_id in self.eligible.ids]
 
@@ -233,7 +233,7 @@ class RuleContext:
         used = sum(min(len(rows), hosts[id].slots) for id, rows in self.rows_by_node.items() if id in hosts)
         return self.eligible.slots - used - (self.loads - self.loads_with_slot)
 
-    def free_slots_of(self, host: Host) -> int:
+    def free_slots_of(self, host: FleetNode) -> int:
         """Return the number of free slots of the node."""
         return max(host.slots - len(self.rows_by_node.get(host.id, ())), 0)
 
@@ -252,10 +252,10 @@ class RuleContext:
         """The nodes on which a load may be placed; None: any (R4.15)."""
         return None if self.demand.selector == {} else self.eligible.ids
 
-    def ruling(self, reason: str, *actions: Action) -> Ruling:
+    def ruling(self, reason: str, *actions: Action) -> RuleDecision:
         """Return the ruling with these actions and the rule's figures."""
-        added = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
-        removed = sum(isinstance(action, Retire) for action in actions)
+        added = sum(isinstance(action, LoadReplica) and action.replaces is None for action in actions)
+        removed = sum(isinstance(action, RetireReplica) for action in actions)
         removed += sum(row.id in self.replacing for row in self.serving)
         aim = max(self.required, len(self.serving) + self.loads + added - removed)
-        return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
+        return RuleDecision(self.demand.model, aim, len(self.serving), self.loads, reason, actions)

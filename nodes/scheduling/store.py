@@ -20,7 +20,7 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
 from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
-from nodes.scheduling.rules import Rule, check
+from nodes.scheduling.rules import Rule, check_rule
 from operations.changes.events import notify
 from operations.models import Operation
 
@@ -73,7 +73,7 @@ RULE = Shape(
 )
 
 
-def rows(rules: QuerySet[ModelSchedulingConfig]) -> list[Row]:
+def serialize_rules(rules: QuerySet[ModelSchedulingConfig]) -> list[Row]:
     """Return the rules in wire form, by model name; one query."""
     return [_serialize(row) for row in RULE.rows(rules.order_by("model_name"))]
 
@@ -95,7 +95,7 @@ CHANNEL = "cluster_rules"
 
 def set_rule(rule: Rule, now: datetime) -> Row:
     """Create or change the model's rule; return it as stored. Raise InvalidInput."""
-    check(rule)
+    check_rule(rule)
     columns = rule.given
     row = ModelSchedulingConfig(model_name=rule.model_name, created_at=now, updated_at=now, **columns)
     with transaction.atomic():
@@ -107,12 +107,12 @@ def set_rule(rule: Rule, now: datetime) -> Row:
             update_fields=[*columns, "updated_at", "reason", "looked_at"],
         )
         # That statement has locked the row: nobody has changed it since.
-        (stored,) = rows(_rules_of(rule.model_name))
+        (stored,) = serialize_rules(_rules_of(rule.model_name))
         _publish_change("scheduling_rule.set", stored["id"], rule.model_name, rule.summary, now)
     return stored
 
 
-def replace(rules: Iterable[Rule], now: datetime) -> int:
+def replace_rules(rules: Iterable[Rule], now: datetime) -> int:
     """Set all of these rules or none (R1.89); return their number. Other models' rules stay.
 
     The last rule of a model wins. Rules must set every field (R4.48). Raises InvalidInput.
@@ -136,12 +136,12 @@ def delete_rule(model_name: str, now: datetime) -> bool:
     return True
 
 
-def find(model_name: str) -> Row | None:
+def find_rule(model_name: str) -> Row | None:
     """Return the model's rule; None if it has none."""
-    return next(iter(rows(_rules_of(model_name))), None)
+    return next(iter(serialize_rules(_rules_of(model_name))), None)
 
 
-def revision() -> str:
+def rules_revision() -> str:
     """Return a fingerprint of all rules, their last results and the counts of their replicas; one query.
 
     It covers all rows, because clocks of processes differ: the latest time among them may stay while one

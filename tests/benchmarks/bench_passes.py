@@ -81,7 +81,7 @@ def run(nodes: int) -> None:
     now = clock.now()
     plant(nodes)
     measure(nodes, "replica pass", lambda: replicas.look(tick=True))
-    rules = passes.demands()
+    rules = passes.read_desired_states()
     fleet = replicas.observe(rules, None, now)
     measure(nodes, "of that, the plan", lambda: plan(fleet, rules, now, tick=True))
     measure(nodes, "liveness", tasks.liveness)

@@ -224,7 +224,7 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
     results = at_once(
         *(lambda n=number: store.set_rule(Rule("m", {"n": str(n)}, n, n), now) for number in range(1, 7)),
         lambda: store.delete_rule("m", now),
-        lambda: store.replace([Rule("n"), Rule("m", {"n": "9"}, 9, 9)], now),
+        lambda: store.replace_rules([Rule("n"), Rule("m", {"n": "9"}, 9, 9)], now),
     )
     assert unexpected(results) == []
     row = ModelSchedulingConfig.objects.filter(model_name="m").first()
@@ -274,5 +274,5 @@ def test_one_wrong_entry_ends_the_start_and_sets_nothing(monkeypatch: pytest.Mon
 def test_of_many_rules_all_are_set_or_none() -> None:
     """Also when one is refused at last."""
     with pytest.raises(errors.InvalidInput):
-        store.replace([Rule("a"), Rule("b", min_replicas=-1)], clock.now())
+        store.replace_rules([Rule("a"), Rule("b", min_replicas=-1)], clock.now())
     assert not ModelSchedulingConfig.objects.exists()

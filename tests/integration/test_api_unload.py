@@ -275,7 +275,7 @@ class TestLoad:
         async def find(name: str) -> Any:
             return object() if name == "echo" else None
 
-        monkeypatch.setattr(folder, "find", find)
+        monkeypatch.setattr(folder, "find_definition", find)
 
     def post(self, body: Any) -> Any:
         return api.admin().post("/backend/load", body)

@@ -24,7 +24,7 @@ from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import memory
-from nodes.placement.choose import NOTHING, Need, Reason, refusal
+from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import load_ends, slots, staged_files
 from operations.executor.operation_queue import write_batch
@@ -242,10 +242,10 @@ async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
 ) -> None:
     """And one with files waits, with the reason, while there is no other node (review R4)."""
     await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
-    nodes = await in_thread(fleet_queries.fleet, "echo")
-    assert {refusal(node, need=Need(disk=1)) for node in nodes} == {None}
+    nodes = await in_thread(fleet_queries.read_fleet, "echo")
+    assert {find_refusal(node, need=Need(disk=1)) for node in nodes} == {None}
     decision = FleetView(nodes, Need(files=1)).decide()
-    assert decision.why_none() == "no node can take it: 2 with a file port that does not answer"
+    assert decision.describe_refusals() == "no node can take it: 2 with a file port that does not answer"
 
 
 @pytest.mark.rule("R2.57")
@@ -301,14 +301,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path
 ) -> None:
     """A full disk keeps out a model that it has not, and takes one back that it has, also half of it."""
-    need = Need(disk=memory.disk(40 * 2**30), disk_required=True)
+    need = Need(disk=memory.required_disk(40 * 2**30), disk_required=True)
 
     def refused() -> Any:
         looks = (
-            fleet_queries.fleet("echo"),
-            fleet_cache.Mirror().decided("echo", FleetView((), need))[0].nodes,
+            fleet_queries.read_fleet("echo"),
+            fleet_cache.FleetCache().decided("echo", FleetView((), need))[0].nodes,
         )
-        first, second = ({one.id: refusal(one, need=need) for one in nodes} for nodes in looks)
+        first, second = ({one.id: find_refusal(one, need=need) for one in nodes} for nodes in looks)
         assert first == second
         return first[stage.one.pk]
 
@@ -320,14 +320,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
-        there = await in_thread(fleet_queries.files_there, "echo")
+        there = await in_thread(fleet_queries.model_file_bytes, "echo")
         assert there == {stage.one.pk: SIZE + len(b"projector")}
         await in_thread(disk_of, stage.one, 2**30)
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
     await in_thread(staged_files.forget, stage.one.pk, "echo")
-    assert await in_thread(fleet_queries.files_there, "echo") == {}
+    assert await in_thread(fleet_queries.model_file_bytes, "echo") == {}
 
 
 def disk_of(node: BackendNode, free: int) -> None:
@@ -337,9 +337,9 @@ def disk_of(node: BackendNode, free: int) -> None:
 def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
-    (view,) = [one for one in fleet_queries.fleet("echo") if one.id == node.id]
+    (view,) = [one for one in fleet_queries.read_fleet("echo") if one.id == node.id]
     return slots.reserve(
-        view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
+        view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
     )
 
 

@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.rpc.errors import BackendError
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import parse
+from nodes.definitions.files import parse_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
@@ -60,7 +60,7 @@ def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: A
 
 
 def asked(model: str, need: Need) -> LoadQuestion:
-    return LoadQuestion(FleetView(fleet_queries.fleet(model), need))
+    return LoadQuestion(FleetView(fleet_queries.read_fleet(model), need))
 
 
 def placed(number: int, need: Need) -> Slot | Eviction | None:
@@ -163,7 +163,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
 
     def free(available: int) -> int:
         BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
-        return fleet_queries.fleet("any")[0].free_vram // GB
+        return fleet_queries.read_fleet("any")[0].free_vram // GB
 
     try:
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
@@ -244,14 +244,14 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
-    (view,) = fleet_queries.fleet("m")
+    (view,) = fleet_queries.read_fleet("m")
     assert isinstance(
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
-    assert fleet_queries.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
     assert retire.confirm(victim.pk, stop_sent=sent)
-    assert fleet_queries.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
@@ -264,7 +264,7 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     with django_assert_num_queries(3):
         find_eviction("m", question, question.view.decide())
     with django_assert_num_queries(5):
-        found = fleet_queries.fleet("m", conflicts={"a", "c"})
+        found = fleet_queries.read_fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 
@@ -347,9 +347,9 @@ async def test_another_node_is_tried_when_the_first_refuses_and_the_error_names_
 async def test_groups_are_read_from_the_definitions(tmp_path: Path) -> None:
     """Trimmed, without empty ones and doubles; not of a disabled model, and never in conflict with itself."""
     plain: dict[str, Any] = {"backend": "b", "parameters": {"model": "x"}}
-    one = parse(plain | {"name": "one", "concurrency_groups": [" gpu ", "", "gpu"]}, "one.yaml")
+    one = parse_definition(plain | {"name": "one", "concurrency_groups": [" gpu ", "", "gpu"]}, "one.yaml")
     assert one.groups == {"gpu"}
-    assert one.revision == parse(plain | {"name": "one"}, "one.yaml").revision
+    assert one.revision == parse_definition(plain | {"name": "one"}, "one.yaml").revision
     for name, more in {
         "one": "concurrency_groups: [gpu]",
         "two": "concurrency_groups: ['gpu ', other]",

@@ -82,11 +82,11 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
     assert pauses[:4] == [FIRST_PAUSE * 2**times for times in range(4)]
     assert pauses[-1] == LONGEST_PAUSE
     assert stored(node).file_port_failed_at == began
-    (candidate,) = fleet_queries.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
+    (candidate,) = fleet_queries.read_fleet("echo")
+    assert choose.find_refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
     record_check(node.id, "", now=now)
-    (candidate,) = fleet_queries.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(files=1)) is None
+    (candidate,) = fleet_queries.read_fleet("echo")
+    assert choose.find_refusal(candidate, need=choose.Need(files=1)) is None
 
 
 def test_loads_that_fail_at_once_count_as_one_failure() -> None:

@@ -13,7 +13,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from nodes.decisions import decision_log, fleet_queries, snapshot_log
-from nodes.decisions.snapshot_log import Section, Seen
+from nodes.decisions.snapshot_log import Section, SnapshotRef
 from nodes.models import PlacementLog, PlacementRecord
 from nodes.reconcilers import decision_replay, tasks
 from nodes.replicas import slots
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 MINUTE = timedelta(minutes=1)
 
 
-def remember(now: datetime, **rows: Any) -> Seen:
-    return snapshot_log.remember({"nodes": Section(rows)}, now=now)
+def remember(now: datetime, **rows: Any) -> SnapshotRef:
+    return snapshot_log.store_snapshot({"nodes": Section(rows)}, now=now)
 
 
-def recalled(seen: Seen) -> Any:
-    state = snapshot_log.recall(seen)
+def recalled(seen: SnapshotRef) -> Any:
+    state = snapshot_log.read_snapshot(seen)
     return None if state is None else state["nodes"]
 
 
@@ -115,7 +115,7 @@ def test_an_answer_that_was_lost_begins_a_base() -> None:
         remember(now, a=2)
     again = remember(now, a=3)
     assert (again.base == first.base, recalled(again)) == (False, {"a": 3})
-    assert remember(now, a=4) == Seen(again.base, 1)
+    assert remember(now, a=4) == SnapshotRef(again.base, 1)
 
 
 @pytest.mark.rule("I14")
@@ -125,14 +125,14 @@ def test_a_kill_between_base_and_log_or_between_log_and_record_harms_no_other() 
     hot.node("a")
     decision_log.record(decided(), now=now)
     unused = remember(now, a=1)
-    snapshot_log.forget()  # as in a process that has just begun
+    snapshot_log.start_new_base()  # as in a process that has just begun
     hot.node("b")
     decision_log.record(decided(), now=now)
     bases = set(PlacementRecord.objects.values_list("base", flat=True))
     assert len(bases) == 2
     assert unused.base in bases
     for record in PlacementRecord.objects.all():
-        assert decision_replay.recomputed(record) == decision_replay.said(record)
+        assert decision_replay.replay(record) == decision_replay.recorded_decision(record)
 
 
 @pytest.mark.rule("I14")
@@ -148,8 +148,8 @@ def test_two_processes_write_at_once() -> None:
         logs[at] = snapshot_log._log
     assert PlacementLog.objects.values("base").distinct().count() == 2
     records = list(PlacementRecord.objects.order_by("id"))
-    assert [decision_replay.recomputed(one) for one in records] == [
-        decision_replay.said(one) for one in records
+    assert [decision_replay.replay(one) for one in records] == [
+        decision_replay.recorded_decision(one) for one in records
     ]
 
 
@@ -192,13 +192,13 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, snapshot_retention=86400.0)
     now = clock.now()
     for age in (0, 23, 25):
-        snapshot_log.forget()
+        snapshot_log.start_new_base()
         told = decided(f"m{age}")
         assert told.seen is not None
         decision_log.record(told, now=now)
         PlacementLog.objects.filter(base=told.seen.base).update(at=now - timedelta(hours=age))
     tasks.prune_timeline()
-    found = {one.model_name: decision_replay.recomputed(one) for one in PlacementRecord.objects.all()}
+    found = {one.model_name: decision_replay.replay(one) for one in PlacementRecord.objects.all()}
     assert {name: one is None for name, one in found.items()} == {"m0": False, "m23": False, "m25": True}
     PlacementRecord.objects.filter(model_name="m25").delete()
 
@@ -207,7 +207,7 @@ def test_a_thousand_nodes_are_bounded() -> None:
     """A base of a thousand nodes, and a decision after a beat of one of them."""
     now = clock.now()
     hot.node("a")
-    (view,) = fleet_queries.fleet("m")
+    (view,) = fleet_queries.read_fleet("m")
     nodes = [dataclasses.replace(view, id=UUID(int=n), name=f"node-{n:04}") for n in range(1000)]
     decision_log.record(decided("m", nodes=nodes), now=now)
     nodes[7] = dataclasses.replace(nodes[7], free_vram=5)

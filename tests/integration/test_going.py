@@ -27,7 +27,7 @@ from nodes.loading.progress_deadline import ProgressDeadline
 from nodes.loading.scale_up import request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import Need, choose
+from nodes.placement.choose import Need, choose_node
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas, stuck_replicas, tasks
@@ -163,7 +163,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = fleet_queries.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -180,7 +180,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: fleet_queries.fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_queries.read_fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -205,7 +205,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return fleet_queries.fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_queries.read_fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -243,7 +243,7 @@ def test_what_comes_back_stays_below_a_budget_and_adds_up() -> None:
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8))
     rows = [old(node, "echo", index) for index in range(2)]
     for row in rows:
-        reserved_memory.credit(row, stop_sent=clock.now())
+        reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 22
     BackendNode.objects.update(vram_budget_bytes=15 * GB)
@@ -260,7 +260,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     def lost(*_: Any, **__: Any) -> None:
         raise OperationalError("connection lost")
 
-    for name in ("credit", "release"):
+    for name in ("credit_stopped_engine", "release"):
         monkeypatch.setattr(reserved_memory, name, lost)
     node = read_node("one", 2)
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
@@ -278,7 +278,7 @@ def test_no_more_comes_back_than_the_node_has() -> None:
     node = read_node("one", 2)
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8), total_vram=24 * GB)
     row = old(node, "echo", size=40)
-    reserved_memory.credit(row, stop_sent=clock.now())
+    reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 24
 
@@ -361,7 +361,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = fleet_queries.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_queries.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -434,7 +434,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose(fleet_queries.fleet("echo"))
+    decision = choose_node(fleet_queries.read_fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(

@@ -10,12 +10,12 @@ from django.db import transaction
 from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
 from nodes.backends.installed import Offered
-from nodes.live import topics
+from nodes.live import watch
 from nodes.live import watch as watching
 from nodes.registry import services
 from nodes.scheduling import passes, store
 from nodes.scheduling.rules import Rule
-from nodes.scheduling.snapshot import Ruling
+from nodes.scheduling.snapshot import RuleDecision
 from operations.changes import events, feed
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
@@ -67,7 +67,7 @@ async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
 
 async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page can tell a quiet cluster from a dead socket."""
-    monkeypatch.setattr(topics, "ALIVE_EVERY", 0.05)
+    monkeypatch.setattr(watch, "ALIVE_EVERY", 0.05)
     page = await tab()
     await page.until(lambda: len(page.told("alive")) > 2)
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
@@ -204,11 +204,11 @@ async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
     monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("rules"))
-    set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.record)
+    set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.write_results)
     await set_rule(Rule("m", min_replicas=1), clock.now())
     await page.until(lambda: len(page.told("rules")) == 2)
-    (demand,) = await sync_to_async(passes.demands)()
-    await record([Ruling("m", 1, 0, 0, "no node")], {"m": demand}, clock.now())
+    (demand,) = await sync_to_async(passes.read_desired_states)()
+    await record([RuleDecision("m", 1, 0, 0, "no node")], {"m": demand}, clock.now())
     await sync_to_async(events.notify)(events.NODES, "")  # as the next second would
     await page.until(lambda: len(page.told("rules")) == 3)
     await sync_to_async(store.delete_rule)("m", clock.now())

@@ -16,14 +16,14 @@ from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import Definition, parse
+from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load, load_placement
 from nodes.loading.load_request import SCALE_UP, request_of
 from nodes.loading.replacement import load_on_other_node
 from nodes.loading.scale_up import active_loads, request_scale_up
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import NOTHING, choose
+from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
@@ -159,7 +159,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(fleet_queries.fleet("m")).node
+                chosen = choose_node(fleet_queries.read_fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -180,7 +180,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -197,7 +197,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -217,7 +217,7 @@ def labelled(name: str, **labels: str) -> BackendNode:
 
 
 def definition() -> Definition:
-    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    return parse_definition({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
 
 
 def claimed(operation: Operation) -> Work:
@@ -230,7 +230,7 @@ async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    wanted = load_placement.LoadNeeds(definition(), NOTHING)
+    wanted = load_placement.LoadNeeds(definition(), NO_NEED)
     return await load_placement.reserve_slot(
         bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
     )
@@ -301,7 +301,7 @@ class TestPlacing:
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
                 selector = fleet_queries.selectors_of(["m", "n"])["m"]
-                seen = fleet_queries.fleet("m", selector=selector)
+                seen = fleet_queries.read_fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

@@ -18,7 +18,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.node_commands import offered_to
-from nodes.definitions.files import Definition, load_options, read
+from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
 from nodes.loading.failures import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
@@ -52,7 +52,7 @@ def told(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def defined(stage: Stage) -> Definition:
     (stage.folder / "echo.yaml").write_text(DEFINITION)
-    return read(stage.folder / "echo.yaml")
+    return read_definition(stage.folder / "echo.yaml")
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:

@@ -190,7 +190,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(fleet_queries.fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_queries.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index

@@ -248,12 +248,12 @@ def test_pressure_of_all_processes_loads_one_more_once(crowd: None, settings: Se
     report(one, first)
     one._unreported.add("m")
     report(one, first)
-    assert pressure.counts(["m"], clock.now()) == {"m": 2}
+    assert pressure.pressure_by_model(["m"], clock.now()) == {"m": 2}
     replicas.look(tick=True)
     assert loads() == 0
     kept_away(two)
     report(two, second)
-    assert pressure.counts(["m", "n"], clock.now()) == {"m": 3}
+    assert pressure.pressure_by_model(["m", "n"], clock.now()) == {"m": 3}
     replicas.look(tick=True)
     assert loads() == 1
     rule = ModelSchedulingConfig.objects.get()
@@ -299,7 +299,7 @@ def test_reports_that_nobody_renews_are_deleted_by_the_next_one() -> None:
     old, prefixes = uuid4(), hot.alone()
     ago = clock.now() - 3 * pressure.WINDOW
     PrefixPressure.objects.create(process_id=old, model_name="m", times=[ago.isoformat()], reported_at=ago)
-    assert pressure.counts(["m"], clock.now()) == {}
+    assert pressure.pressure_by_model(["m"], clock.now()) == {}
     kept_away(prefixes, 2)
 
     async def cut() -> None:

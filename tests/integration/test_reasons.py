@@ -22,7 +22,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.decisions import decision_log, fleet_queries
-from nodes.definitions.files import Definition, parse
+from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load, load_placement
 from nodes.models import (
     BackendNode,
@@ -35,10 +35,10 @@ from nodes.models import (
 )
 from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
-from nodes.placement.choose import NOTHING, Need
-from nodes.placement.explain import Ending
+from nodes.placement.choose import NO_NEED, Need
+from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import decision_replay, tasks
-from nodes.reconcilers.decision_replay import Found
+from nodes.reconcilers.decision_replay import ReplayedDecision
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
@@ -67,7 +67,7 @@ def models(tmp_path: Path, settings: Any) -> Path:
 
 
 def definition() -> Definition:
-    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    return parse_definition({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
 
 
 def claimed() -> Work:
@@ -78,7 +78,7 @@ def claimed() -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Placement:
+async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_placement.Placement:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
@@ -96,7 +96,7 @@ def kept() -> list[PlacementRecord]:
 
 def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
     """Placement is pure and cannot ask the model."""
-    assert set(PlacementOutcome.values) == set(Ending)
+    assert set(PlacementOutcome.values) == set(DecisionOutcome)
 
 
 class TestRecords:
@@ -115,8 +115,12 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = await hot.in_thread(decision_replay.recomputed, row)
-        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.replay, row)
+        assert (
+            again
+            == decision_replay.recorded_decision(row)
+            == ReplayedDecision("placed", row.reason, row.node_id)
+        )
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
 
     @pytest.mark.rule("R1.72", "I14")
@@ -137,8 +141,12 @@ class TestRecords:
             None,
             "the backend is not there yet: not installed against installed on b",
         ]
-        again = await hot.in_thread(decision_replay.recomputed, row)
-        assert again == decision_replay.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.replay, row)
+        assert (
+            again
+            == decision_replay.recorded_decision(row)
+            == ReplayedDecision("placed", row.reason, row.node_id)
+        )
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
         def given() -> Work:
@@ -186,7 +194,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -198,7 +206,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = fleet_queries.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)

@@ -31,7 +31,7 @@ from nodes.replicas import drains, terminations, unload
 from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
-from nodes.scheduling.snapshot import Ruling, Unsatisfiable
+from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Recorder, Work
 from operations.ledger import admission, attempts
@@ -107,7 +107,7 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
     rule(model="all", spread_all=True)
     rule(0, 2, model="most")
     rule(1, model="least")
-    assert [demand.model for demand in passes.demands()] == ["all", "least", "most"]
+    assert [demand.model for demand in passes.read_desired_states()] == ["all", "least", "most"]
     replicas.look(tick=True)
     assert (stored("routed").looked_at, stored("all").reason) == (None, "there is no healthy node")
 
@@ -172,16 +172,16 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
         state = api.admin().get("/api/nodes/scheduling/m").json()["state"]
         return state["wanted"], state["current"], state["loading"]
 
-    revisions = [store.revision()]
+    revisions = [store.rules_revision()]
     replicas.look(tick=True)
     assert shown() == (1, 0, 1), "the load that the pass has asked for"
-    revisions.append(store.revision())
+    revisions.append(store.rules_revision())
     hot.replica(node, "m")
-    revisions.append(store.revision())
+    revisions.append(store.rules_revision())
     (load_of_m,) = loads()
     ends(load_of_m, Status.COMPLETED)
     assert shown() == (1, 1, 0)
-    assert len({*revisions, store.revision()}) == 4, "pages read the rules again each time"
+    assert len({*revisions, store.rules_revision()}) == 4, "pages read the rules again each time"
     assert store.LOAD_KIND == load.KIND
 
 
@@ -220,11 +220,11 @@ def test_flags_that_were_cleared_during_a_pass_are_not_set_by_it() -> None:
     """A node that registers between the look and the write must not wait for a cooldown."""
     rule(1)
     ModelSchedulingConfig.objects.update(unsatisfiable_ticks=2)
-    (seen,) = passes.demands()
+    (seen,) = passes.read_desired_states()
     with transaction.atomic():
         clear_cooldowns(clock.now())
     flags = Unsatisfiable("m", 3, clock.now() + HOUR, "full")
-    passes.record([Ruling("m", 1, 0, 0, "full", (flags,))], {"m": seen}, clock.now())
+    passes.write_results([RuleDecision("m", 1, 0, 0, "full", (flags,))], {"m": seen}, clock.now())
     assert (stored().unsatisfiable_ticks, stored().looked_at) == (0, None)
 
 

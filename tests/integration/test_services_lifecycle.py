@@ -526,7 +526,7 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
     current = AttemptId(operation.id, 2)
-    view = next(one for one in fleet_queries.fleet("m") if one.id == node.pk)
+    view = next(one for one in fleet_queries.read_fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)

@@ -11,9 +11,9 @@ from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import errors
 from nodes.backends.node_commands import find_node
-from nodes.decisions.fleet_queries import fleet
+from nodes.decisions.fleet_queries import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
-from nodes.placement.choose import Reason, refusal
+from nodes.placement.choose import Reason, find_refusal
 from nodes.registry import services
 from nodes.registry.services import Running
 from tests.support.fleet import (
@@ -391,8 +391,8 @@ def test_agents_are_never_a_target(fields: dict[str, Any]) -> None:
     """Neither of placement nor of selectors nor of backend commands; registered all the same."""
     node = register("a1", node_type="agent", address="", auto_approve=True, **fields).node
     assert status(node) == "healthy"
-    (view,) = fleet("m")
-    assert refusal(view) == Reason.AGENT
+    (view,) = read_fleet("m")
+    assert find_refusal(view) == Reason.AGENT
     assert list(BackendNode.objects.matching({})) == []
     with pytest.raises(errors.Conflict, match="does not run backends"):
         find_node(node.pk)

@@ -62,7 +62,7 @@ class Stage:
 
     def slot(self, attempt: AttemptId) -> Slot:
         """The slot of an attempt."""
-        (view,) = fleet_queries.fleet("echo")
+        (view,) = fleet_queries.read_fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot

@@ -17,7 +17,7 @@ from nodes.backends.intents import Failed, settle
 from nodes.loading import load, needs
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
-from nodes.placement.node_backoff import after_failure, into_payload
+from nodes.placement.node_backoff import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import services as registry
 from operations.executor.wake_ups import WakeUps
@@ -173,7 +173,7 @@ def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed
     """Or a silent node whose labels change would be asked again and again."""
     node = hot.node("one")
     operation = waiting(load.KIND, "echo")
-    known = after_failure({}, node.id, clock.now() + timedelta(seconds=60))
+    known = add_failure({}, node.id, clock.now() + timedelta(seconds=60))
     Operation.objects.update(payload=into_payload({}, known))
     assert wake_ups.wake([node.id]) == 0
     assert wake_ups.wake([hot.node("two").id]) == 1

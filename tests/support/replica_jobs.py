@@ -81,7 +81,7 @@ class Cluster:
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(load_ends.end_abandoned, model, now=clock.now())
-        views = call(fleet_queries.fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]

@@ -15,7 +15,7 @@ from localai_cluster.kit import errors
 from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
 from localai_cluster.web.parsers import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures
-from nodes.registry import budget
+from nodes.registry import resources
 from nodes.registry.identity import (
     UNKNOWN,
     MustRotate,
@@ -46,7 +46,7 @@ from nodes.registry.identity import (
 )
 def test_budget_grammar(text: str, limit: int) -> None:
     """R1.49, against a total of 1000 bytes; the ceiling is clamped to it."""
-    assert budget.ceiling(text, 1000) == limit
+    assert resources.budget_ceiling(text, 1000) == limit
 
 
 @pytest.mark.rule("R1.49", "http-1.1")
@@ -54,17 +54,17 @@ def test_budget_grammar(text: str, limit: int) -> None:
 def test_unreadable_budgets(text: str) -> None:
     """R1.49: an error for anyone who types it, no cap where a worker sends it."""
     with pytest.raises(ValueError, match="budget"):
-        budget.ceiling(text, 1000)
-    assert budget.ceiling_or_none(text, 1000) == 0
+        resources.budget_ceiling(text, 1000)
+    assert resources.budget_ceiling_or_none(text, 1000) == 0
 
 
 @pytest.mark.rule("R1.36", "R1.49")
 @given(text=st.text(max_size=12) | st.from_regex(r"\d{1,5}(\.\d)?\s?(%|[kmgt]i?b)?", fullmatch=True))
 def test_a_ceiling_lies_within_the_total(text: str) -> None:
     """R1.36: and what it leaves is never more than there was."""
-    limit = budget.ceiling_or_none(text, 10_000)
+    limit = resources.budget_ceiling_or_none(text, 10_000)
     assert 0 <= limit <= 10_000
-    assert budget.cap(9_000, limit) <= 9_000
+    assert resources.cap_to_ceiling(9_000, limit) <= 9_000
 
 
 ID, OTHER_ID = UUID(int=1), UUID(int=2)

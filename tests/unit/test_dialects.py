@@ -15,7 +15,7 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
-from nodes.definitions.files import Definition, parse
+from nodes.definitions.files import Definition, parse_definition
 from nodes.dialects import anthropic, audio_speech, images, ollama, openai_chat, openai_completions, responses
 from nodes.dialects.anthropic import MessagesBody
 from nodes.dialects.audio_speech import SpeechBody
@@ -216,7 +216,9 @@ def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
             with_prompt(options, prompt, 0).SerializeToString()
 
 
-DEFINITION: Definition = parse({"name": "m", "backend": "b", "parameters": {"model": "file"}}, "m.yaml")
+DEFINITION: Definition = parse_definition(
+    {"name": "m", "backend": "b", "parameters": {"model": "file"}}, "m.yaml"
+)
 
 
 def test_what_a_chat_says_reaches_the_engine() -> None:
@@ -268,7 +270,7 @@ def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None
     """As the reference has it: many definitions say -1."""
     says = {"seed": -1}
     parameters = {"model": "file"} | (says if where == "definition" else {})
-    definition = parse({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
+    definition = parse_definition({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
     asked = openai_chat.parse_request(CHAT | (says if where == "request" else {}))
     assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 

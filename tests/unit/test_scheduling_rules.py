@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit import errors
 from localai_cluster.kit.env import Environment
 from nodes.scheduling import rules
-from nodes.scheduling.rules import MOST_REPLICAS, Rule, check
+from nodes.scheduling.rules import MOST_REPLICAS, Rule, check_rule
 
 INLINE, FILE = rules.INLINE, rules.FILE
 
@@ -33,7 +33,7 @@ RULES = st.builds(
 def refused(rule: Rule) -> errors.InvalidInput | None:
     """Why it is not accepted."""
     try:
-        check(rule)
+        check_rule(rule)
     except errors.InvalidInput as refusal:
         return refusal
     return None
@@ -113,7 +113,7 @@ def test_how_a_model_is_routed(given: dict[str, Any], field: str) -> None:
 def read(**given_settings: str) -> tuple[list[Rule], list[str]]:
     """The rules, and the problems as an operator reads them."""
     environment = Environment(given_settings)
-    found = rules.read(environment)
+    found = rules.rules_from_settings(environment)
     return found, [f"{one.setting}: {one.message} {one.hint}" for one in environment.problems]
 
 

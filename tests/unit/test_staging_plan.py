@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.definitions.files import Unusable, read
+from nodes.definitions.files import UnusableDefinition, read_definition
 from nodes.definitions.sizes import measure
 from nodes.loading.file_keys import NoKey, key_of, path_of, root_of
 from nodes.loading.staging_plan import FilePlan, Unsendable, plan_files
-from nodes.placement.memory import disk
+from nodes.placement.memory import required_disk
 
 ROOT = "/srv/w/models/flux"
 
@@ -245,10 +245,10 @@ def test_what_counts_is_what_goes(tmp_path: Path) -> None:
         "diffusers: {clip_model: c}\ntts: {audio_path: a}\nlora_scales: [1, 0.5]\noverrides: ['x:c']\n"
     )
     (tmp_path / "m.yaml").write_text(text)
-    defined = read(tmp_path / "m.yaml")
+    defined = read_definition(tmp_path / "m.yaml")
     made = plan_files(tmp_path, "m", defined.options)
     assert measure(tmp_path, defined).payload == made.total == 5 * 3
-    assert disk(made.total) == 15 + 2**30
+    assert required_disk(made.total) == 15 + 2**30
     assert (told(made)["CLIPModel"], told(made)["AudioPath"]) == (f"{ROOT}/c", f"{ROOT}/a")
     assert (told(made)["LoraAdapters"], told(made)["LoraScales"]) == ([f"{ROOT}/a", f"{ROOT}/t"], [1.0, 0.5])
 
@@ -259,8 +259,8 @@ def test_what_counts_is_what_goes(tmp_path: Path) -> None:
 )
 def test_lists_of_definitions_are_checked(tmp_path: Path, line: str) -> None:
     (tmp_path / "m.yaml").write_text(f"name: m\nbackend: b\nparameters: {{model: x}}\n{line}\n")
-    with pytest.raises(Unusable, match=r"is not a (list of|number)"):
-        read(tmp_path / "m.yaml")
+    with pytest.raises(UnusableDefinition, match=r"is not a (list of|number)"):
+        read_definition(tmp_path / "m.yaml")
 
 
 NAMES = st.from_regex(r"[a-z]{1,4}", fullmatch=True)

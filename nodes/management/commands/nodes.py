@@ -1,66 +1,71 @@
-"""`manage.py nodes`: manages nodes at the command line.
-
-Each command calls a verb of `nodes.registry`, as the REST API does; `--json` prints what REST answers. A node
-is given by name, id or id prefix. A refused command ends with exit code 1 and one line with a hint.
-"""
+"""`manage.py nodes`: nodes and join tokens. Each verb calls the function that REST calls."""
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.http import QueryDict
 
-from localai_cluster.accounts import audit
-from localai_cluster.kit import clock, errors
+from localai_cluster import join_script
+from localai_cluster.accounts.command_line import (
+    SHORT_ID,
+    AddVerb,
+    Options,
+    VerbCommand,
+    as_json,
+    current_actor,
+    moment,
+    printable,
+    table,
+    verb_adder,
+)
+from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.kit.env import parse_duration
+from nodes.api.join import rows
 from nodes.backends import node_stop
-from nodes.management import join_tokens, lookup, rendering
-from nodes.management.verbs import Add, adder
-from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import listing, node_rows, outcomes, services
+from nodes.management import lookup, node_texts
+from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
+from nodes.registry import joining, listing, node_rows, services
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
 EVENTS_SHOWN = 10
-Options = Mapping[str, Any]
+TOKENS_SHOWN = 100
+_TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
 
 
 class PartlyDone(CommandError):
-    """Some of the requested changes failed; `done` lists all outcomes."""
+    """A command of which some changes failed; `done` lists all outcomes."""
 
     def __init__(self, done: str, message: str) -> None:
         super().__init__(message)
         self.done = done
 
 
-class Command(BaseCommand):
+class Command(VerbCommand):
     """One subcommand per verb."""
 
     help = "Manages the nodes of the cluster."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         _reading(add)
         _deciding(add)
         _identity(add)
-        join_tokens.add_to(add)
+        _join_tokens(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Runs the verb and prints the result; CommandError if it is refused."""
+        """Print the outcomes of a command that did a part, too."""
         try:
-            with audit.at_command_line(lookup.actor()):
-                self.stdout.write(options["act"](options))
+            super().handle(*args, **options)
         except PartlyDone as partly:
             self.stdout.write(partly.done)
             raise
-        except errors.ClusterError as refusal:
-            raise CommandError(refusal.message) from refusal
 
 
-def _reading(add: Add) -> None:
+def _reading(add: AddVerb) -> None:
     listed = add("list", list_nodes, "List all nodes, or those that match the filters.")
     listed.add_argument("--status", choices=NodeStatus.values)
     listed.add_argument("--type", choices=NodeType.values)
@@ -73,7 +78,7 @@ def _reading(add: Add) -> None:
     claims.add_argument("node", nargs="?", metavar="NODE")
 
 
-def _deciding(add: Add) -> None:
+def _deciding(add: AddVerb) -> None:
     approved = add("approve", approve, "Approve pending nodes.")
     approved.add_argument("nodes", nargs="+", metavar="NODE", help="name, id or id prefix")
     rejected = _of_a_node(add("reject", reject, "Reject a pending node."))
@@ -91,14 +96,32 @@ def _deciding(add: Add) -> None:
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
 
 
-def _identity(add: Add) -> None:
-    for name, act, says in (
+def _identity(add: AddVerb) -> None:
+    for name, run, description in (
         ("accept", accept, "Accept a conflict: the claimant becomes the node."),
         ("refuse", refuse, "Refuse a conflict: the node stays as it is, and the claimant stays refused."),
     ):
-        add(name, act, says).add_argument("conflict", metavar="CONFLICT", help="id or id prefix")
+        add(name, run, description).add_argument("conflict", metavar="CONFLICT", help="id or id prefix")
     _of_a_node(add("rotate", rotate, "Have the worker replace its secret at its next call."))
     _with_reason(_of_a_node(add("revoke", revoke, "Reject the worker's secret permanently.")))
+
+
+def _join_tokens(add: AddVerb) -> None:
+    parser = add(
+        "join-token", list_join_tokens, "Make, list or revoke the tokens that other machines join with."
+    )
+    add_verb = verb_adder(parser, "token_verb", "make|list|revoke")
+    made = add_verb(
+        "make", make_join_token, "Make a join token and print the line to run on the other machine."
+    )
+    made.add_argument("--lifetime", type=_seconds, default=joining.USUAL, metavar="1h", help="1m to 168h")
+    made.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
+    made.add_argument("--note", default="", help="shown when a machine joins with it")
+    made.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
+    add_verb("list", list_join_tokens, f"List the latest {TOKENS_SHOWN} join tokens.")
+    add_verb("revoke", revoke_join_token, "Revoke a join token.").add_argument(
+        "token", metavar="ID", help="id or id prefix"
+    )
 
 
 def _of_a_node(parser: CommandParser) -> CommandParser:
@@ -119,71 +142,67 @@ def _duration(text: str) -> float:
 
 
 def list_nodes(options: Options) -> str:
-    """The list, filtered like `GET /api/nodes`."""
     filters = ("status", "type", "vendor", "search", "sort", "label")
     given = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.elements(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
-    return rendering.as_json(rows) if options["json"] else rendering.nodes(rows, clock.now())
+    return as_json(rows) if options["json"] else node_texts.nodes(rows, clock.now())
 
 
 def show(options: Options) -> str:
-    """One node; the text output includes its latest events."""
     node = lookup.node(options["node"])
     row = node_rows.detail(node.id)
     if row is None:
         raise errors.NotFound(f"the node {node.name!r} has just been removed")
     if options["json"]:
-        return rendering.as_json(row)
+        return as_json(row)
     events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:EVENTS_SHOWN]
-    return rendering.detail(row, list(events))
+    return node_texts.detail(row, list(events))
 
 
 def list_conflicts(options: Options) -> str:
-    """Conflicts, latest first."""
+    """Return the open conflicts, or all of one node, latest first."""
     rows = NodeConflict.objects.order_by("-last_at", "id")
     if options["node"]:
         rows = rows.filter(node=lookup.node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
-    found = CONFLICT.rows(rows)
-    return rendering.as_json(found) if options["json"] else rendering.conflicts(found, clock.now())
+    conflicts = CONFLICT.rows(rows)
+    return as_json(conflicts) if options["json"] else node_texts.conflicts(conflicts, clock.now())
 
 
 def approve(options: Options) -> str:
-    """Approves one node, or several independently of each other."""
-    found = [lookup.node(text) for text in options["nodes"]]
-    if len(found) > 1:
-        return _approve_many(options, found)
-    with lookup.hint_on_refusal("approve", found[0]):
-        approved = services.approve(found[0].id, actor=lookup.actor(), now=clock.now())
+    """Approve one node, or several independently of each other."""
+    nodes = [lookup.node(text) for text in options["nodes"]]
+    if len(nodes) > 1:
+        return _approve_many(options, nodes)
+    with lookup.hint_on_refusal("approve", nodes[0]):
+        approved = services.approve(nodes[0].id, actor=current_actor(), now=clock.now())
     if options["json"]:
-        return rendering.as_json(outcomes.approved(approved))
+        return as_json(node_rows.approved(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
     return _summary(approved.node, "node approved") + shown_once
 
 
-def _approve_many(options: Options, found: list[BackendNode]) -> str:
-    ids = list(dict.fromkeys(node.id for node in found))
-    results = services.approve_many(ids, actor=lookup.actor(), now=clock.now())
-    failed = sum(bool(one.error) for one in results)
+def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
+    ids = list(dict.fromkeys(node.id for node in nodes))
+    results = services.approve_many(ids, actor=current_actor(), now=clock.now())
+    failed = sum(bool(result.error) for result in results)
     if options["json"]:
-        text = rendering.as_json(outcomes.outcomes(results))
+        text = as_json(node_rows.outcomes(results))
     else:
-        names = {node.id: node.name for node in found}
-        text = "\n".join(f"{names[one.id]}: {one.error or 'node approved'}" for one in results)
+        names = {node.id: node.name for node in nodes}
+        text = "\n".join(f"{names[result.id]}: {result.error or 'node approved'}" for result in results)
     if failed:
         raise PartlyDone(text, f"{failed} of {len(results)} could not be approved")
     return text
 
 
 def reject(options: Options) -> str:
-    """The rejection and its reason stay, even if the node registers again."""
-    return _act(options, services.reject, "node rejected", reason=options["reason"])
+    return _change_node(options, services.reject, "node rejected", reason=options["reason"])
 
 
 def drain(options: Options) -> str:
-    """An admin's drain lasts until an admin resumes it."""
-    return _act(
+    return _change_node(
         options,
         services.drain,
         "node set to draining",
@@ -193,23 +212,22 @@ def drain(options: Options) -> str:
 
 
 def resume(options: Options) -> str:
-    """Ends a drain (also a worker's own) and the unhealthy state."""
-    return _act(options, services.resume, "node resumed", reason=options["reason"])
+    return _change_node(options, services.resume, "node resumed", reason=options["reason"])
 
 
 def stop(options: Options) -> str:
-    """Asks first: the worker comes back only if its machine starts it again."""
+    """Stop the worker after a confirmation: it comes back only if its machine starts it again."""
     node = lookup.node(options["node"])
     if text := node_stop.refusal(node):
         raise CommandError(f"{node.name} cannot be stopped: {text}")
     if not options["yes"]:
         _confirm_stop(node)
-    asked = node_stop.request_stop(
-        node, actor=lookup.actor().name, now=clock.now(), reason=options["reason"]
+    operation = node_stop.request_stop(
+        node, actor=current_actor().name, now=clock.now(), reason=options["reason"]
     ).operation
     if options["json"]:
-        return rendering.as_json({"message": "the worker is being stopped", "operation": str(asked.id)})
-    return f"{node.name}: the worker is being stopped (operation {asked.id})"
+        return as_json({"message": "the worker is being stopped", "operation": str(operation.id)})
+    return f"{node.name}: the worker is being stopped (operation {operation.id})"
 
 
 def _confirm_stop(node: BackendNode) -> None:
@@ -217,70 +235,62 @@ def _confirm_stop(node: BackendNode) -> None:
         raise CommandError(f"give --yes to stop the worker of {node.name} without a question")
     loaded = NodeModel.objects.loaded().filter(node=node).order_by("model_name", "replica_index")
     replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
-    said = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
-    said += " It comes back only if its machine starts it again."
-    if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+    question = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
+    question += " It comes back only if its machine starts it again."
+    if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was stopped")
 
 
 def evict(options: Options) -> str:
-    """The operation does the work; `manage.py operations show` follows it."""
     node = lookup.node(options["node"])
-    asked = unload_requests.evict(node, lookup.actor().name, now=clock.now()).operation
-    found = {
-        "model": asked.element,
-        "replica_index": asked.payload["replica_index"],
-        "operation": str(asked.id),
-    }
+    operation = unload_requests.evict(node, current_actor().name, now=clock.now()).operation
+    index = operation.payload["replica_index"]
     if options["json"]:
-        return rendering.as_json(found)
-    return f"{node.name}: {asked.element}#{found['replica_index']} is unloaded (operation {asked.id})"
+        return as_json({"model": operation.element, "replica_index": index, "operation": str(operation.id)})
+    return f"{node.name}: {operation.element}#{index} is unloaded (operation {operation.id})"
 
 
 def remove(options: Options) -> str:
-    """A worker that is still running registers again as a new node."""
-    return _act(options, services.deregister, "node deregistered")
+    return _change_node(options, services.deregister, "node deregistered")
 
 
 def rotate(options: Options) -> str:
-    """Until then the old secret is only valid for registration and rotation."""
-    return _act(options, services.request_rotation, "rotation requested")
+    return _change_node(options, services.request_rotation, "rotation requested")
 
 
 def revoke(options: Options) -> str:
-    """The node becomes pending and has no identity."""
-    return _act(options, services.revoke, "identity revoked", reason=options["reason"])
+    return _change_node(options, services.revoke, "identity revoked", reason=options["reason"])
 
 
-def _act(options: Options, verb: Callable[..., Any], message: str, **more: Any) -> str:
+def _change_node(options: Options, change: Callable[..., Any], message: str, **arguments: Any) -> str:
     node = lookup.node(options["node"])
     with lookup.hint_on_refusal(options["verb"], node):
-        verb(node.id, actor=lookup.actor(), now=clock.now(), **more)
-    return rendering.as_json({"message": message}) if options["json"] else _summary(node, message)
+        change(node.id, actor=current_actor(), now=clock.now(), **arguments)
+    return as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def _summary(node: BackendNode, message: str) -> str:
-    """What was done, and the new status of the node."""
+    """Return the message and the new status of the node."""
     now = BackendNode.objects.filter(pk=node.pk).first()
     return f"{node.name}: {message}" + (f"; it is {now.status}" if now else "")
 
 
 def label(options: Options) -> str:
-    """Applies all labels as one change; without arguments it only shows them."""
+    """Apply all labels as one change; without arguments, only show them."""
     node = lookup.node(options["node"])
-    wanted, dropped = _labels(options["labels"])
-    if wanted or dropped:
-        now, actor = clock.now(), lookup.actor()
-        labels = services.edit_labels(node.id, wanted, drop=dropped, actor=actor, now=now)
+    labels_to_set, dropped = _labels(options["labels"])
+    if labels_to_set or dropped:
+        now, actor = clock.now(), current_actor()
+        labels = services.edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
     else:
         labels = dict(node.label_set.order_by("key").values_list("key", "value"))
     if options["json"]:
-        return rendering.as_json(labels)
+        return as_json(labels)
     return "\n".join(f"{key}={value}" for key, value in labels.items()) or f"{node.name} has no labels"
 
 
 def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The labels to set and the keys to remove; the first `=` ends a key."""
+    """Return the labels to set and the keys to remove; the first `=` ends a key."""
     pairs = [text.partition("=") for text in texts]
     bare = [key for key, equals, _ in pairs if not equals]
     if wrong := next((text for text in bare if len(text) < 2 or not text.endswith("-")), None):
@@ -289,16 +299,76 @@ def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def accept(options: Options) -> str:
-    """The previous secret is permanently rejected."""
     return _decide(options, services.accept_conflict, "conflict accepted")
 
 
 def refuse(options: Options) -> str:
-    """A refused conflict can still be accepted later."""
     return _decide(options, services.refuse_conflict, "conflict refused")
 
 
-def _decide(options: Options, verb: Callable[..., BackendNode], message: str) -> str:
+def _decide(options: Options, decide: Callable[..., BackendNode], message: str) -> str:
     conflict = lookup.conflict(options["conflict"])
-    node = verb(conflict.id, actor=lookup.actor(), now=clock.now())
-    return rendering.as_json({"message": message}) if options["json"] else _summary(node, message)
+    node = decide(conflict.id, actor=current_actor(), now=clock.now())
+    return as_json({"message": message}) if options["json"] else _summary(node, message)
+
+
+def _seconds(text: str) -> int:
+    try:
+        return int(parse_duration(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def make_join_token(options: Options) -> str:
+    """Return the line to run, which contains the token and is shown only once."""
+    url = options["url"] or conf.cluster().public_url
+    if not url:
+        raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")
+    try:
+        url = env.parse_base_url(url)
+    except ValueError as error:
+        raise CommandError(f"--url is {error}") from error
+    token, plain = joining.make(
+        actor=current_actor(),
+        now=clock.now(),
+        note=options["note"],
+        lifetime=options["lifetime"],
+        uses=options["uses"],
+    )
+    wheel = join_script.find_wheel(conf.cluster().wheel_dir)
+    command = join_script.command(url, plain, wheel)
+    warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
+    if options["json"]:
+        (row,) = rows([token], clock.now())
+        return as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
+    expires = moment(token.expires_at)
+    shown = "".join(f"warning: {warning}\n" for warning in warnings)
+    return (
+        f"{shown}valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
+    )
+
+
+def list_join_tokens(options: Options) -> str:
+    tokens = rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
+    if options["json"]:
+        return as_json(tokens)
+    lines = [
+        (
+            str(row["id"])[:SHORT_ID],
+            row["state"],
+            f"{row['uses']} of {row['max_uses']}",
+            moment(row["expires_at"]),
+            row["created_by"],
+            row.get("last_used_by", ""),
+            row["note"],
+        )
+        for row in tokens
+    ]
+    return table(_TOKEN_HEADS, lines) if lines else "no join tokens"
+
+
+def revoke_join_token(options: Options) -> str:
+    token = lookup.join_token(options["token"])
+    joining.revoke(token.pk, actor=current_actor(), now=clock.now())
+    message = "join token revoked"
+    return as_json({"message": message}) if options["json"] else f"{str(token.pk)[:SHORT_ID]}: {message}"
