@@ -221,7 +221,7 @@ def test_a_controller_that_dies_between_check_and_operation_loses_nothing(
     def dies(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(automatic, "ask", dies)
+    monkeypatch.setattr(automatic, "admit", dies)
     with pytest.raises(KeyboardInterrupt):
         follow()
     assert BackendOffer.objects.get().automatic_nodes == [], "note and operation are one transaction"

@@ -149,7 +149,7 @@ def test_an_image_is_compared_by_digest(gallery: Write, monkeypatch: pytest.Monk
         asked.extend(uris)
         return {IMAGE: (NEW,)}
 
-    monkeypatch.setattr(upgrade_check, "digests", played)
+    monkeypatch.setattr(upgrade_check, "image_digests", played)
     gallery(minilm={"uri": IMAGE}, whisper={"uri": IMAGE + "-whisper"}, echo={"uri": IMAGE, "version": "1"})
     keep(api.make_node("a"), minilm("", digest=OLD), m.InstalledBackend("echo", version="1"))
     check()
