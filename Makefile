@@ -1,6 +1,8 @@
 # Two commands to know: `make run` and `make check`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
+# Compiled modules are kept: a cluster and its tests start the same programs over and over.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help run check test test-browser sweep shots story placement-story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

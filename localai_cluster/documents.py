@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from django.conf import settings
 from django.http import HttpResponseBase, HttpResponseRedirect, JsonResponse
 from django.templatetags.static import static
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.types import OpenApiTypes
@@ -18,11 +19,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts import openapi as _people  # noqa: F401 - registers its schemes
 from localai_cluster.accounts.authentication import CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web.envelopes import exception_handler
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import Operation, refusals
 from localai_cluster.web.policy import CSP, policy
 from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
 
@@ -92,3 +92,39 @@ def _as_json(refusal: Response) -> HttpResponseBase:
     if refusal.status_code == 401:
         answer["WWW-Authenticate"] = CHALLENGE
     return answer
+
+
+class BearerScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """The admin key or a user's API key."""
+
+    target_class = "localai_cluster.accounts.authentication.BearerAuthentication"
+    name = "apiKey"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """Return the scheme of `Authorization: Bearer …`."""
+        return {"type": "http", "scheme": "bearer", "description": "LOCALAI_API_KEY or a user's key (lac-…)."}
+
+
+class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """A browser's session."""
+
+    target_class = "localai_cluster.accounts.authentication.CookieAuthentication"
+    name = "session"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """Return the scheme of the session cookie."""
+        return {"type": "apiKey", "in": "cookie", "name": "sessionid"}
+
+
+class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The session cookie, which suffices to sign out and to change the password before all other routes."""
+
+    target_class = "localai_cluster.accounts.authentication.SignInAuthentication"
+    name = "signedIn"
+
+
+class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The session cookie, which stays valid for a few minutes while the database is away."""
+
+    target_class = "localai_cluster.accounts.authentication.RememberingAuthentication"
+    name = "recentSession"

@@ -13,8 +13,8 @@ from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 from prometheus_client import Metric
 
-from localai_cluster.accounts import credentials, principals
-from localai_cluster.accounts.credentials import WrongKey
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.principals import WrongKey
 from localai_cluster.kit import conf
 from localai_cluster.kit.addresses import Address
 from localai_cluster.kit.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
@@ -80,14 +80,14 @@ async def admit(scope: Scope) -> None:
     def header(name: str) -> str:
         return headers.get(name.encode(), b"").decode("latin-1")
 
-    offered = credentials.offered(header)
+    offered = principals.offered_credential(header)
     if not offered:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
-    if principals.same(offered, conf.cluster().metrics_token):
+    if principals.secrets_equal(offered, conf.cluster().metrics_token):
         return
     try:
-        principal = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
-            credentials.identify(offered)
+        principal = await database_sync_to_async(principals.owner_of, thread_sensitive=False)(
+            principals.classify_credential(offered)
         )
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error

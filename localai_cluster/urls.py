@@ -54,7 +54,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backends/jobs/<str:uid>", jobs.JobStatusView.as_view()),
     path("models/jobs", jobs.ModelJobsView.as_view()),
     path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
-    path("api/auth/", include("localai_cluster.accounts.urls")),
+    path("api/auth/", include("localai_cluster.accounts.sign_in")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
     # Its fixed paths, such as `operations/history`, precede the routes with ids.

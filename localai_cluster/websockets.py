@@ -6,7 +6,7 @@ from channels.routing import URLRouter
 from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.urls import re_path
 
-from localai_cluster.accounts.websockets import PrincipalMiddleware
+from localai_cluster.accounts.sessions import PrincipalMiddleware
 from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.live import watch as nodes
 from nodes.live import worker_logs

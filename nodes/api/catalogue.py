@@ -17,7 +17,7 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered, one_of, query
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state

@@ -23,8 +23,8 @@ from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
 from nodes.decisions import scale_records
 from nodes.definitions import folder
-from nodes.loading import scale_up
-from nodes.loading.load import KIND
+from nodes.loading import load_request
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
@@ -85,7 +85,7 @@ def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = scale_up.active_loads(names)
+    loads = load_request.active_loads(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -170,8 +170,8 @@ def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
         case LoadReplica(model, only, reason, pinned, replaces):
-            scale_up.request_scale_up(
-                model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
+            load_request.request_scale_up(
+                model, allowed_nodes=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
         case EvictReplica(model, replica_id, reason):

@@ -241,7 +241,7 @@ def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple
 
 
 def _is_bound(node: BackendNode, new_claim: Claim) -> bool:
-    return node.revision > 0 and principals.same(new_claim.fingerprint, node.fingerprint)
+    return node.revision > 0 and principals.secrets_equal(new_claim.fingerprint, node.fingerprint)
 
 
 def _record_conflict(

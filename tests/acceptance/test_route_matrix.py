@@ -17,7 +17,7 @@ import websockets
 from django.urls import URLPattern, URLResolver, get_resolver
 
 from localai_cluster import raw_routes
-from localai_cluster.web import ui
+from localai_cluster.web import page
 from tests.acceptance.conftest import Shared
 from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN
 
@@ -208,7 +208,7 @@ def test_every_route_by_every_caller(world: World, template: str) -> None:
                 shown = f"{method} {template} by {caller.name}: {answer.status_code} {answer.text[:200]}"
                 if template == "/api/auth/status" and method in ("GET", "HEAD"):
                     assert answer.status_code == 200, shown
-                elif verdict is True and template in PAGES and not ui.build_id():
+                elif verdict is True and template in PAGES and not page.build_id():
                     assert answer.status_code in (301, 405, 503), shown
                 elif verdict is True:
                     # Honest ones: a server without the package for joining machines, a node without a worker.

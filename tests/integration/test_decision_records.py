@@ -20,7 +20,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
 from nodes.decisions import scale_records
-from nodes.loading import attempts, failures, replacement, scale_up
+from nodes.loading import failures, load_attempts, load_request
 from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
@@ -140,7 +140,7 @@ async def test_an_attempt_that_ends_is_kept_with_what_follows(
     ],
 )
 def test_what_follows_an_attempt(cause: Cause, times: int, over: bool, outcome: str) -> None:
-    assert attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
+    assert load_attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
 
 
 async def test_a_load_that_all_nodes_have_refused_ends_with_a_record(stage: Stage) -> None:
@@ -201,7 +201,7 @@ class TestScaling:
         def refuses(*_: Any, **__: Any) -> None:
             raise errors.Conflict("model_unload of m is in progress")
 
-        monkeypatch.setattr(scale_up, "request_scale_up", refuses)
+        monkeypatch.setattr(load_request, "request_scale_up", refuses)
         rule(1)
         replicas.look(tick=True)
         assert records() == [("m", "scale", "scaled", ""), ("m", "scale", "refused", "")]
@@ -310,7 +310,7 @@ def test_a_plan_evicts_for_one_replica_after_another_and_each_victim_once() -> N
 def test_explain_knows_what_the_load_under_way_was_asked_for() -> None:
     """A load for another node than the one whose replica stops goes elsewhere; not where it was refused."""
     leaving, other = hot.node("leaving", available_vram=9 * GIB), hot.node("other")
-    replacement.load_on_other_node("m", leaving.id, None)
+    load_request.load_on_other_node("m", leaving.id, None)
     answer = api.admin().get("/api/models/m/explain").json()["next"]
     assert answer["action"] == "join"
     assert (answer["placement"]["node"], answer["placement"]["nodes"]["considered"]) == ("other", 1)

@@ -24,7 +24,7 @@ from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.free_memory import find_eviction
+from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction

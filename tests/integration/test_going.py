@@ -21,10 +21,9 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, progress_deadline
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.progress_deadline import ProgressDeadline
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading import load_request
+from nodes.loading.load_placement import find_eviction
+from nodes.loading.load_request import ProgressDeadline, request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need, choose_node
@@ -420,7 +419,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     try:
         await in_thread(lambda: replicas.look(tick=False))
         (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
-        assert operation.kind == load.KIND
+        assert operation.kind == load_request.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
         rule = await in_thread(ModelSchedulingConfig.objects.get)
@@ -448,11 +447,11 @@ def placed_besides(frozen: BackendNode) -> Slot:
 def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> None:
     """It owns all of the model; it is carried out as any other one."""
     hot.replica(hot.node(), "m")
-    request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
+    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
         unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    joined = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
@@ -480,7 +479,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
 async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
     """Requests move their own wish; without either it ends with what it waited for."""
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     assert asked.needed_until is not None
     assert asked.needed_until - asked.created_at == timedelta(minutes=25)
@@ -508,9 +507,9 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_deadline, "initial_seconds", lambda: 60.0)
+    monkeypatch.setattr(load_request, "initial_seconds", lambda: 60.0)
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
     await ProgressDeadline(Work(asked, Recorder(write_batch))).extend_on_progress(7)

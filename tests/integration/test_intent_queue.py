@@ -19,7 +19,7 @@ from nodes.backends.intents import Intent
 from nodes.backends.node_commands import Command
 from nodes.commands.outcomes import Outcome
 from nodes.commands.shared_commands import OnProgress
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.changes import feed

@@ -27,7 +27,7 @@ from localai_cluster.messaging.codec import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import services
 from operations.changes import events

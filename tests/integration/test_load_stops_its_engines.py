@@ -17,8 +17,7 @@ from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_queries
 from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
-from nodes.loading.load_request import SCALE_UP
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -185,7 +184,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
-        active = request_scale_up("echo", only=None, actor="test", reason="test")
+        active = request_scale_up("echo", allowed_nodes=None, actor="test", reason="test")
         (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))

@@ -19,7 +19,7 @@ from localai_cluster.rpc.errors import Lost
 from nodes.backends import intents
 from nodes.commands import commands
 from nodes.definitions.folder import Folder
-from nodes.loading import load, node_contact
+from nodes.loading import load, load_placement
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
@@ -184,7 +184,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     stage: Stage, silence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dead nodes that still count as healthy rank first; the one that lives gets the load all the same."""
-    monkeypatch.setattr(node_contact, "ANSWER_WITHIN", 0.05)
+    monkeypatch.setattr(load_placement, "ANSWER_WITHIN", 0.05)
     dead = [
         *(stage.one, stage.two),
         *[await hot.in_thread(partial(hot.node, f"dead-{number}", available_vram=9)) for number in range(10)],

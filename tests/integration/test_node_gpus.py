@@ -18,7 +18,7 @@ from nodes.decisions import fleet_queries
 from nodes.live import rows as live_rows
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
-from nodes.loading.free_memory import find_eviction
+from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
 from nodes.placement.explain import FleetView

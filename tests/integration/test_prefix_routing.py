@@ -21,7 +21,7 @@ from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, scale_up
+from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
 from nodes.replicas import hooks, retire
@@ -227,7 +227,7 @@ def report(prefixes: Prefixes, process: UUID) -> None:
 
 
 def loads() -> int:
-    return Operation.objects.filter(kind=load.KIND, element="m").count()
+    return Operation.objects.filter(kind=load_request.KIND, element="m").count()
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scale_up, "request_scale_up", refuse)
+        patched.setattr(load_request, "request_scale_up", refuse)
         replicas.look(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")

@@ -23,7 +23,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.decisions import decision_log, fleet_queries
 from nodes.definitions.files import Definition, parse_definition
-from nodes.loading import load, load_placement
+from nodes.loading import load_placement, load_request
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -71,7 +71,7 @@ def definition() -> Definition:
 
 
 def claimed() -> Work:
-    wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    wanted = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
     (mine,) = attempts.claim("c", now=now, lease=60, limit=1)

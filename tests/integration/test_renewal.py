@@ -17,7 +17,7 @@ from nodes.decisions import fleet_queries
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load
+from nodes.loading import load, load_request
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
@@ -93,7 +93,7 @@ def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left
     for _ in range(2):
         assert replicas.look(tick=True)
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.element) == (load.KIND, "echo")
+    assert (asked.kind, asked.element) == (load_request.KIND, "echo")
     assert asked.payload["replaces"] == str(replica.pk)
     assert asked.payload["reason"].startswith("the definition was edited")
     assert ModelSchedulingConfig.objects.get().looked_at is None

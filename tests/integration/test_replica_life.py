@@ -17,7 +17,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import lifecycle as node_drains
@@ -55,7 +55,9 @@ def heard() -> Iterator[list[Removed]]:
 
 def running_load() -> AttemptId:
     """A load that a controller executes."""
-    request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+    request = admission.OperationRequest(
+        load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+    )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)

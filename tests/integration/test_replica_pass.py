@@ -22,7 +22,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load, scale_up
+from nodes.loading import load_request
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.reconcilers import replica_wake_ups, replicas, tasks
 from nodes.reconcilers.schedules import SCHEDULES
@@ -71,7 +71,7 @@ def stored(model: str = "m") -> ModelSchedulingConfig:
 
 
 def loads(model: str = "m") -> list[Operation]:
-    return list(Operation.objects.filter(kind=load.KIND, element=model).order_by("created_at"))
+    return list(Operation.objects.filter(kind=load_request.KIND, element=model).order_by("created_at"))
 
 
 def ends(operation: Operation, status: Status, error: str = "") -> None:
@@ -121,7 +121,7 @@ def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
-    monkeypatch.setattr(scale_up, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
+    monkeypatch.setattr(load_request, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
     replicas.look(tick=True)
     assert asked == [None]
 
@@ -144,7 +144,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
     for name in ("bad", "m", "worse"):
         rule(2, model=name)
     ModelSchedulingConfig.objects.update(unsatisfiable_ticks=1)
-    ask, asked = scale_up.request_scale_up, []
+    ask, asked = load_request.request_scale_up, []
 
     def refuses(model: str, **fields: Any) -> Operation:
         asked.append(model)
@@ -154,7 +154,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
             raise ZeroDivisionError
         return ask(model, **fields)
 
-    monkeypatch.setattr(scale_up, "request_scale_up", refuses)
+    monkeypatch.setattr(load_request, "request_scale_up", refuses)
     replicas.look(tick=True)
     assert asked == ["bad", "m", "m", "worse"]
     assert stored("bad").reason.endswith("2 more; refused: model_unload of bad is in progress")
@@ -182,7 +182,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
     ends(load_of_m, Status.COMPLETED)
     assert shown() == (1, 1, 0)
     assert len({*revisions, store.rules_revision()}) == 4, "pages read the rules again each time"
-    assert store.LOAD_KIND == load.KIND
+    assert store.LOAD_KIND == load_request.KIND
 
 
 # --- what cannot be had
@@ -436,7 +436,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
             other.execute("SELECT pg_terminate_backend(%s)", [connection.connection.info.backend_pid])
         return Operation.objects.get()
 
-    monkeypatch.setattr(scale_up, "request_scale_up", cut)
+    monkeypatch.setattr(load_request, "request_scale_up", cut)
     tasks.scale()
     connection.close()
     assert stored().looked_at is None

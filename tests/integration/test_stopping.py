@@ -20,7 +20,7 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import services
@@ -70,7 +70,9 @@ class Stage:
     def attempt(self) -> AttemptId:
         """An attempt that runs."""
         now = clock.now()
-        request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+        request = admission.OperationRequest(
+            load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+        )
         admission.admit(request, now=now)
         (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
         return AttemptId(operation.id, operation.fence)

@@ -14,7 +14,7 @@ from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.commands import commands
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget
 from tests.support import hot

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.definitions.folder import Folder
-from nodes.loading import load
+from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stopper import Stopper
@@ -37,7 +37,7 @@ class Stage:
         self.one, self.two = hot.node("one"), hot.node("two")
         now = clock.now()
         request = admission.OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key("echo"),
             element="echo",
             actor="test",

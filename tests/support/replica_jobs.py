@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_queries
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
@@ -65,13 +65,18 @@ class Cluster:
     def _carry_out(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
         try:
-            if operation.kind == load.KIND:
+            if operation.kind == load_request.KIND:
                 self._load(operation)
             else:
                 asyncio.run(UnloadModel(self.world)(Work(operation, SilentRecorder())))
         except (LoadFailed, CommandFailed) as error:
             failure = str(error) or "failed"
-        if failure and self.world.are_faults_on and operation.attempts < 2 and operation.kind == load.KIND:
+        if (
+            failure
+            and self.world.are_faults_on
+            and operation.attempts < 2
+            and operation.kind == load_request.KIND
+        ):
             until = clock.now() + timedelta(seconds=1)
             call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
             return
@@ -180,7 +185,7 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load.KIND, key=load_key(model), element=model, actor="test", payload=payload
+            load_request.KIND, key=load_key(model), element=model, actor="test", payload=payload
         )
         admission.admit_one_more(request, now=clock.now())
 

@@ -10,17 +10,134 @@ from typing import Any
 from django.contrib.auth import authenticate, get_user_model, login, logout, update_session_auth_hash
 from django.db import transaction
 from django.middleware.csrf import get_token
+from django.urls import path
 from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts import audit, passwords, principals
-from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import envelopes, fields, throttle
-from localai_cluster.web.parsers import validated
+from localai_cluster.web import envelopes, rest, throttle
+from localai_cluster.web.openapi import request_example, response_example
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+
+_PASSWORD_LENGTH = 4096
+"""Longest password in characters; hashing a longer one would only cost time."""
+
+
+def _password() -> Text:
+    return Text(max_length=_PASSWORD_LENGTH, style={"input_type": "password"})
+
+
+class PersonSerializer(serializers.Serializer[Any]):
+    """Who is signed in. `name` is what operations and timelines record; `permissions` is empty."""
+
+    id = serializers.CharField()
+    email = serializers.CharField(allow_blank=True)
+    name = serializers.CharField()
+    avatarUrl = serializers.CharField(allow_blank=True)
+    role = serializers.ChoiceField(choices=["admin", "user"])
+    provider = serializers.CharField()
+    permissions = serializers.DictField(child=serializers.BooleanField())
+    mustChangePassword = serializers.BooleanField()
+
+
+class StatusSerializer(serializers.Serializer[Any]):
+    """Whether anybody is signed in, and how to."""
+
+    authEnabled = serializers.BooleanField()
+    staticApiKeyRequired = serializers.BooleanField()
+    providers = serializers.ListField(child=serializers.CharField())
+    hasUsers = serializers.BooleanField()
+    registrationMode = serializers.CharField()
+    user = PersonSerializer(allow_null=True)
+
+
+class SignedInSerializer(serializers.Serializer[Any]):
+    """The person who is signed in now."""
+
+    user = PersonSerializer()
+
+
+class LoginSerializer(NullIsAbsent):
+    """A name in one of two fields, and a password."""
+
+    username = Text(required=False, allow_null=True, max_length=254)
+    email = Text(required=False, allow_null=True, max_length=254)
+    password = _password()
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Raise ValidationError unless one of the two names says something."""
+        name = attrs.get("username") or attrs.get("email")
+        if not name:
+            raise serializers.ValidationError({"username": "must not be empty"})
+        return {"username": name, "password": attrs["password"]}
+
+
+class PasswordSerializer(NullIsAbsent):
+    """The current password and the new one."""
+
+    old = _password()
+    new = _password()
+
+
+class FieldRefusalSerializer(serializers.Serializer[Any]):
+    """A refusal, flat envelope (§0.4), which names the field that is wrong."""
+
+    error = serializers.CharField()
+    field = serializers.CharField(required=False)
+
+
+class PasswordRefusalSerializer(FieldRefusalSerializer):
+    """A refused change of password; `fields` has one sentence per broken rule, by field."""
+
+    # DRF collects the field; the attribute of the same name stays its own.
+    fields = serializers.DictField(  # type: ignore[assignment]
+        child=serializers.ListField(child=serializers.CharField()), required=False
+    )
+
+
+_PERSON = {
+    "id": "1",
+    "email": "",
+    "name": "admin",
+    "avatarUrl": "",
+    "role": "admin",
+    "provider": "local",
+    "permissions": {},
+    "mustChangePassword": False,
+}
+STATUS = response_example(
+    {
+        "authEnabled": True,
+        "staticApiKeyRequired": False,
+        "providers": ["local"],
+        "hasUsers": True,
+        "registrationMode": "invite",
+        "user": _PERSON,
+    }
+)
+SIGNED_IN = response_example({"user": _PERSON})
+LOGIN = request_example({"username": "admin", "password": "correct horse battery staple"})
+PASSWORD = request_example({"old": "correct horse battery staple", "new": "another long sentence"})
+SIGNED_OUT = response_example({"message": "signed out"})
+NOT_SIGNED_IN = response_example({"error": "sign-in required"}, "401")
+WRONG_NAME = response_example({"error": "incorrect username or password"}, "401")
+WRONG_OLD = response_example(
+    {
+        "error": "Current password is incorrect.",
+        "field": "old",
+        "fields": {"old": ["Current password is incorrect."]},
+    },
+    "400",
+)
+EMPTY_NAME = response_example({"error": "username: must not be empty", "field": "username"}, "400")
+NO_CSRF = response_example({"error": "CSRF Failed: CSRF token missing."}, "403")
+TOO_MANY = response_example({"error": "too many failed sign-ins from this address; try again later"}, "429")
+
 
 _MEANINGS = {
     400: "The request is not valid; `field` names what is wrong.",
@@ -32,10 +149,7 @@ _MEANINGS = {
 
 
 def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
-    return {
-        status: OpenApiResponse(shapes.FieldRefusalSerializer, _MEANINGS[status])
-        for status in (*statuses, 503)
-    }
+    return {status: OpenApiResponse(FieldRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
 
 
 class SessionView(APIView):
@@ -61,8 +175,8 @@ class StatusView(SessionView):
         summary="Show who is signed in",
         tags=["session"],
         auth=[],
-        responses={200: shapes.StatusSerializer, **_refusals()},
-        examples=[shapes.STATUS],
+        responses={200: StatusSerializer, **_refusals()},
+        examples=[STATUS],
     )
     def get(self, request: Request) -> Response:
         """`user` is null without a session. Sets the CSRF cookie that signing in needs.
@@ -78,7 +192,7 @@ class StatusView(SessionView):
                 "providers": ["local"],
                 "hasUsers": user is not None or get_user_model().objects.exists(),
                 "registrationMode": "invite",
-                "user": person(user) if user is not None else None,
+                "user": render_user(user) if user is not None else None,
             }
         )
 
@@ -91,20 +205,20 @@ class LoginView(SessionView):
         summary="Sign in",
         tags=["session"],
         auth=[],
-        request=shapes.LoginSerializer,
-        responses={200: shapes.SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        request=LoginSerializer,
+        responses={200: SignedInSerializer, **_refusals(400, 401, 403, 429)},
         examples=[
-            shapes.LOGIN,
-            shapes.SIGNED_IN,
-            shapes.EMPTY_NAME,
-            shapes.WRONG_NAME,
-            shapes.NO_CSRF,
-            shapes.TOO_MANY,
+            LOGIN,
+            SIGNED_IN,
+            EMPTY_NAME,
+            WRONG_NAME,
+            NO_CSRF,
+            TOO_MANY,
         ],
     )
     def post(self, request: Request) -> Response:
         """By username and password, with a new session and a new CSRF token (D-SIGN-IN)."""
-        sent = validated(shapes.LoginSerializer, request)
+        sent = validate_body(LoginSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         user: Any = authenticate(request._request, **sent)
@@ -113,7 +227,7 @@ class LoginView(SessionView):
             raise errors.NotAuthenticated("incorrect username or password")
         throttle.sign_ins().forgive(address, now)
         login(request._request, user)
-        return Response({"user": person(user)})
+        return Response({"user": render_user(user)})
 
 
 class LogoutView(SessionView):
@@ -125,8 +239,8 @@ class LogoutView(SessionView):
         tags=["session"],
         auth=[],
         request=None,
-        responses={200: fields.MessageSerializer, **_refusals(403)},
-        examples=[shapes.SIGNED_OUT, shapes.NO_CSRF],
+        responses={200: rest.MessageSerializer, **_refusals(403)},
+        examples=[SIGNED_OUT, NO_CSRF],
     )
     def post(self, request: Request) -> Response:
         """Ends this session; without one, nothing happens."""
@@ -141,19 +255,19 @@ class PasswordView(SessionView):
         operation_id="auth_password",
         summary="Change your password",
         tags=["session"],
-        request=shapes.PasswordSerializer,
+        request=PasswordSerializer,
         responses={
-            200: shapes.SignedInSerializer,
+            200: SignedInSerializer,
             **_refusals(401, 403, 429),
-            400: OpenApiResponse(shapes.PasswordRefusalSerializer, _MEANINGS[400]),
+            400: OpenApiResponse(PasswordRefusalSerializer, _MEANINGS[400]),
         },
         examples=[
-            shapes.PASSWORD,
-            shapes.SIGNED_IN,
-            shapes.WRONG_OLD,
-            shapes.NOT_SIGNED_IN,
-            shapes.NO_CSRF,
-            shapes.TOO_MANY,
+            PASSWORD,
+            SIGNED_IN,
+            WRONG_OLD,
+            NOT_SIGNED_IN,
+            NO_CSRF,
+            TOO_MANY,
         ],
     )
     def post(self, request: Request) -> Response:
@@ -163,12 +277,12 @@ class PasswordView(SessionView):
         user_id = getattr(request.user, "pk", None)
         if user_id is None:
             raise errors.NotAuthenticated("sign-in required")
-        sent = validated(shapes.PasswordSerializer, request)
+        sent = validate_body(PasswordSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         try:
             with transaction.atomic():
-                user = passwords.change(user_id, sent["old"], sent["new"])
+                user = passwords.change_password(user_id, sent["old"], sent["new"])
                 audit.record(audit.Change("user.password_changed", f"user {user}", str(user.pk)))
         except passwords.PasswordRefused as refused:
             if "old" in refused.problems:
@@ -179,10 +293,10 @@ class PasswordView(SessionView):
             return Response(body, status=refused.status)
         throttle.sign_ins().forgive(address, now)
         update_session_auth_hash(request._request, user)
-        return Response({"user": person(user)})
+        return Response({"user": render_user(user)})
 
 
-def person(user: Any) -> dict[str, Any]:
+def render_user(user: Any) -> dict[str, Any]:
     """Return a user for the wire."""
     return {
         "id": str(user.pk),
@@ -194,3 +308,11 @@ def person(user: Any) -> dict[str, Any]:
         "permissions": {},
         "mustChangePassword": passwords.must_change(user),
     }
+
+
+urlpatterns = [
+    path("status", StatusView.as_view()),
+    path("login", LoginView.as_view()),
+    path("logout", LogoutView.as_view()),
+    path("password", PasswordView.as_view()),
+]
