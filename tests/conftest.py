@@ -14,7 +14,7 @@ from django.test import TransactionTestCase
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.outage import is_outage
 from localai_cluster.web import throttle

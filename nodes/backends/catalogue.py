@@ -25,11 +25,10 @@ from django.db import connection
 from django.db.models import Case, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
-from localai_cluster.kit import clock, conf, yaml_text
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
+from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
-from localai_cluster.worker.build_selection import compatible, lookup
 from localai_cluster.worker.hardware import SMALL_VRAM
 from nodes.models import BackendNode, NodeBackend
 from nodes.registry.shape import NODE_STATUS
@@ -188,7 +187,7 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
         return f"gallery {gallery.name} cannot be read: no answer within {READ_WITHIN:.0f} s"
     except Exception as error:  # a gallery that fails in an unforeseen way must not hide the others
         logger.exception("The gallery %s cannot be read", gallery.name)
-        return f"gallery {gallery.name} cannot be read: {yaml_text.reason_of(error)}"
+        return f"gallery {gallery.name} cannot be read: {untrusted.yaml_reason(error)}"
 
 
 async def _served(name: str) -> bytes:

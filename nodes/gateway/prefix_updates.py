@@ -13,7 +13,7 @@ from uuid import UUID
 
 import msgspec
 
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
@@ -48,8 +48,8 @@ class Invalidated(msgspec.Struct, frozen=True):
 
 News = Given | Invalidated
 _KINDS: dict[str, type[Any]] = {
-    subjects.PREFIX_OBSERVED: Given,
-    subjects.PREFIX_INVALIDATED: Invalidated,
+    messages.PREFIX_OBSERVED: Given,
+    messages.PREFIX_INVALIDATED: Invalidated,
 }
 _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 
@@ -117,4 +117,4 @@ async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:
         if (update := read(message.subject, message.payload)) is not None:
             on_update(update)
 
-    await bus.subscribe(subjects.PREFIX_NEWS, on_message, limit=1)
+    await bus.subscribe(messages.PREFIX_NEWS, on_message, limit=1)

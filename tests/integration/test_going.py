@@ -15,8 +15,8 @@ from django.db import OperationalError
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries, reserved_memory
@@ -56,12 +56,12 @@ TERMINATED = m.StopModelReply(matched=True, terminated=True)
 
 def bus_of(node: BackendNode, stop: Any = TERMINATED) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[subjects.model_stop(str(node.id))] = stop
+    bus.replies[messages.model_stop(str(node.id))] = stop
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    asked = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    asked = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
     return [(one.process_key, one.expected_address) for one in asked]
 
 
@@ -411,9 +411,9 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{backends.free_port()}"))
     await in_thread(lambda: store.set_rule(Rule("echo", min_replicas=1), clock.now()))
     bus = PlayedBus()
-    for command in (subjects.backend_list, subjects.model_stop, subjects.models_running):
+    for command in (messages.backend_list, messages.model_stop, messages.models_running):
         bus.replies[command(str(frozen.id))] = NEVER
-    bus.replies[subjects.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
+    bus.replies[messages.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
     await lost(row)
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:

@@ -10,8 +10,8 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries
 from nodes.definitions import folder
@@ -75,14 +75,14 @@ def bus_of(*nodes: BackendNode) -> PlayedBus:
     """Their workers have the backend, start engines, and confirm stops."""
     bus = PlayedBus()
     for one in nodes:
-        bus.replies[subjects.backend_list(str(one.id))] = m.ListReply((BACKEND,))
-        bus.replies[subjects.backend_install(str(one.id))] = STARTED
-        bus.replies[subjects.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
+        bus.replies[messages.backend_list(str(one.id))] = m.ListReply((BACKEND,))
+        bus.replies[messages.backend_install(str(one.id))] = STARTED
+        bus.replies[messages.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
     return bus
 
 
 def stopped(bus: PlayedBus, on: BackendNode) -> list[str]:
-    found = bus.asked[subjects.model_stop(str(on.id))]
+    found = bus.asked[messages.model_stop(str(on.id))]
     return [decode(body, m.StopModelRequest).process_key for body in found]
 
 

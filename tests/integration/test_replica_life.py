@@ -12,8 +12,8 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest
@@ -72,12 +72,12 @@ def reserved(node: BackendNode, owner: AttemptId) -> Slot:
 
 def bus_of(node: BackendNode, reply: Any = GONE) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[subjects.model_stop(str(node.id))] = reply
+    bus.replies[messages.model_stop(str(node.id))] = reply
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    sent = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    sent = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
     return [(stop.process_key, stop.expected_address) for stop in sent]
 
 
@@ -270,7 +270,7 @@ async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> Non
     await in_thread(lambda: node_drains.drain(node.pk, actor=actors.task("test"), now=clock.now()))
     assert await in_thread(phases) == ["departed"]
     bus = bus_of(node)
-    bus.replies[subjects.models_running(str(node.id))] = m.RunningReply()
+    bus.replies[messages.models_running(str(node.id))] = m.RunningReply()
     await Stopper(bus).look_once()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None

@@ -17,8 +17,8 @@ from pytest_django import Settings
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
@@ -303,7 +303,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     await hot.in_thread(lambda: replicas.look(tick=True))
     (operation,) = await hot.in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
     bus = PlayedBus()
-    stop = subjects.model_stop(str(node.id))
+    stop = messages.model_stop(str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
     await asyncio.wait_for(unload.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
     (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]

@@ -14,8 +14,8 @@ from django.db import OperationalError
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
@@ -104,7 +104,7 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
 async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
     """Review R21. It stops the last replica of m too: nobody would be asked about it."""
     stage.kind = backend_requests.INSTALL
-    stage.bus.replies[subjects.models_running(str(stage.node.id))] = m.RunningReply(())
+    stage.bus.replies[messages.models_running(str(stage.node.id))] = m.RunningReply(())
 
     def begins() -> Intent:
         stage.alone()

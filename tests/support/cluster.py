@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import psycopg
 
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.resources import free_port
-from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
 from tests.support.postgres import FastPostgres

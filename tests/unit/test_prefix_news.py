@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.gateway import prefix_updates
 from nodes.gateway.prefix_routing import Prefixes
@@ -38,7 +38,7 @@ def test_what_is_on_the_wire() -> None:
     observed = Given("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
     assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
-    assert (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED) == (
+    assert (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED) == (
         "prefixcache.observe",
         "prefixcache.invalidate",
     )
@@ -54,7 +54,7 @@ def test_what_is_on_the_wire() -> None:
         return bus.published
 
     (first, one), (second, two) = asyncio.run(sent())
-    assert (first, second) == (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED)
+    assert (first, second) == (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED)
     assert (json.loads(one), json.loads(two)) == (OBSERVED, INVALIDATED)
 
 
@@ -223,7 +223,7 @@ def test_what_is_heard_is_taken_in_order() -> None:
     async def scenario() -> list[Any]:
         bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
         await hear(bus, heard.append)
-        handler = bus.handlers[subjects.PREFIX_NEWS]
+        handler = bus.handlers[messages.PREFIX_NEWS]
         for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
         return heard
