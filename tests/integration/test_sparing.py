@@ -384,11 +384,11 @@ async def test_the_answer_counts_though_the_replicas_cannot_be_put_back(
     def fails(*intent: Any) -> None:
         raise OperationalError("deadlock detected")
 
-    monkeypatch.setattr(upgrade_drains, "end", fails)
+    monkeypatch.setattr(upgrade_drains, "end_upgrade", fails)
     intent = await hot.in_thread(stage.begins_in_waves)
     assert (await stage.carries_out(intent)).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     monkeypatch.undo()
-    await hot.in_thread(upgrade_drains.return_forgotten)
+    await hot.in_thread(upgrade_drains.return_without_upgrade)
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}
