@@ -143,8 +143,8 @@ def record(test: str) -> Recording:
             raise RuntimeError(finished.stdout)
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Recording(
-        dict.fromkeys(result["functions"]),
-        dict.fromkeys(result["calls"]),
+        dict.fromkeys((file, function) for file, function in result["functions"]),
+        dict.fromkeys((caller, callee) for caller, callee in result["calls"]),
     )
 
 

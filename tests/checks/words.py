@@ -5,6 +5,7 @@ limit. Celery, Django, httpx and procrastinate have 0 to 0.6, 0 to 8 and 0.3 to 
 """
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
