@@ -28,7 +28,7 @@ from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
-from nodes.registry import mass_silence, versions
+from nodes.registry import mass_silence, node_rows
 from operations.models import ControllerBeat, Operation, Status
 
 _STATE = {"type": "string", "enum": [state.value for state in State]}
@@ -141,7 +141,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         version, since = cursor.fetchone()
     workers, other_versions = _workers()
     operations, failures, oldest_failure = _operations()
-    definitions = async_to_sync(folder.problems)()
+    definitions = async_to_sync(folder.list_problems)()
     return Facts(
         version=__version__,
         database=f"PostgreSQL {version}",
@@ -217,7 +217,7 @@ def _workers() -> tuple[dict[str, int], int]:
     other_versions = 0
     for status, node_type, version, weak, number in grouped.annotate(number=Count("pk")):
         states[status] = states.get(status, 0) + number
-        if status != "pending" and versions.skew(node_type, version, weak=weak):
+        if status != "pending" and node_rows.skew(node_type, version, weak=weak):
             other_versions += number
     return states, other_versions
 

@@ -10,11 +10,11 @@ from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 
 from localai_cluster import health
-from localai_cluster.documents import DocsView, SchemaView
+from localai_cluster.api_document import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page
-from nodes.api import engines, gallery_lists, installed, join, plain_commands
+from nodes.api import catalogue, cluster_backends, engines, installed, join
 from operations.api import jobs
 
 handler400 = "localai_cluster.web.envelopes.bad_request"
@@ -44,17 +44,17 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backends", installed.InstalledView.as_view()),
     path("backends/upgrades", installed.OtherUpgradesView.as_view()),
     path("backends/upgrades/check", installed.OtherUpgradeCheckView.as_view()),
-    path("backends/available", gallery_lists.AvailableView.as_view()),
-    path("backends/known", gallery_lists.KnownView.as_view()),
-    path("backends/galleries", gallery_lists.GalleriesView.as_view()),
-    path("backends/apply", plain_commands.ApplyView.as_view()),
-    path("backends/upgrade/<str:name>", plain_commands.PlainUpgradeView.as_view()),
-    path("backends/delete/<str:name>", plain_commands.PlainDeleteView.as_view()),
+    path("backends/available", catalogue.AvailableView.as_view()),
+    path("backends/known", catalogue.KnownView.as_view()),
+    path("backends/galleries", catalogue.GalleriesView.as_view()),
+    path("backends/apply", cluster_backends.ApplyView.as_view()),
+    path("backends/upgrade/<str:name>", cluster_backends.PlainUpgradeView.as_view()),
+    path("backends/delete/<str:name>", cluster_backends.PlainDeleteView.as_view()),
     path("backends/jobs", jobs.BackendJobsView.as_view()),
     path("backends/jobs/<str:uid>", jobs.JobStatusView.as_view()),
     path("models/jobs", jobs.ModelJobsView.as_view()),
     path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
-    path("api/auth/", include("localai_cluster.accounts.urls")),
+    path("api/auth/", include("localai_cluster.accounts.sign_in")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
     # Its fixed paths, such as `operations/history`, precede the routes with ids.

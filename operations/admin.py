@@ -1,4 +1,4 @@
-"""Admin pages of schedules, targets, sequence and controllers. Operations: `nodes/admin/operations.py`."""
+"""Django's admin for schedules, which can be paused; operations and controllers are read-only."""
 
 from typing import Any, ClassVar
 
@@ -6,14 +6,16 @@ from django.contrib import admin
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django_q.admin import ScheduleAdmin
 from django_q.models import Schedule
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import clock
-from localai_cluster.web.admin import ModelAdmin, Observed
-from operations.models import ControllerBeat, OperationTarget, Sequence
+from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
+from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
 
 # Otherwise the library uses the method's name as the column's title.
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
@@ -55,6 +57,45 @@ def _changed(action: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
             *(Change(f"schedule.{action}", f"schedule {row.name}", str(row.pk)) for row in schedules)
         )
     return len(schedules)
+
+
+class TargetInline(TabularInline):
+    """The targets of an operation."""
+
+    model = OperationTarget
+    extra = 0
+    can_delete = False
+    fields = readonly_fields = (
+        *("node_name", "status", "percentage", "phase", "attempts", "wave", "reason", "error"),
+        *("next_look_at", "started_at", "finished_at"),
+    )
+
+    def has_add_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
+        """Return False: targets come with the operation."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
+        """Return False: workers report the progress."""
+        return False
+
+
+@admin.register(Operation)
+class OperationAdmin(Observed):
+    """Operations, newest first."""
+
+    list_display = (
+        *("kind", "element", "node_name", "status", "progress", "message", "actor", "client_address"),
+        "created_at",
+    )
+    list_filter = ("status", "kind")
+    search_fields = ("element", "node_name", "request_id", "key")
+    readonly_fields = ("page",)
+    inlines = (TargetInline,)
+
+    @admin.display(description="page")
+    def page(self, operation: Operation) -> SafeString:
+        """Return a link to the live page."""
+        return format_html('<a href="/app/operations/{}">Open the live page</a>', operation.pk)
 
 
 @admin.register(OperationTarget)

@@ -14,6 +14,7 @@ from django.db import models
 from django.db.models import Q
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeasedRow
 
 SHARE = "#"
 """Separator of owner and key suffix in a key such as `model:<name>#<suffix>`."""
@@ -88,10 +89,6 @@ class OperationQuerySet(models.QuerySet["Operation"]):
             status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at, by_parts=False
         )
 
-    def orphaned(self, *, at: datetime) -> Self:
-        """Return the claimed operations whose lease has expired."""
-        return self.filter(status="processing", lease_until__lt=at, by_parts=False)
-
     def listed(self) -> Self:
         """Return the operations of the live list: active ones, and failures until dismissed (O32)."""
         return self.filter(
@@ -100,7 +97,7 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         )
 
 
-class Operation(models.Model):
+class Operation(LeasedRow):
     """One unit of work; columns after O30, plus lease, fence and sequence."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
@@ -152,17 +149,12 @@ class Operation(models.Model):
 
     attempts = models.IntegerField(default=0)
     """Attempts that ended early with a reason; they determine the retry delay."""
-    lost_leases = models.IntegerField(default=0)
-    """Attempts whose controller stopped renewing the lease."""
     next_attempt_at = models.DateTimeField(default=clock.now)
     needed_until = models.DateTimeField(null=True, blank=True)
     """Latest time until which a request needs it; an operation that waits longer is abandoned.
 
     Null = without limit.
     """
-    lease_owner = models.CharField(max_length=64, blank=True, default="")
-    lease_until = models.DateTimeField(null=True, blank=True)
-    fence = models.BigIntegerField(default=0)
     seq = models.BigIntegerField(default=0)
 
     created_at = models.DateTimeField(default=clock.now, editable=False)

@@ -6,24 +6,35 @@ Real servers, started once by the first test that needs them, and a deadline hel
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.db import connection, connections
+from django.test import TransactionTestCase
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster.embedded.postgres import EmbeddedPostgres
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.outage import is_outage
 from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
+from tests.support.postgres import FastPostgres, empty_tables
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
 settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
 settings.load_profile("suite")
+patch.object(TransactionTestCase, "_fixture_teardown", empty_tables).start()
+
+
+def pytest_configure() -> None:
+    """Passwords are hashed quickly: a hash of the product takes a third of a second of the processor."""
+    # Programs that use `eventually` import this file without Django's settings.
+    from django.conf import settings as django_settings
+
+    django_settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -53,9 +64,9 @@ def guardian() -> Iterator[processes.Guardian]:
 
 
 @pytest.fixture(scope="session")
-def postgres(guardian: processes.Guardian) -> Iterator[EmbeddedPostgres]:
-    """The PostgreSQL of this run."""
-    server = EmbeddedPostgres(HOME / "pg")
+def postgres(guardian: processes.Guardian) -> Iterator[FastPostgres]:
+    """The PostgreSQL of this process, with the schema in it."""
+    server = FastPostgres(HOME / "pg")
     server.start(guardian)
     yield server
     server.stop()
@@ -71,12 +82,18 @@ def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="session")
-def django_db_modify_db_settings(postgres: EmbeddedPostgres) -> None:
+def django_db_modify_db_settings(postgres: FastPostgres) -> None:
     """Makes pytest-django wait for the server before it creates the test database.
 
     Connections of worker threads end with their call, so that none is left when the database is dropped.
     """
     connections.settings["default"]["CONN_MAX_AGE"] = 0
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """The test database is there: it came with the server's data folder."""
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +135,13 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 
     `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
     """
-    deadline = clock.monotonic() + BUSY * seconds
+    deadline, pause = clock.monotonic() + BUSY * seconds, 0.01
     while not (found := condition()):
         if clock.monotonic() > deadline:
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
-        time.sleep(0.02)
+        # Ever longer, for what is looked at needs the processor as well.
+        pause = min(1.3 * pause, 0.1)
+        time.sleep(pause)
     return found
 
 
@@ -130,9 +149,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
-    from nodes.decisions import fleet_snapshots
+    from nodes.decisions import snapshot_log
 
-    fleet_snapshots.forget()
+    snapshot_log.start_new_base()
 
 
 def _unusable() -> bool:
@@ -151,7 +170,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """
     yield
     from nodes.models import PlacementRecord
-    from nodes.reconcilers import recomputing
+    from nodes.reconcilers import decision_replay
 
     if item.get_closest_marker("django_db") is None or _unusable():
         return
@@ -162,4 +181,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             raise
         return  # the test plays one
     for record in records:
-        assert recomputing.recomputed(record) == recomputing.said(record), f"record {record.pk}: {record}"
+        assert decision_replay.replay(record) == decision_replay.recorded_decision(record), (
+            f"record {record.pk}: {record}"
+        )

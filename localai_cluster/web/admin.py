@@ -16,7 +16,15 @@ else:
 
 
 class ModelAdmin(_ModelAdmin):
-    """Django's model admin, with a 400 for invalid ids in an action, on which Django's fails."""
+    """Django's model admin, with a 400 for invalid ids and NUL characters, on which Django's fails."""
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Raise BadRequest if a filter contains NUL, which no text in PostgreSQL does."""
+        if any("\0" in value for _, values in request.GET.lists() for value in values):
+            raise BadRequest("a filter contains NUL")
+        return super().changelist_view(request, extra_context)
 
     def response_action(
         self, request: HttpRequest, queryset: QuerySet[Any], *more: Any, **named: Any

@@ -1,264 +1,404 @@
-"""The node list and the node page.
+"""Django's admin for nodes: the list, their approval and their overrides.
 
-The list counts replicas and requests in the statement that reads the nodes. On the page everything that
-workers and the registry write is read-only; overrides and labels go through the services (`editing.py`), so
-that a save writes the columns it means and never the row; what changes a node's state is a verb with a
-page of its own (`verbs.py`, `confirm.py`).
+Each form carries the revision of the node that it shows. If the node has changed since, nothing is written,
+and the message names the last change. The services that REST calls write; the admin saves no row itself.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from django.contrib import admin
-from django.db.models import Count, OuterRef, QuerySet, Subquery
-from django.db.models.functions import Coalesce
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import reverse
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.core import signing
+from django.core.exceptions import BadRequest, ValidationError
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.template.defaultfilters import filesizeformat
+from django.template.response import TemplateResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
-from localai_cluster.kit import clock
-from localai_cluster.kit.fingerprints import grouped
-from localai_cluster.web.admin import Observed
-from nodes.admin import filters, words
-from nodes.admin.confirm import VerbAdmin
-from nodes.admin.editing import LabelFormSet, LabelInline, NodeForm
-from nodes.admin.facts import NodeDisplay, hardware
-from nodes.admin.history import open_conflicts
-from nodes.admin.seen import newest_event
-from nodes.admin.verbs import NODE_VERBS, Verb
-from nodes.admin.wide import Wide
-from nodes.models import BackendNode, NodeConflict, NodeLabel
-from nodes.registry import services
-from nodes.registry.shape import LIVE_NODE
+from localai_cluster.kit import clock, errors, names
+from localai_cluster.kit.nkeys import grouped
+from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
+from nodes.models import BackendNode, NodeEvent, NodeLabel
+from nodes.registry import actions, bulk, resources, services
+from nodes.registry.actions import Action
+from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
 
-_STATE = ("state", "work", "heard", "approval")
-_IF_SO = {
-    "rejection": "rejected_at",
-    "revocation": "revoked_at",
-    "drain": "drained_at",
-    "absence": "offline_at",
-    "health": "unhealthy_at",
-    "file_port": "file_port_failed_at",
-}
-"""NodeDisplay that are shown if they hold, and the column that says so."""
-_IDENTITY = ("proof", "secret", "bound", "rotation", "joined", "source_address", "instance")
-_MACHINE = ("kind", "address", "http_address", "version", "capability", "gpus_shown")
-_RECORD = ("id", "first_seen", "revision_shown")
-_IN_OTHER_WORDS = {
-    "id",
-    "name",
-    "node_type",
-    "status",
-    "total_vram",
-    "available_vram",
-    "reserved_vram",
-    "total_ram",
-    "available_ram",
-    "total_disk",
-    "available_disk",
-    "gpu_vendor",
-    "gpu_compute_capability",
-    "max_replicas_per_model",
-    "max_replicas_per_model_manually_set",
-    "vram_budget",
-    "vram_budget_bytes",
-    "vram_budget_manually_set",
-    "weak_identity",
-    "last_heartbeat",
-    "created_at",
-    "revision",
-    "rejected",
-    "revoked",
-    "drain",
-    "file_port",
-    "inventory_at",
-    "fingerprint",
-    "rotation_requested_at",
-    "worker_version",
-}
-"""Keys of a node's shape that the page shows in its own words."""
-_ELSE = tuple(
-    name for name in LIVE_NODE.columns if name not in _IN_OTHER_WORDS and name not in (*_IDENTITY, *_MACHINE)
+if TYPE_CHECKING:  # generic for the type checker only
+    NodeModelForm = forms.ModelForm[BackendNode]
+else:
+    NodeModelForm = forms.ModelForm
+
+MAX_SELECTED = 500
+MAX_REFUSALS_SHOWN = 20
+REVISIONS_SALT = "nodes.admin.decision"
+
+_FACTS = (
+    ("approved_at", "approved_by", "approval_reason"),
+    ("rejected_at", "rejected_by", "reject_reason"),
+    ("revoked_at", "revoked_by", "revoke_reason"),
+    ("drained_at", "drained_by", "drain_reason", "drain_deadline"),
+    ("offline_at", "offline_by", "offline_reason"),
+    ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+    ("file_port_failed_at", "file_port_error"),
 )
-"""The other columns of the shape: a new one is on the page without a line here."""
-_OVERRIDES = ("override_cap", "cap", "override_budget", "budget")
-_OVERRIDES_SHOWN = ("cap_shown", "budget_shown")
-Button = tuple[Verb, str]
-"""A verb and where its page is."""
-
-_OVERRIDING = (
+"""Lines of the page; each is shown while its first column has a value."""
+_IDENTITY = (
+    *("identity", "fingerprint", "bound_at", "rotation_requested_at", "source_address", "instance"),
+    *("joined_with", "joined_note", "joined_by"),
+)
+_MACHINE = (
+    *("node_type", "address", "http_address", "worker_version", "capability", "hardware", "gpus"),
+    *("total_vram", "available_vram", "reserved_vram", "total_ram", "available_ram"),
+    *("total_disk", "available_disk", "inventory_at", "inventory_error"),
+)
+_RECORD = ("id", "created_at", "revision")
+_OVERRIDES = ("override_cap", "cap", "override_budget", "budget", "seen_revision")
+_OVERRIDDEN = (
+    ("max_replicas_per_model", "max_replicas_per_model_manually_set"),
+    ("vram_budget", "vram_budget_bytes", "vram_budget_manually_set"),
+)
+_OVERRIDES_HELP = (
     "Overrides take precedence over the worker's values. Clear the checkbox to reset: the worker's own value"
     " applies again from its next registration."
 )
 
 
-def _open_conflicts() -> Coalesce:
-    """Annotation: how many claims are open."""
-    undecided = NodeConflict.objects.filter(node=OuterRef("pk"), state=NodeConflict.State.OPEN)
-    count = undecided.order_by().values("node").annotate(count=Count("pk")).values("count")
-    return Coalesce(Subquery(count), 0)
+def _last_change(node_id: UUID) -> str:
+    """Return kind, actor and time of the node's last event, claims of other machines left out."""
+    events = NodeEvent.objects.filter(node_id=node_id).exclude(kind=NodeEvent.Kind.CONFLICT)
+    event = events.order_by("-id").first()
+    if event is None:
+        return "the node was changed in the meantime"
+    reason = f" ({event.cause})" if event.cause else ""
+    kind = event.get_kind_display().lower()
+    return f"changed in the meantime: {kind} by {event.actor} at {event.at:%Y-%m-%d %H:%M:%S} UTC{reason}"
+
+
+class NodeForm(NodeModelForm):
+    """The overrides of a node, and the revision that the page shows."""
+
+    override_cap = forms.BooleanField(required=False, label="Override maximum replicas")
+    cap = forms.IntegerField(
+        required=False, min_value=1, max_value=LARGEST_CAP, label="Maximum replicas per model"
+    )
+    override_budget = forms.BooleanField(required=False, label="Override VRAM budget")
+    budget = forms.CharField(
+        required=False,
+        max_length=LONGEST_BUDGET,
+        label="VRAM budget",
+        help_text="For example 80%, 20GiB or a number of bytes. Leave empty for unlimited.",
+    )
+    seen_revision = forms.IntegerField(required=False, widget=forms.HiddenInput)
+
+    class Meta:
+        model = BackendNode
+        fields = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        node = self.instance
+        self.initial.update(
+            override_cap=node.max_replicas_per_model_manually_set,
+            cap=node.max_replicas_per_model,
+            override_budget=node.vram_budget_manually_set,
+            budget=node.vram_budget,
+            seen_revision=node.revision,
+        )
+
+    def clean(self) -> dict[str, Any]:
+        """Lock the node until the transaction ends; refuse an edit of another revision."""
+        values = super().clean() or self.cleaned_data
+        revision = values.get("seen_revision")
+        try:
+            services.locked(self.instance.pk, -1 if revision is None else revision)
+        except errors.NotFound:
+            raise ValidationError("The node was removed in the meantime.") from None
+        except errors.Conflict:
+            raise ValidationError(
+                format_html(
+                    'Nothing was saved because this page is out of date: {}. <a href="">Reload</a>.',
+                    _last_change(self.instance.pk),
+                ),
+                code="outdated",
+            ) from None
+        self._check_cap(values)
+        self._check_budget(values)
+        return values
+
+    def _check_cap(self, values: dict[str, Any]) -> None:
+        if "cap" not in values:
+            return
+        if values["override_cap"]:
+            if values["cap"] is None:
+                self.add_error("cap", "Enter a number from 1, or clear the checkbox.")
+        elif values["cap"] not in (None, self.instance.max_replicas_per_model):
+            self.add_error("cap", "Select the checkbox above to set this value.")
+
+    def _check_budget(self, values: dict[str, Any]) -> None:
+        if "budget" not in values:
+            return
+        if not values["override_budget"]:
+            if values["budget"] not in ("", self.instance.vram_budget):
+                self.add_error("budget", "Select the checkbox above to set this value.")
+            return
+        try:
+            resources.budget_ceiling(values["budget"], self.instance.total_vram)
+        except ValueError as error:
+            self.add_error("budget", f"{error}.".capitalize())
+
+    def write_overrides(self, actor: Actor, now: datetime) -> None:
+        """Set or reset the overrides that the form changes."""
+        values, node_id = self.cleaned_data, self.instance.pk
+        if "override_cap" in self.changed_data or (values["override_cap"] and "cap" in self.changed_data):
+            if values["override_cap"]:
+                services.set_replica_cap(node_id, values["cap"], actor=actor, now=now)
+            else:
+                services.reset_replica_cap(node_id, actor=actor, now=now)
+        if "override_budget" in self.changed_data or (
+            values["override_budget"] and "budget" in self.changed_data
+        ):
+            if values["override_budget"]:
+                services.set_vram_budget(node_id, values["budget"], actor=actor, now=now)
+            else:
+                services.reset_vram_budget(node_id, actor=actor, now=now)
+
+
+class DecisionForm(forms.Form):
+    """The reason for an approval or a rejection."""
+
+    reason = forms.CharField(
+        required=False,
+        max_length=actions.LONGEST_REASON,
+        help_text="Shown on the node's page and in its timeline.",
+    )
+
+    def __init__(self, data: Any, *, needs_reason: bool) -> None:
+        super().__init__(data)
+        self.fields["reason"].required = needs_reason
+
+    def clean_reason(self) -> str:
+        """Refuse invisible characters."""
+        reason = str(self.cleaned_data["reason"])
+        try:
+            names.check_text(reason, "The reason")
+        except errors.InvalidInput as refusal:
+            raise ValidationError(refusal.message) from None
+        return reason
+
+
+def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
+    """Run the action if the node still has this revision; return its name and what is shown only once.
+
+    Raises NotFound, Conflict or InvalidInput.
+    """
+    with transaction.atomic():
+        node = services.locked(node_id, revision)
+        result = bulk.perform(action.name, node_id, actor, clock.now(), {"reason": reason})
+    if not isinstance(result, services.Approved) or not result.api_token:
+        return node.name
+    return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
+
+
+class LabelInline(TabularInline):
+    """The labels of a node, read-only."""
+
+    model = NodeLabel
+    extra = 0
+    can_delete = False
+    fields = readonly_fields = ("key", "value", "source")
+    ordering = ("key",)
+    verbose_name_plural = "labels"
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return True for users who may view the node."""
+        return request.user.has_perm("nodes.view_backendnode") or request.user.has_perm(
+            "nodes.change_backendnode"
+        )
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return False: the pages and REST edit labels."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return False: the pages and REST edit labels."""
+        return False
 
 
 @admin.register(BackendNode)
-class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
-    """Nodes."""
+class BackendNodeAdmin(ModelAdmin):
+    """Nodes; workers add them by their registration."""
 
-    verbs = NODE_VERBS
     form = NodeForm
     inlines = (LabelInline,)
+    actions = ("approve", "reject")
     change_form_template = "admin/nodes/node.html"
-    list_display = (
-        "name",
-        "kind",
-        "state",
-        "proof",
-        "address",
-        "beat",
-        "approved_by",
-    )
+    list_display = ("name", "node_type", "state", "identity", "address", "last_heartbeat", "approved_by")
     list_filter = (
-        filters.StatusFilter,
-        filters.TypeFilter,
-        filters.LabelFilter,
-        filters.VendorFilter,
-        filters.IdentityFilter,
-        filters.ConflictFilter,
-        filters.DecisionFilter,
+        *("status", "node_type", "gpu_vendor", "weak_identity"),
+        ("approved_at", admin.EmptyFieldListFilter),
+        ("rejected_at", admin.EmptyFieldListFilter),
+        ("revoked_at", admin.EmptyFieldListFilter),
     )
-    search_fields = ("name", "address")
-    search_help_text = "Name or address"
+    search_fields = ("name", "address", "label_set__key", "label_set__value")
+    search_help_text = "Name, address or label"
     show_full_result_count = False
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[BackendNode]:
-        """Nodes with what runs on them; two statements for any number."""
-        return BackendNode.objects.with_counts().annotate(open_conflicts=_open_conflicts()).order_by("name")
-
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> BackendNode | None:
-        """The node with its newest event, both as of one moment."""
-        try:
-            pk = UUID(object_id)
-        except ValueError:
-            return None
-        return self.get_queryset(request).annotate(newest_event=newest_event()).filter(pk=pk).first()
-
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """A node is made by its worker's registration."""
+        """Return False: the registration of its worker adds a node."""
         return False
 
-    def delete_view(
-        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Removing a node is more than deleting its row: it is the verb."""
-        node = self.get_object(request, object_id)
-        if node is None:
-            return self.gone(request)
-        return HttpResponseRedirect(reverse("admin:nodes_backendnode_remove", args=[node.pk]))
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return False: the pages and REST remove nodes, with what runs on them."""
+        return False
 
     def get_fieldsets(self, request: HttpRequest, obj: BackendNode | None = None) -> Any:
-        """What is known, and what may be set; to a viewer the overrides are facts, too."""
-        overrides = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDES_SHOWN
-        holding = [name for name, column in _IF_SO.items() if obj and getattr(obj, column)]
+        """Return the columns by topic; a user who may only view sees the overrides as facts."""
+        overrides = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDDEN
+        facts = [columns for columns in _FACTS if obj is None or getattr(obj, columns[0])]
         return (
-            ("State", {"fields": (*_STATE, *holding)}),
-            (
-                "Overrides",
-                {"fields": overrides, "description": _OVERRIDING},
-            ),
+            ("State", {"fields": ("state", "last_heartbeat", *facts)}),
+            ("Overrides", {"fields": overrides, "description": _OVERRIDES_HELP}),
             ("Identity", {"fields": _IDENTITY}),
-            ("Machine", {"fields": (*_MACHINE, *_ELSE)}),
+            ("Machine", {"fields": _MACHINE}),
             ("Record", {"fields": _RECORD, "classes": ("collapse",)}),
         )
 
-    def get_readonly_fields(self, request: HttpRequest, obj: BackendNode | None = None) -> tuple[str, ...]:
-        """Everything that is not an override."""
-        return (*_STATE, *_IF_SO, *_IDENTITY, *_MACHINE, *_ELSE, *_RECORD, *_OVERRIDES_SHOWN)
+    def get_readonly_fields(self, request: HttpRequest, obj: BackendNode | None = None) -> list[str]:
+        """Return everything that is not an override."""
+        lines = (*_FACTS, *_OVERRIDDEN, _IDENTITY, _MACHINE, _RECORD)
+        return ["state", "last_heartbeat", *(column for columns in lines for column in columns)]
 
-    @admin.display(description="revision")
-    def revision_shown(self, node: BackendNode) -> int:
-        """Moves with every change but heartbeats."""
-        return node.revision
+    @admin.display(description="status", ordering="status")
+    def state(self, node: BackendNode) -> SafeString:
+        """Return the status and its reason."""
+        reasons = {
+            "pending": node.reject_reason or node.revoke_reason,
+            "offline": node.offline_reason,
+            "draining": node.drain_reason,
+            "unhealthy": node.unhealthy_reason,
+        }
+        return format_html(
+            '<span class="node-badge node-badge-{}">{}</span><span class="node-because">{}</span>',
+            node.status,
+            node.status,
+            reasons.get(node.status, ""),
+        )
+
+    @admin.display(description="identity", ordering="weak_identity")
+    def identity(self, node: BackendNode) -> str:
+        """Return the fingerprint as people compare it, or what the node proves itself with instead."""
+        if node.weak_identity:
+            return "weak: the shared token only"
+        return grouped(node.fingerprint) or "none: the secret was revoked"
+
+    @admin.display(description="hardware")
+    def hardware(self, node: BackendNode) -> str:
+        """Return GPU and memory in a line."""
+        gpu = " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or "no GPU"
+        vram, ram = filesizeformat(node.total_vram), filesizeformat(node.total_ram)
+        return f"{gpu}, VRAM {vram}, RAM {ram}, disk {filesizeformat(node.total_disk)}"
+
+    @admin.action(description="Approve selected nodes…", permissions=["change"])
+    def approve(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
+        """Ask for a confirmation, then approve the nodes."""
+        return self._decide(request, queryset, actions.APPROVE)
+
+    @admin.action(description="Reject selected nodes…", permissions=["change"])
+    def reject(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
+        """Ask for a confirmation and a reason, then reject the nodes."""
+        return self._decide(request, queryset, actions.REJECT)
+
+    def _decide(
+        self, request: HttpRequest, queryset: QuerySet[BackendNode], action: Action
+    ) -> HttpResponse | None:
+        nodes = list(queryset.order_by("name")[: MAX_SELECTED + 1])
+        if len(nodes) > MAX_SELECTED:
+            self.message_user(request, f"Select at most {MAX_SELECTED} rows.", messages.ERROR)
+            return None
+        data = request.POST if "revisions" in request.POST else None
+        form = DecisionForm(data, needs_reason=action.reason == "required")
+        if not form.is_valid():
+            return self._confirmation(request, nodes, action, form)
+        try:
+            revisions = signing.loads(request.POST["revisions"], salt=REVISIONS_SALT)
+        except signing.BadSignature:
+            raise BadRequest("revisions: not what the page carried") from None
+        self._run(request, action, revisions, form.cleaned_data["reason"])
+        return None
+
+    def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> None:
+        """Decide on each node in a transaction of its own; report what was done and what was refused."""
+        actor = of_principal(principals.of_user(request.user))
+        refused = 0
+        for node_id, revision in revisions.items():
+            try:
+                name = _decide_on_node(action, UUID(node_id), revision, actor=actor, reason=reason)
+            except errors.ClusterError as refusal:
+                refused += 1
+                if refused <= MAX_REFUSALS_SHOWN:
+                    outdated = refusal.field == "revision"
+                    text = _last_change(UUID(node_id)) if outdated else refusal.message
+                    node = BackendNode.objects.filter(pk=node_id).first() or node_id
+                    self.message_user(request, f"Node {node}: {text}. Nothing was changed.", messages.ERROR)
+            else:
+                self.message_user(request, f"Node {name}: {action.done}.", messages.SUCCESS)
+        if refused > MAX_REFUSALS_SHOWN:
+            self.message_user(request, f"{refused - MAX_REFUSALS_SHOWN} more were skipped.", messages.ERROR)
+
+    def _confirmation(
+        self, request: HttpRequest, nodes: list[BackendNode], action: Action, form: DecisionForm
+    ) -> TemplateResponse:
+        """Return the page that shows the identity of each node, and why others are skipped."""
+        lines = [
+            (node, actions.refusal(action, node), self.identity(node), self.hardware(node)) for node in nodes
+        ]
+        possible = [node for node, refusal, *_ in lines if not refusal]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"Confirm: {action.title}",
+            "opts": self.opts,
+            "action": action,
+            "lines": lines,
+            "possible": possible,
+            "revisions": signing.dumps(
+                {str(node.pk): node.revision for node in possible}, salt=REVISIONS_SALT, compress=True
+            ),
+            "form": form,
+            "checkbox": ACTION_CHECKBOX_NAME,
+        }
+        request.current_app = self.admin_site.name
+        return TemplateResponse(request, "admin/nodes/confirm.html", context)
 
     def render_change_form(
-        self,
-        request: HttpRequest,
-        context: Any,
-        add: bool = False,
-        change: bool = False,
-        form_url: str = "",
-        obj: BackendNode | None = None,
+        self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Adds the panels: approval, conflicts, buttons."""
-        if obj is not None:
-            context.update(_panels(request, obj), **self._buttons(request, obj), show_delete=False)
-        return super().render_change_form(request, context, add, change, form_url, obj)
+        """Add the decisions that apply to the node, for users who may make them."""
+        node = context["original"]
+        may_decide = self.has_change_permission(request, node)
+        context["decisions"] = [
+            action
+            for action in (actions.APPROVE, actions.REJECT)
+            if may_decide and not actions.refusal(action, node)
+        ]
+        return super().render_change_form(request, context, *args, **kwargs)
 
     def save_model(self, request: HttpRequest, obj: BackendNode, form: Any, change: bool) -> None:
-        """Hands overrides to the services; the row itself is never saved."""
-        now, actor = clock.now(), _actor(request)
-        if form.asks_for_cap():
-            _set_cap(obj.pk, form.cleaned_data, actor=actor, now=now)
-        if form.asks_for_budget():
-            _set_budget(obj.pk, form.cleaned_data, actor=actor, now=now)
-
-    def save_formset(self, request: HttpRequest, form: Any, formset: Any, change: bool) -> None:
-        """Hands the labels to the service, as one change."""
-        assert isinstance(formset, LabelFormSet)
-        formset.save(commit=False)
-        wanted, dropped = formset.wanted(), formset.dropped()
-        if wanted or dropped:
-            services.edit_labels(
-                form.instance.pk, wanted, drop=dropped, actor=_actor(request), now=clock.now()
-            )
-
-    def _buttons(self, request: HttpRequest, node: BackendNode) -> dict[str, list[Button]]:
-        """The verbs that apply to the node and that the user may use; those of the approval by themselves."""
-        usable = [verb for verb in self.verbs if self.allowed(request, verb) and not verb.refusal(node)]
-        found: dict[str, list[Button]] = {"approval_buttons": [], "buttons": []}
-        for verb in usable:
-            place = "approval_buttons" if verb.name in ("approve", "reject") else "buttons"
-            url = reverse(f"admin:nodes_backendnode_{verb.name}", args=[node.pk])
-            found[place].append((verb, url))
-        return found
-
-
-def _set_cap(node_id: UUID, asked: dict[str, Any], **by: Any) -> None:
-    if asked["override_cap"]:
-        services.set_replica_cap(node_id, asked["cap"], **by)
-    else:
-        services.reset_replica_cap(node_id, **by)
-
-
-def _set_budget(node_id: UUID, asked: dict[str, Any], **by: Any) -> None:
-    if asked["override_budget"]:
-        services.set_vram_budget(node_id, asked["budget"], **by)
-    else:
-        services.reset_vram_budget(node_id, **by)
-
-
-def _actor(request: HttpRequest) -> Actor:
-    return of_principal(principals.of_user(request.user))
-
-
-def _panels(request: HttpRequest, node: Any) -> dict[str, Any]:
-    now = clock.now()
-    return {
-        "node": node,
-        "hardware": hardware(node),
-        "first_seen": words.moment(node.created_at, now),
-        "heard": words.moment(node.last_heartbeat, now),
-        "fingerprint": grouped(node.fingerprint),
-        "conflicts": open_conflicts(node, may_decide=request.user.has_perm("nodes.change_nodeconflict")),
-        "page_url": f"/app/nodes/{node.pk}",
-        "events_url": reverse("admin:nodes_nodeevent_changelist") + f"?node={node.pk}",
-    }
+        """Write the overrides by their services."""
+        form.write_overrides(of_principal(principals.of_user(request.user)), clock.now())
 
 
 @admin.register(NodeLabel)
 class NodeLabelAdmin(Observed):
-    """All labels at a glance; they are edited on their node."""
+    """All labels."""
 
     list_display = ("node", "key", "value", "source")
     list_filter = ("source",)

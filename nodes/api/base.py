@@ -13,7 +13,7 @@ from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
-from nodes.api.worker_auth import parse_node_id
+from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import listing
 

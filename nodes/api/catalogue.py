@@ -1,6 +1,7 @@
-"""What the galleries offer and where it is installed: the catalogue (`contract/http-api.md` §4.1).
+"""The catalogue: offers of the galleries, and where they are installed (`contract/http-api.md` §4.1 to §4.5).
 
-Answered from rows at once, however slow a worker is. Controllers ask for old lists again meanwhile.
+Answered from rows and from galleries read at most a minute ago, however slow a worker is. Controllers refresh
+old inventories meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import gallery_index
+from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.renderers import FastJSONRenderer
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field, mapping
+from localai_cluster.web.rest import FastJSONRenderer
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered, one_of, query
-from nodes.backends import catalogue, install, inventory, upgrade_state
+from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
@@ -194,7 +196,7 @@ def _gallery_changed(fingerprint: str) -> None:
 
 def read_galleries() -> catalogue.Offer:
     """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
-    configured = install.galleries()
+    configured = node_commands.galleries()
     standing = upgrade_state.standing()
     offer = catalogue.reader.read(configured, standing.answered)
     if not offer.problems and offer.fingerprint != standing.galleries:
@@ -206,7 +208,9 @@ def read_galleries() -> catalogue.Offer:
 
 def repositories() -> list[Entry]:
     """The configured galleries, without credentials."""
-    return [REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in install.galleries()]
+    return [
+        REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
+    ]
 
 
 class BackendsView(APIView):
@@ -247,3 +251,147 @@ class BackendsView(APIView):
                 galleryErrors=[GALLERY_ERROR.of(name=n, error=why) for n, why in offer.problems.items()],
             )
         )
+
+
+AVAILABLE = Shape(
+    "AvailableBackend",
+    "An entry as its gallery has it (§4.5).",
+    [
+        field("name", TEXT),
+        field("gallery", REPOSITORY.ref),
+        field("installed", FLAG, "On any approved node.", optional=True),
+        *(field(name, TEXT, optional=True) for name in ("alias", "description", "icon", "license")),
+        field("uri", TEXT, "Without credentials.", optional=True),
+        *(field(name, TEXT, optional=True) for name in ("version", "sha256")),
+        *(field(name, TEXTS, optional=True) for name in ("urls", "tags", "mirrors")),
+        field("capabilities", mapping(TEXT), "Capability to the name of a build.", optional=True),
+    ],
+)
+KNOWN = Shape(
+    "KnownBackend",
+    "A backend that a model may be for (§4.5).",
+    [
+        field("name", TEXT),
+        field("modality", TEXT, "What it works on, by its tags; empty if they do not say it."),
+        field("auto_detect", FLAG, "Whether it is found by looking at a model: here none is."),
+        field("description", TEXT, optional=True),
+        field("installed", FLAG, "On any approved node."),
+    ],
+)
+COMPONENTS = (AVAILABLE, KNOWN)
+_REPOSITORY = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
+_AVAILABLE = {
+    "name": "minilm",
+    "gallery": _REPOSITORY,
+    "installed": True,
+    "license": "apache-2.0",
+    "uri": "/srv/gallery/minilm",
+    "version": "1.0.0",
+    "tags": ["embeddings"],
+}
+
+
+class _List(APIView):
+    envelope = "flat"
+    renderer_classes = [FastJSONRenderer]
+
+
+class AvailableView(_List):
+    """`/backends/available`."""
+
+    @extend_schema(
+        operation_id="backends_available",
+        summary="List entries of the galleries",
+        tags=["backends"],
+        responses={200: AVAILABLE.many, **flat_refusals()},
+        examples=[answered([_AVAILABLE])],
+    )
+    def get(self, request: Request) -> Response:
+        """The entries that a healthy node, or a machine without a GPU, can install."""
+        installed = catalogue.installed_names()
+        builds = catalogue.runnable(read_galleries().builds, catalogue.machines())
+        return Response([_available(build, folded(build.name) in installed) for build in builds])
+
+
+def _available(build: GalleryEntry, installed: bool) -> Row:
+    return AVAILABLE.of(
+        name=build.name,
+        gallery=REPOSITORY.of(url=gallery_index.public_url(build.gallery.url), name=build.gallery.name),
+        installed=installed,
+        alias=build.alias,
+        description=build.description,
+        icon=build.icon,
+        license=build.license,
+        uri=gallery_index.public_url(build.uri),
+        version=build.version,
+        sha256=build.sha256,
+        urls=list(build.urls),
+        tags=list(build.tags),
+        mirrors=[gallery_index.public_url(mirror) for mirror in build.mirrors],
+        capabilities=dict(build.capabilities or {}),
+    )
+
+
+class KnownView(_List):
+    """`/backends/known`."""
+
+    @extend_schema(
+        operation_id="backends_known",
+        summary="List backends that a model may be for",
+        tags=["backends"],
+        responses={200: KNOWN.many, **flat_refusals()},
+        examples=[
+            answered([{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}])
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """What the galleries offer, without single builds, and what is installed besides; by modality."""
+        installed = catalogue.installed_names()
+        offered = catalogue.choices(read_galleries().builds)
+        found = [
+            KNOWN.of(
+                name=build.name,
+                modality=catalogue.modality(build.tags),
+                auto_detect=False,
+                description=build.description,
+                installed=name in installed,
+            )
+            for name, build in offered.items()
+        ]
+        found += [
+            KNOWN.of(name=name, modality="", auto_detect=False, installed=True)
+            for key, name in installed.items()
+            if key not in offered
+        ]
+        return Response(sorted(found, key=lambda one: (one["modality"], folded(one["name"]))))
+
+
+class GalleriesView(_List):
+    """`/backends/galleries`."""
+
+    @extend_schema(
+        operation_id="backends_galleries",
+        summary="List galleries",
+        tags=["backends"],
+        responses={200: REPOSITORY.many, **flat_refusals()},
+        examples=[answered([_REPOSITORY])],
+    )
+    def get(self, request: Request) -> Response:
+        """The galleries of this cluster."""
+        return Response(repositories())
+
+
+class UseCasesView(_List):
+    """`/api/backends/usecases`."""
+
+    @extend_schema(
+        operation_id="backends_usecases",
+        summary="List what backends are used for",
+        tags=["backends"],
+        responses={200: mapping(TEXTS), **flat_refusals()},
+        examples=[answered({"minilm": ["embeddings"]})],
+    )
+    def get(self, request: Request) -> Response:
+        """By the name of an entry, what its tags say it is used for; others are left out."""
+        told = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
+        return Response({name: cases for name, cases in told.items() if cases})

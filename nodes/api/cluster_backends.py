@@ -1,6 +1,7 @@
-"""Commands on a backend of the whole cluster, or of chosen nodes (`contract/http-api.md` §4.2).
+"""Commands on a backend of the whole cluster, or of chosen nodes (`contract/http-api.md` §4.2, §4.5).
 
-Each is one operation with a part a node. Which nodes "all" means is decided when it is asked for.
+Each is one operation with a target for each node. "All" means the nodes at the time of the request. The views
+below `/backends/` are the reference's other names for the same commands; one of them waits for the end (O38).
 """
 
 from collections.abc import Callable
@@ -15,18 +16,28 @@ from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
-from nodes.api.backend_bodies import InstallSerializer, bare_name, install_wish
-from nodes.api.installs import SAID, Said, asked_by
-from nodes.backends import catalogue, install, node_commands, wave_requests
-from nodes.backends.admission import ask
+from nodes.api.models import HOLD, ended
+from nodes.api.node_backends import (
+    BACKEND_NAME,
+    SAID,
+    InstallSerializer,
+    Said,
+    asked_by,
+    bare_name,
+    checked_name,
+    install_wish,
+)
+from nodes.backends import catalogue, node_commands, wave_requests
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
+from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
+from operations.models import Status
 
 MOST_NODES = 2000
 STARTED = Shape(
@@ -150,7 +161,7 @@ def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
         confirmed = sorted(set(fields.get("last_replicas", ())))
         asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
         wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
-    return ask(wish, asked, now=clock.now())
+    return admit(wish, asked, now=clock.now())
 
 
 def refuse_concrete(wish: Wish) -> None:
@@ -158,7 +169,7 @@ def refuse_concrete(wish: Wish) -> None:
 
     A gallery that cannot be read now is no reason to refuse.
     """
-    builds = catalogue.reader.read(install.galleries()).builds
+    builds = catalogue.reader.read(node_commands.galleries()).builds
     name = folded(wish.backend)
     parent = catalogue.parents(builds).get(name)
     meta = any(one.is_meta and folded(one.name) == name for one in builds)
@@ -191,7 +202,7 @@ class _Everywhere(APIView):
     body: type[NodesSerializer] = NodesSerializer
 
     def _answer(self, request: Request, name: str) -> Response:
-        fields = validated(self.body, request)
+        fields = validate_body(self.body, request)
         wish = self.wish(name, fields)
         return Response(body_of(started(asked_by(request, []), wish, fields), SAID[self.kind]))
 
@@ -232,7 +243,7 @@ class InstallExternalView(APIView):
         It replaces what has this name. Engines of that get no new requests, and stop when those that run have
         ended or after `CLUSTER_UPGRADE_DRAIN`; with `force` they stop at once.
         """
-        fields = validated(ExternalSerializer, request)
+        fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
         wish = install_wish({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
@@ -267,3 +278,136 @@ class DeleteEverywhereView(_Everywhere):
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
         return self._answer(request, name)
+
+
+SCHEDULED = Shape(
+    "Scheduled",
+    "An operation was admitted; `status_url` tells how it goes.",
+    [
+        field("id", UUID),
+        field("jobID", UUID, "The same."),
+        field("status_url", TEXT, "A whole address."),
+        field("message", TEXT),
+        field("deduplicated", FLAG, optional=True),
+    ],
+)
+REMOVED = Shape(
+    "BackendRemoved",
+    "Whether the backend is gone; `jobID` is the operation that removes it.",
+    [
+        field("success", FLAG),
+        field("message", TEXT),
+        field("jobID", UUID),
+        field("statusUrl", TEXT),
+    ],
+)
+COMPONENTS = (SCHEDULED, REMOVED)
+
+
+class ApplySerializer(Described, NullIsAbsent):
+    """What to install on all nodes."""
+
+    id = Text(max_length=255)
+    force = Flag(required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of names."""
+        schema["properties"]["id"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
+        return schema
+
+    def validate_id(self, value: str) -> str:
+        """A gallery's name, with an optional `gallery@` before it."""
+        if not value:
+            raise serializers.ValidationError("must not be empty")
+        return checked_name(value) or ""
+
+
+def _scheduled(request: Request, wish: Wish) -> Response:
+    admission = started(asked_by(request, []), wish, {})
+    job, said = str(admission.operation.id), SAID[wish.kind]
+    return Response(
+        SCHEDULED.of(
+            id=job,
+            jobID=job,
+            status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
+            message=said.started if admission.created else said.joined,
+            deduplicated=not admission.created,
+        )
+    )
+
+
+class _Plain(APIView):
+    envelope = "flat"
+
+
+class ApplyView(_Plain):
+    """`/backends/apply`."""
+
+    @command("apply", "Install a backend on all nodes unless it is there", ApplySerializer, SCHEDULED)
+    def post(self, request: Request) -> Response:
+        """Leaves nodes that have it as they are; with `force` they install it again.
+
+        A build for one kind of hardware is a 409 that names what to install instead.
+        """
+        fields = validate_body(ApplySerializer, request)
+        gallery, _, name = fields["id"].rpartition("@")
+        return _scheduled(request, Wish(INSTALL, name, gallery=gallery, force=fields.get("force", False)))
+
+
+class PlainUpgradeView(_Plain):
+    """`/backends/upgrade/:name`."""
+
+    @command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
+    def post(self, request: Request, name: str) -> Response:
+        """On all nodes that have it, at once."""
+        return _scheduled(request, Wish(UPGRADE, bare_name(name)))
+
+
+class PlainDeleteView(_Plain):
+    """`/backends/delete/:name`."""
+
+    @command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
+    def post(self, request: Request, name: str) -> Response:
+        """On all nodes that have it."""
+        return _scheduled(request, Wish(DELETE, bare_name(name)))
+
+
+class DeleteAndWaitView(_Plain):
+    """`/api/backends/system/delete/:name`."""
+
+    @extend_schema(
+        operation_id="backends_delete_and_wait",
+        summary="Delete a backend and wait for the end",
+        tags=["backends"],
+        request=None,
+        responses={
+            200: OpenApiResponse(REMOVED.ref, "It is done."),
+            202: OpenApiResponse(REMOVED.ref, "The operation is recorded and goes on."),
+            **flat_refusals(400, 409, 502),
+        },
+    )
+    def post(self, request: Request, name: str) -> Response:
+        """Removes it from all nodes that have it; 502 names the nodes that did not, and their reasons.
+
+        It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
+        """
+        wish = Wish(DELETE, bare_name(name))
+        operation = ended(started(asked_by(request, []), wish, {}).operation, HOLD)
+        if operation.status in (Status.FAILED, Status.CANCELLED):
+            raise CommandFailed(operation.error or operation.message)
+        gone = operation.status == Status.COMPLETED
+        job = str(operation.id)
+        body = REMOVED.of(
+            success=gone,
+            message=_outcome(wish.backend, operation.targets.count()) if gone else "the deletion goes on",
+            jobID=job,
+            statusUrl=f"/api/backends/job/{job}",
+        )
+        return Response(body, status=200 if gone else 202)
+
+
+def _outcome(backend: str, nodes: int) -> str:
+    if not nodes:
+        return f"backend {backend} is on no node"
+    return f"backend {backend} deleted; it was on {'1 node' if nodes == 1 else f'{nodes} nodes'}"

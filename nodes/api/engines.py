@@ -1,6 +1,6 @@
-"""Loading, stopping and watching a model by its name alone (`contract/http-api.md` §6): `/backend/…`.
+"""Engines: load, stop and monitor a model by its name (`contract/http-api.md` §6), and the engines' logs.
 
-The reference's names for what the cluster does with all replicas of a model.
+`nodes/live/worker_logs.py` streams the logs (§2.13).
 """
 
 import asyncio
@@ -11,23 +11,23 @@ from typing import Any
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from django.db import connection
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.accounts.authentication import IsUser, client_address, principal
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
-from localai_cluster.web.fields import Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, Shape, count, field, mapping
+from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
+from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, answered, query, sent, text
+from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, query, sent, text
 from nodes.api.models import (
     DONE,
     HOLD,
@@ -39,13 +39,16 @@ from nodes.api.models import (
     described,
     ended,
 )
+from nodes.api.worker_routes import parse_node_id
+from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.definitions import folder
-from nodes.loading import load
+from nodes.loading import load_request, wait
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
+from nodes.registry import dial_targets
 from nodes.registry.listing import Parameters
 from nodes.replicas import unload_requests
 from operations.ledger.admission import OperationRequest, admit
@@ -84,7 +87,6 @@ MONITOR = Shape(
     "State and memory of the first replica that answers, and all of them.",
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
-COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR)
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _SENT = sent({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
@@ -148,15 +150,15 @@ class LoadView(APIView):
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
-        if async_to_sync(folder.find)(model) is None:
+        if async_to_sync(folder.find_definition)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
-        if placement_snapshot.serving(model):
+        if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key(model),
             element=model,
             payload={"model": model},
@@ -185,7 +187,7 @@ class ShutdownView(APIView):
     @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         return carried_out(
             request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
         )
@@ -257,3 +259,123 @@ async def _status(engine: _Engine) -> dict[str, Any]:
         memory=memory,
         error=problem,
     )
+
+
+LOADING = Shape(
+    "ModelLoading",
+    "A load that goes on, or the failure that stands for a moment.",
+    [
+        field("model", TEXT),
+        field("state", {"type": "string", "enum": ["pending", "installing", "staging", "loading", "failed"]}),
+        field(
+            "progress",
+            {"type": "number"},
+            "Percent of the whole load. It never falls, until an attempt begins again.",
+        ),
+        field("bytes_sent", BYTES),
+        field("total_bytes", BYTES),
+        field("file_index", count()),
+        field("total_files", count()),
+        field("node", TEXT, "The name of the node, once it is chosen.", optional=True),
+        field("eta_seconds", count(), "Seconds that are left, once bytes move.", optional=True),
+    ],
+)
+_EXAMPLE = {
+    "model": "minilm",
+    "state": "loading",
+    "progress": 40.0,
+    "bytes_sent": 419430400,
+    "total_bytes": 1073741824,
+    "file_index": 0,
+    "total_files": 0,
+    "node": "gpu-a",
+    "eta_seconds": 12,
+}
+
+
+class LoadStatusView(APIView):
+    """`/api/models/:model/load-status`."""
+
+    permission_classes = [IsUser]
+    error_type = "not_found_error"
+
+    @extend_schema(
+        operation_id="models_load_status",
+        summary="Show how far the load of a model is",
+        tags=["nodes"],
+        parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
+        responses={200: LOADING.ref, **refusals(401, 404)},
+        examples=[answered(_EXAMPLE)],
+    )
+    def get(self, request: Request, model: str) -> Response:
+        """404 when no load goes on: the model may be ready, so ask it again."""
+        now = clock.now()
+        look = wait.status(model, now)
+        if look is None:
+            raise errors.NotFound(f"no load is running for model {model}")
+        return Response(LOADING.of(**wait.loading_body(model, look, now)))
+
+
+LOG_LINE = Shape(
+    "LogLine",
+    "One line of an engine's output.",
+    [
+        field("timestamp", TIME, "When the worker read it."),
+        field("stream", {"type": "string", "enum": ["stdout", "stderr"]}),
+        field("text", TEXT),
+    ],
+)
+_REFUSALS = refusals(401, 403, 404, 409, 502, 504)
+
+
+class LoggedModelsView(NodeView):
+    """`/api/nodes/:id/backend-logs`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_logs_list",
+        summary="List the models that have logs on a node",
+        tags=["nodes"],
+        responses={200: {"type": "array", "items": TEXT}, **_REFUSALS},
+        examples=[answered(["minilm"])],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """The models whose engines the worker keeps output of, those that have ended included."""
+        return Response(_asked(node_id, worker_logs.models))
+
+
+class LogLinesView(NodeView):
+    """`/api/nodes/:id/backend-logs/:model`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_logs_read",
+        summary="Show the log of a model on a node",
+        tags=["nodes"],
+        responses={200: LOG_LINE.many, **refusals(400), **_REFUSALS},
+        examples=[answered([{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}])],
+    )
+    def get(self, request: Request, node_id: str, model: str) -> Response:
+        """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).
+
+        Empty for a model that the worker does not know.
+        """
+        if len(model) > worker_logs.LONGEST_NAME:
+            raise errors.InvalidInput(f"the model's name is over {worker_logs.LONGEST_NAME} characters")
+        return Response(_asked(node_id, worker_logs.lines, model))
+
+
+def _asked(node_id: str, question: Any, *about: str) -> Any:
+    """What the worker answers; no connection to the database waits for it."""
+    found = parse_node_id(node_id)
+    if found is None:
+        raise errors.NotFound("node not found")
+    server = dial_targets.http_server(found)
+    if not connection.in_atomic_block:
+        connection.close()
+    return async_to_sync(question)(server, *about)
+
+
+COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR, LOADING, LOG_LINE)

@@ -18,11 +18,11 @@ from localai_cluster import gallery_index
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
-from nodes.api import raw
-from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
+from nodes.api import worker_routes
+from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import identity, services
 
@@ -72,29 +72,31 @@ class NoSuchRange(errors.InvalidInput):
 class GalleryApplication:
     """The ASGI application."""
 
-    async def __call__(self, scope: raw.Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         """Answers one request."""
         try:
             opened = await self._opened(scope)
         except Exception as raised:
-            error = translated(raised)
+            error = translate_error(raised)
             if error is None:
                 raise
             body = flat_refusal(error) if error.status == 401 else envelope_of(error, "node_error")
-            await raw.respond(send, error.status, body, _headers(error))
+            await worker_routes.respond(send, error.status, body, _headers(error))
             return
         with opened.file:
             await _send(opened, receive, send)
 
-    async def _opened(self, scope: raw.Scope) -> _Opened:
+    async def _opened(self, scope: worker_routes.Scope) -> _Opened:
         if scope["method"] != "GET":
-            raise raw.method_not_allowed(scope["method"])
-        headers = raw.headers_of(scope)
+            raise worker_routes.method_not_allowed(scope["method"])
+        headers = worker_routes.headers_of(scope)
         found = _PATH.match(scope["path"])
         try:
-            await _prove(parse_node_id(found["node_id"]) if found else None, headers, raw.client_of(scope))
+            await _prove(
+                parse_node_id(found["node_id"]) if found else None, headers, worker_routes.client_of(scope)
+            )
         except errors.NotAuthenticated as refusal:
-            raise await raw.followed_up(refusal, scope) from refusal
+            raise await worker_routes.followed_up(refusal, scope) from refusal
         folder = conf.cluster().gallery_dir
         if folder is None or found is None:
             raise errors.NotFound("this server has no gallery of its own (CLUSTER_GALLERY_DIR)")
@@ -154,7 +156,7 @@ def _part(file: BinaryIO, asked: str) -> _Opened:
 
 async def _send(opened: _Opened, receive: Any, send: Any) -> None:
     """Sends the file, at the client's pace, until all is sent, the client leaves, or it stops reading."""
-    gone = asyncio.create_task(wire.disconnected(receive))
+    gone = asyncio.create_task(wire.wait_until_disconnected(receive))
     try:
         status = 206 if opened.partial else 200
         await send({"type": "http.response.start", "status": status, "headers": opened.headers})
@@ -182,7 +184,7 @@ def _headers(error: errors.ClusterError) -> dict[str, str]:
 
 _BYTES: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 GALLERY: Operation = {
-    **raw.node_route(
+    **worker_routes.node_route(
         "node_gallery",
         "Download a file of the server's gallery",
         "The index or an archive of the gallery in CLUSTER_GALLERY_DIR, for an approved node with a secret of"
@@ -193,11 +195,11 @@ GALLERY: Operation = {
     "responses": {
         "200": {"description": "The file.", "content": _BYTES},
         "206": {"description": "A part of the file.", "content": _BYTES},
-        **raw.WRONG_SECRET,
+        **worker_routes.WRONG_SECRET,
         "416": {
             "description": "The file is shorter than the range.",
             "content": json_body(reference("Refusal")),
         },
-        **raw.refused(400, 403, 404, 409, 429),
+        **worker_routes.refused(400, 403, 404, 409, 429),
     },
 }

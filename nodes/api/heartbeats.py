@@ -24,16 +24,15 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.database_pool import UNREACHABLE
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
-from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.rest import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
-from nodes.api import raw
-from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
-from nodes.registry import gpus, heartbeats, identity, services
-from nodes.registry.heartbeats import Beat
-from nodes.registry.identity_cache import KnownNodes
+from nodes.api import worker_routes
+from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
+from nodes.registry import heartbeats, identity, resources, services
+from nodes.registry.heartbeats import Beat, IdentityCache
 from nodes.replicas import checks
 from nodes.replicas.statements import Rows
 
@@ -50,7 +49,7 @@ Verdict = errors.ClusterError | None
 class Gate:
     """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
 
-    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
         self._known = known
         self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
@@ -155,7 +154,7 @@ class _Call:
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
         self._gate = Gate(database, known)
         self._writer = BeatWriter(database)
@@ -164,35 +163,37 @@ class HeartbeatApplication:
         """Returns when every beat that was answered has been written or lost."""
         await self._writer.settled()
 
-    async def __call__(self, scope: raw.Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         """Answers one request."""
         try:
             status, body, headers = await self._answer(scope, receive)
         except Disconnected:
             return
         except Exception as raised:
-            error = translated(raised)
+            error = translate_error(raised)
             if error is None:
                 raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
         metrics.HEARTBEATS.labels(status).inc()
-        await raw.respond(send, status, body, headers)
+        await worker_routes.respond(send, status, body, headers)
 
-    async def _answer(self, scope: raw.Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async def _answer(
+        self, scope: worker_routes.Scope, receive: Any
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
         if scope["method"] != "POST":
-            return 405, _refusal(raw.method_not_allowed(scope["method"])), {"Allow": "POST"}
+            return 405, _refusal(worker_routes.method_not_allowed(scope["method"])), {"Allow": "POST"}
         try:
             call = await _read(scope, receive)
             refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
-            raise await raw.followed_up(error, scope) from error
+            raise await worker_routes.followed_up(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
-                await _note_copy(call.beat, raw.client_of(scope))
+                await _note_copy(call.beat, worker_routes.client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
-                await asyncio.to_thread(throttle.shared().check, raw.client_of(scope), clock.now())
-            raise await raw.followed_up(refusal, scope)
+                await asyncio.to_thread(throttle.shared().check, worker_routes.client_of(scope), clock.now())
+            raise await worker_routes.followed_up(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
@@ -202,14 +203,14 @@ class HeartbeatApplication:
 
     async def _note_exits(self, call: _Call) -> None:
         try:
-            await checks.note_exits(self._database(), call.beat.id, call.ended)
+            await checks.report_exits(self._database(), call.beat.id, call.ended)
         except UNREACHABLE as error:
             raise errors.Unavailable("the database is unavailable") from error
 
 
-async def _read(scope: raw.Scope, receive: Any) -> _Call:
+async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
     """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
-    headers = raw.headers_of(scope)
+    headers = worker_routes.headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
@@ -225,7 +226,7 @@ async def _read(scope: raw.Scope, receive: Any) -> _Call:
 
 
 async def _body(content_type: str, receive: Any) -> dict[str, Any]:
-    text = await raw.body_of(receive, LIMIT)
+    text = await worker_routes.body_of(receive, LIMIT)
     if text and not is_json(content_type):
         raise errors.InvalidInput(MALFORMED)
     return parse_object(text)
@@ -275,7 +276,7 @@ _ENDED: Operation = {
 }
 
 HEARTBEAT: Operation = {
-    **raw.node_route(
+    **worker_routes.node_route(
         "node_heartbeat",
         "Send a heartbeat",
         "A body that cannot be read is answered with 400 naming the field, and still counts as a sign of"
@@ -293,7 +294,7 @@ HEARTBEAT: Operation = {
                     "total_disk": _figure("Size of the filesystem of the models folder."),
                     "available_disk": _figure("Free bytes there; 0 means full."),
                     "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
-                    "gpus": gpus.SCHEMA,
+                    "gpus": resources.GPUS_SCHEMA,
                     "ended_processes": {
                         "type": "array",
                         "nullable": True,
@@ -312,7 +313,7 @@ HEARTBEAT: Operation = {
             "description": "Recorded.",
             "content": json_body(reference("Message"), {"message": "heartbeat recorded"}),
         },
-        **raw.WRONG_SECRET,
-        **raw.refused(400, 403, 404, 409, 413, 429),
+        **worker_routes.WRONG_SECRET,
+        **worker_routes.refused(400, 403, 404, 409, 413, 429),
     },
 }

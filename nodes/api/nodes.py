@@ -1,32 +1,35 @@
-"""The list of nodes and one node (`contract/http-api.md` §2.1, §2.3, §2.4)."""
+"""Nodes: the list, one node, its replicas, timeline and memory (`contract/http-api.md` §2.1, §2.3, §2.4)."""
+
+from uuid import UUID
 
 from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import fields
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
+from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
     NODE_ID,
     NodeView,
     Schema,
-    actor_of,
     answered,
     existing,
-    message,
     one_of,
     page_schema,
     query,
     text,
+    whole,
 )
-from nodes.api.worker_auth import parse_node_id
-from nodes.models import NodeStatus, NodeType, selectors
-from nodes.registry import listing, node_rows, services
-from nodes.registry.shape import NODE, NODE_DETAIL
+from nodes.api.node_actions import act, described_action
+from nodes.api.worker_routes import parse_node_id
+from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, selectors
+from nodes.registry import actions, listing, node_rows, resources
+from nodes.registry.heartbeats import LARGEST
+from nodes.registry.shape import EVENT, NODE, NODE_DETAIL, REPLICA
 
 _PAIR: Schema = {
     "type": "string",
@@ -162,14 +165,170 @@ class NodeDetailView(NodeView):
             raise errors.NotFound("node not found")
         return Response(node)
 
-    @extend_schema(
-        operation_id="nodes_delete",
-        summary="Remove a node",
-        tags=["nodes"],
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
-        examples=[message("node deregistered")],
-    )
+    @described_action(actions.REMOVE, None, (401, 403, 404), operation_id="nodes_delete")
     def delete(self, request: Request, node_id: str) -> Response:
         """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
-        services.deregister(existing(node_id), actor=actor_of(request), now=clock.now())
-        return Response({"message": "node deregistered"})
+        return act(request, node_id, actions.REMOVE)
+
+
+_REPLICAS_EXAMPLE = answered(
+    [
+        {
+            "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
+            "node_id": NODE_ID,
+            "model_name": "minilm",
+            "replica_index": 0,
+            "address": "10.1.0.4:50052",
+            "state": "loaded",
+            "in_flight": 2,
+            "last_used": MOMENT,
+            "backend_type": "minilm",
+            "config_revision": "3b1f6a6f6c0b",
+            "effective_options_hash": "a94a8fe5ccb1",
+            "created_at": MOMENT,
+            "updated_at": MOMENT,
+        }
+    ]
+)
+
+
+class NodeReplicasView(NodeView):
+    """`/api/nodes/:id/models`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_models",
+        summary="List a node's replicas",
+        tags=["nodes"],
+        responses={200: REPLICA.many, **refusals(401, 403, 404)},
+        examples=[_REPLICAS_EXAMPLE],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """The node's replicas in every state."""
+        return Response(replicas_of(existing(node_id)))
+
+
+class ReplicasView(NodeView):
+    """`/api/nodes/models` (R1.61)."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="models_list",
+        summary="List loaded replicas",
+        tags=["nodes"],
+        responses={200: REPLICA.many, **refusals(401, 403)},
+        examples=[_REPLICAS_EXAMPLE],
+    )
+    def get(self, request: Request) -> Response:
+        """Loaded replicas on healthy nodes."""
+        return Response(
+            REPLICA.rows(NodeModel.objects.serving().order_by("model_name", "node_id", "replica_index"))
+        )
+
+
+def replicas_of(node: UUID) -> list[Row]:
+    """A node's replicas for the wire."""
+    return REPLICA.rows(NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index"))
+
+
+USUAL_PAGE, MOST_A_PAGE = 50, 500
+EVENTS = Shape(
+    "Events",
+    "A page of the timeline, newest first; `next_cursor` leads to the older ones, if there are any.",
+    [field("events", EVENT.many), field("next_cursor", {"type": "integer"}, optional=True)],
+)
+_EXAMPLE = {
+    "id": 4711,
+    "node_id": NODE_ID,
+    "node_name": "gpu-a",
+    "kind": "drained",
+    "at": MOMENT,
+    "last_at": MOMENT,
+    "count": 1,
+    "actor_kind": "user",
+    "actor": "ann",
+    "cause": "new power supply",
+    "status_before": "healthy",
+    "status_after": "draining",
+    "detail": {"deadline_seconds": 600},
+}
+
+
+class EventsView(NodeView):
+    """`/api/nodes/:id/events`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_events",
+        summary="Show a node's timeline",
+        tags=["nodes"],
+        parameters=[
+            query("limit", whole(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
+            query("cursor", whole(1, LARGEST), "`next_cursor` of the page before: only older events."),
+            query("kind", one_of(NodeEvent.Kind.values), "Only events of this kind."),
+        ],
+        responses={200: EVENTS.ref, **refusals(400, 401, 403, 404)},
+        examples=[answered({"events": [_EXAMPLE], "next_cursor": 4711})],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """Events of a node, also of a removed one, within the retention period."""
+        node = _known(node_id)
+        given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
+        limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
+        rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
+        if kind := given.choice("kind", NodeEvent.Kind.values):
+            rows = rows.filter(kind=kind)
+        if cursor := given.number("cursor", 1, LARGEST):
+            rows = rows.filter(id__lt=cursor)
+        return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
+
+
+def _known(text: str) -> UUID:
+    """The id of a node that exists or has left events behind; raises NotFound."""
+    node = parse_node_id(text)
+    if node is None or not (
+        BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
+    ):
+        raise errors.NotFound("node not found")
+    return node
+
+
+def _page(rows: list[Row], limit: int) -> Row:
+    """At most `limit` of the rows, and where the older ones begin if there is one more."""
+    shown = rows[:limit]
+    return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
+
+
+SAMPLE = Shape(
+    "MemorySample",
+    "What a node used of its memory in one minute.",
+    [
+        field("at", TIME, "The beginning of the minute."),
+        field("vram_used", BYTES, "Null for a node without VRAM.", nullable=True),
+        field("ram_used", BYTES, nullable=True),
+    ],
+)
+SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
+COMPONENTS = (SAMPLE, SAMPLES)
+
+
+class MemoryView(NodeView):
+    """`/api/nodes/:id/memory`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_memory",
+        summary="Show a node's memory over the last hour",
+        tags=["nodes"],
+        responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
+        examples=[answered({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """A sample a minute; none for minutes in which the node was not heard."""
+        found = resources.samples_of_node(existing(node_id), now=clock.now())
+        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in found]
+        return Response(SAMPLES.of(samples=rows))

@@ -5,30 +5,24 @@ from typing import Any
 from localai_cluster.web.openapi import RawRoute
 from localai_cluster.web.shapes import Named
 from nodes.api import (
-    backends,
     catalogue,
     cluster_backends,
-    definitions,
     engines,
-    events,
-    gallery_lists,
     installed,
-    installs,
-    join_tokens,
-    load_status,
-    overrides,
-    plain_commands,
+    join,
+    models,
+    node_backends,
+    node_settings,
+    nodes,
     registrations,
-    samples,
-    worker_logs,
 )
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
-from nodes.api.worker_auth import WORKER_REFUSAL
+from nodes.api.worker_routes import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
 from nodes.loading import fit_check, reason_shapes
-from nodes.registry import outcomes, shape
-from nodes.scheduling.shape import RULE, STATE
+from nodes.registry import node_rows, shape
+from nodes.scheduling.store import RULE, STATE
 
 ROUTES: list[RawRoute] = [
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
@@ -36,30 +30,28 @@ ROUTES: list[RawRoute] = [
 ]
 COMPONENTS: tuple[Named, ...] = (
     *shape.COMPONENTS,
-    outcomes.APPROVED,
-    outcomes.OUTCOME,
-    outcomes.OUTCOMES,
-    overrides.CAP,
-    overrides.BUDGET,
-    overrides.RESET,
-    events.EVENTS,
-    installs.ACCEPTED,
+    node_rows.APPROVED,
+    node_rows.OUTCOME,
+    node_rows.OUTCOMES,
+    node_settings.CAP,
+    node_settings.BUDGET,
+    node_settings.RESET,
+    nodes.EVENTS,
+    node_backends.ACCEPTED,
     cluster_backends.STARTED,
-    backends.NODE_BACKEND,
+    node_backends.NODE_BACKEND,
     WHERE,
     ENTRY,
     catalogue.REPOSITORY,
     catalogue.GALLERY_ERROR,
     catalogue.CATALOGUE,
     *installed.COMPONENTS,
-    *gallery_lists.COMPONENTS,
-    *plain_commands.COMPONENTS,
+    *catalogue.COMPONENTS,
+    *cluster_backends.COMPONENTS,
     *engines.COMPONENTS,
-    *join_tokens.COMPONENTS,
-    *load_status.COMPONENTS,
-    worker_logs.LOG_LINE,
-    *definitions.COMPONENTS,
-    *samples.COMPONENTS,
+    *join.COMPONENTS,
+    *models.COMPONENTS,
+    *nodes.COMPONENTS,
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,

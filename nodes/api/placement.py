@@ -1,4 +1,4 @@
-"""Reasons of placement: where a model runs and why, and plans of what would go where. Both only read."""
+"""Reasons of placement: where a model runs and why, what would go where, which nodes fit. Read-only."""
 
 from datetime import datetime
 from typing import Any
@@ -10,17 +10,16 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import FastJSONRenderer, NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
-from nodes.loading import load_explanation, what_if
+from nodes.loading import fit_check, load_explanation, what_if
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
-from nodes.placement.estimate import LARGEST
+from nodes.placement.memory import LARGEST
 from nodes.reconcilers import rule_preview
 from nodes.scheduling.rules import Rule
 
@@ -253,7 +252,7 @@ class PlanView(NodeView):
         It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
         now if it were saved.
         """
-        return Response(plan_of(validated(PlacementPlanRequestSerializer, request), clock.now()))
+        return Response(plan_of(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
 
 
 def plan_of(body: dict[str, Any], now: datetime) -> Row:
@@ -274,3 +273,45 @@ def plan_of(body: dict[str, Any], now: datetime) -> Row:
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
     return what_if.plan(wish, now)
+
+
+_FULL = "no free slot for this model"
+_FIT = {
+    "model": "minilm",
+    "nodes": [{"node_id": NODE_ID, "reason": _FULL, "enough_vram": True}],
+    "placement": {
+        "outcome": "waiting",
+        "reason": f"no node can take it: 1 {_FULL}",
+        "node_id": None,
+        "node": None,
+        "replica_index": None,
+        "need": {"vram": 8589934592, "vram_required": False, "disk": 0, "disk_required": True},
+        "selector": "",
+        "nodes": {"considered": 1, "feasible": 0},
+        "refused": [{"code": "full", "reason": _FULL, "count": 1}],
+        "best": [],
+        "misses": [],
+        "evicts": [],
+    },
+}
+
+
+class FitView(NodeView):
+    """`/api/placement/fit/:model`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="placement_fit",
+        summary="Show where a model fits",
+        tags=["scheduling"],
+        parameters=[_MODEL],
+        responses={200: fit_check.FIT.ref, **refusals(401, 403, 404, 503)},
+        examples=[answered(_FIT)],
+    )
+    def get(self, request: Request, model: str) -> Response:
+        """Every node with the reason why it cannot take one more replica, and what placement would choose.
+
+        404 for a model that is not defined.
+        """
+        return Response(fit_check.node_fit(model))

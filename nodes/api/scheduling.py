@@ -12,12 +12,11 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
 from nodes.api.base import MOMENT, NodeView, answered, sent
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling import shape, store
+from nodes.scheduling import store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
 
 _EXAMPLE = {
@@ -90,19 +89,19 @@ class SchedulingRulesView(NodeView):
         operation_id="scheduling_rules",
         summary="List scheduling rules",
         tags=["scheduling"],
-        responses={(200, "application/json"): shape.RULE.many, **refusals(401, 403)},
+        responses={(200, "application/json"): store.RULE.many, **refusals(401, 403)},
         examples=[answered([_EXAMPLE])],
     )
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
-        return Response(shape.rows(ModelSchedulingConfig.objects.all()))
+        return Response(store.serialize_rules(ModelSchedulingConfig.objects.all()))
 
     @extend_schema(
         operation_id="scheduling_rules_set",
         summary="Set a model's scheduling rule",
         tags=["scheduling"],
         request=SchedulingRuleRequestSerializer,
-        responses={200: shape.RULE.ref, **refusals(400, 401, 403, 413)},
+        responses={200: store.RULE.ref, **refusals(400, 401, 403, 413)},
         examples=[
             sent(
                 {
@@ -117,7 +116,7 @@ class SchedulingRulesView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
-        told = validated(SchedulingRuleRequestSerializer, request)
+        told = validate_body(SchedulingRuleRequestSerializer, request)
         return Response(store.set_rule(Rule(**({"model_name": ""} | told)), clock.now()))
 
 
@@ -129,12 +128,12 @@ class SchedulingRuleView(NodeView):
         summary="Show a model's scheduling rule",
         tags=["scheduling"],
         parameters=[_MODEL],
-        responses={200: shape.RULE.ref, **refusals(401, 403, 404)},
+        responses={200: store.RULE.ref, **refusals(401, 403, 404)},
         examples=[answered(_EXAMPLE)],
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
-        found = store.find(model)
+        found = store.find_rule(model)
         if not found:
             raise errors.NotFound("there is no scheduling rule for this model")
         return Response(found)

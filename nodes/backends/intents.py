@@ -20,30 +20,28 @@ from django.db import IntegrityError, connection
 from django.db.models import Count
 from django.db.models.functions import Lower
 
-from localai_cluster.kit import conf
+from localai_cluster.kit import backoff, conf, leases
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.rows import update_rows
 from nodes.backends import offline_limits, waves
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.models.intent import PendingBackendOpQuerySet
+from nodes.models.inventory import PendingBackendOpQuerySet
 from operations.changes import events
 from operations.changes.publish import announce
 from operations.ledger import target_changes
-from operations.ledger.fence import LeaseLost
-from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Attempt, Tick, update
+from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Tick
 from operations.models import Status, TargetStatus, storable
 
 log = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 10
 """R4.30, O76: an intent whose 10th attempt fails ends."""
-MOST_LOST_LEASES = 10
 PER_NODE = 4
 """Number of intents of one node that run at the same time."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 900.0
 _PUT_BACK = [
-    "lease_owner", "lease_until", "next_retry_at", "attempts", "last_error", "drain_until",
-    "unanswered_since",
+    *leases.COLUMNS, "next_retry_at", "attempts", "last_error", "drain_until", "unanswered_since",
 ]  # fmt: skip
 _NO_LIMITS: Mapping[str, float] = {}
 _LOOKED_AT = 64
@@ -158,9 +156,9 @@ class PutBack:
 Settlement = Ended | Failed | PutBack
 
 
-def backoff(failures: int) -> float:
+def retry_delay(failures: int) -> float:
     """R1.116: return the seconds before the next attempt after `failures` failures."""
-    return float(min(_FIRST_PAUSE * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE))
+    return backoff.delay(failures, first=30.0, longest=900.0)
 
 
 def claim(
@@ -191,10 +189,9 @@ def _claim(
             return []
         free = PendingBackendOp.objects.filter(pk__in=due, lease_until__isnull=True).order_by("id")
         rows = list(free.select_for_update(no_key=True, skip_locked=True))
-        until = now + timedelta(seconds=lease)
         for row in rows:
-            row.lease_owner, row.lease_until, row.fence = owner, until, row.fence + 1
-        update(rows, ["lease_owner", "lease_until", "fence"])
+            row.begin_lease(owner, now=now, lease=lease)
+        update_rows(rows, leases.COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = target_changes.change(beginning, now=now)
         announce(changed.operations, changed.parts, changed.moved)
@@ -229,12 +226,9 @@ def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
 
 
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
-    """Extend leases as `operations.ledger.lease.renew` does; skip rows that another transaction locks."""
-    mine = PendingBackendOp.objects.filter(pk__in=ids, lease_owner=owner, lease_until__isnull=False)
+    """Extend leases, see `leases.renew`."""
     with committed("intents.renew"):
-        free = list(mine.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
-        PendingBackendOp.objects.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
-    return dict(mine.values_list("id", "fence"))
+        return leases.renew(PendingBackendOp.objects.leased(), owner, ids, now=now, lease=lease)
 
 
 def release(owner: str, *, now: datetime) -> int:
@@ -243,8 +237,7 @@ def release(owner: str, *, now: datetime) -> int:
     The workers continue, and the next controller joins their commands.
     """
     with committed("intents.release"):
-        mine = PendingBackendOp.objects.filter(lease_owner=owner, lease_until__isnull=False)
-        rows = list(mine.order_by("id").select_for_update(no_key=True))
+        rows = leases.lock_held(PendingBackendOp.objects.leased(), owner)
         _return_to_queue(rows, now, "its controller stopped; another one takes over")
     return len(rows)
 
@@ -257,13 +250,8 @@ def reap(*, now: datetime) -> tuple[int, int]:
     with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as locked:
         if not locked:
             return 0, 0
-        lost = PendingBackendOp.objects.orphaned(at=now).order_by("id")
-        rows = list(lost.select_for_update(no_key=True, skip_locked=True))
-        hopeless = [row for row in rows if row.lost_leases >= MOST_LOST_LEASES]
-        retried = [row for row in rows if row.lost_leases < MOST_LOST_LEASES]
-        for row in retried:
-            row.lost_leases += 1
-        error = f"given up: {MOST_LOST_LEASES} controllers fell silent while working on it"
+        retried, hopeless = leases.lock_expired(PendingBackendOp.objects.leased(), now=now)
+        error = f"given up: {leases.MOST_LOST_LEASES} controllers fell silent while working on it"
         given_up = {row.id: Ended(error=error).change for row in hopeless}
         _return_to_queue(retried, now, "its controller fell silent; another one takes over", also=given_up)
     return len(retried), len(hopeless)
@@ -277,8 +265,9 @@ def _return_to_queue(
     also: Mapping[UUID, target_changes.Change] | None = None,
 ) -> None:
     for row in rows:
-        row.lease_owner, row.lease_until, row.next_retry_at = "", None, now
-    update(rows, ["lease_owner", "lease_until", "next_retry_at", "lost_leases"])
+        row.end_lease()
+        row.next_retry_at = now
+    update_rows(rows, [*leases.COLUMNS, "next_retry_at"])
     changes = {row.id: target_changes.rest(reason, until=now) for row in rows}
     waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
 
@@ -310,8 +299,7 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
 
 def confirm(intent: Intent) -> None:
     """Raise LeaseLost if this attempt no longer owns the intent. Lock and write nothing."""
-    if not _rows_of_attempt(intent).exists():
-        raise LeaseLost(str(intent.id))
+    leases.confirm(_rows_of_attempt(intent), (intent.id, intent.fence))
 
 
 def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
@@ -340,10 +328,7 @@ def _rows_of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
 
 
 def _lock_owned_rows(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
-    """Return the rows of the attempts that still own their lease, locked in the order of their ids."""
-    rows = PendingBackendOp.objects.filter(pk__in={id for id, _ in attempts}, lease_until__isnull=False)
-    held = rows.order_by("id").select_for_update(no_key=True).select_related(None)
-    return {row.id: row for row in held if (row.id, row.fence) in attempts}
+    return leases.lock_attempts(PendingBackendOp.objects.leased(), attempts)
 
 
 def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, now: datetime) -> set[Attempt]:
@@ -361,7 +346,7 @@ def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, n
             change, ends = _apply_outcome(row, outcome, now)
             changes[row.id] = target_changes.both(target_changes.report(ticks), change)
             (ended if ends else back).append(row)
-        update(back, _PUT_BACK)
+        update_rows(back, _PUT_BACK)
         waves.conclude(changes, ended=[row.id for row in ended], now=now)
     return outcomes.keys() - {(row.id, row.fence) for row in rows.values()}
 
@@ -379,14 +364,14 @@ def _apply_outcome(
         case Failed(error) if row.attempts + 1 >= MOST_ATTEMPTS:
             return _dead_letter(row, error).change, True
         case Failed(error):
-            row.attempts, pause, reason = row.attempts + 1, backoff(row.attempts + 1), error
+            row.attempts, pause, reason = row.attempts + 1, retry_delay(row.attempts + 1), error
             row.unanswered_since = None  # the command died with its worker
         case PutBack(reason, pause):
             pass
     if not (isinstance(outcome, PutBack) and outcome.busy):
         row.drain_until = None
-    row.lease_owner, row.lease_until, row.last_error = "", None, storable(reason)
-    row.next_retry_at = now + timedelta(seconds=pause)
+    row.end_lease()
+    row.last_error, row.next_retry_at = storable(reason), now + timedelta(seconds=pause)
     worker_gone = isinstance(outcome, Failed)
     return target_changes.rest(
         reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=worker_gone
@@ -412,7 +397,7 @@ def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
             )
             changes[row.id] = change if ends else target_changes.both(change, waits)
             (ended if ends else back).append(row)
-        update(back, _PUT_BACK)
+        update_rows(back, _PUT_BACK)
         if changes:
             waves.conclude(changes, ended=[row.id for row in ended], now=now)
     return len(changes)
@@ -439,9 +424,9 @@ def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:
     """Schedule another attempt to stop the worker of a cancelled intent that could not be reached."""
     with committed("intents.call_off_later"):
         for row in _lock_owned_rows([(intent.id, intent.fence)]).values():
-            row.lease_owner, row.lease_until = "", None
+            row.end_lease()
             row.next_retry_at = now + timedelta(seconds=seconds)
-            update([row], ["lease_owner", "lease_until", "next_retry_at"])
+            update_rows([row], [*leases.COLUMNS, "next_retry_at"])
 
 
 def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:

@@ -21,22 +21,35 @@ from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Q, Value, When
 
 from localai_cluster.accounts.actors import CONTROLLER
-from localai_cluster.kit import clock, conf, names
+from localai_cluster.kit import backoff, clock, conf, names
+from localai_cluster.kit.batching import CallBatcher
+from localai_cluster.kit.periodic_task import WorkPool
+from localai_cluster.kit.rows import claim_rows, seconds_until_due, update_rows
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstalledBackend
+from localai_cluster.messaging.messages import InstalledBackend, process_key
 from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
-from nodes.backends.batcher import Together
-from nodes.backends.processes import engines_of
 from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
-from nodes.replicas.retire import retire_unlisted
+from nodes.replicas.evidence import Running
+from nodes.replicas.retire import end_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
-from operations.ledger.progress import update
+
+
+async def engines_of(worker: Worker) -> Running | None:
+    """Return the worker's table of engines (R4.32) from one request; None without a reply (R4.34)."""
+    reply = await worker.running()
+    if not isinstance(reply, Done):
+        return None
+    return {
+        (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
+        for model in reply.reply.models
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +60,8 @@ EVERY = 300.0
 LOOK_EVERY = 30.0
 """Seconds between two passes over the due nodes when no wake-up arrives."""
 PARALLEL = 16
+MOST_IN_BATCH = 256
+"""Lists that are stored in one transaction, which bounds its locks and its memory."""
 MOST = 500
 """Maximum number of backends stored per node."""
 QUICK = 5.0
@@ -79,6 +94,9 @@ class Question:
     stock: bool
     due_at: datetime | None
 
+    def __str__(self) -> str:
+        return f"inventory of {self.name}"
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -106,24 +124,16 @@ def claim(limit: int, *, now: datetime) -> list[Question]:
     """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
     due = askable().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
     until = now + timedelta(seconds=_CLAIMED_FOR)
-    with transaction.atomic():
-        # Locked rows are skipped, so the order of the locks does not matter.
-        order = F("inventory_due_at").asc(nulls_first=True)
-        rows = due.order_by(order).select_for_update(no_key=True, skip_locked=True, of=("self",))
-        claimed = list(rows.values_list("id", "name", "instance", "weak_identity")[:limit])
-        if claimed:
-            BackendNode.objects.filter(pk__in=[row[0] for row in claimed]).update(inventory_due_at=until)
-    return [Question(*row, until) for row in claimed]
+    longest_overdue = due.order_by(F("inventory_due_at").asc(nulls_first=True))
+    nodes = claim_rows(
+        longest_overdue.only("id", "name", "instance", "weak_identity"), limit=limit, inventory_due_at=until
+    )
+    return [Question(node.id, node.name, node.instance, node.weak_identity, until) for node in nodes]
 
 
 def next_due(*, now: datetime) -> float:
     """Return the seconds until a node is due, at most `LOOK_EVERY`."""
-    order = F("inventory_due_at").asc(nulls_first=True)
-    first = list(askable().order_by(order).values_list("inventory_due_at", flat=True)[:1])
-    if not first:
-        return LOOK_EVERY
-    # Null is due: more nodes may have been due than one pass could query.
-    return 0.0 if first[0] is None else min(max((first[0] - now).total_seconds(), 0.0), LOOK_EVERY)
+    return seconds_until_due(askable(), "inventory_due_at", now=now, at_most=LOOK_EVERY)
 
 
 def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:
@@ -137,13 +147,11 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
     stale = askable().filter(old, inventory_due_at__gt=soon)
     if node_ids is not None:
         stale = stale.filter(pk__in=node_ids)
+    when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
     with transaction.atomic():
-        rows = stale.order_by("id").select_for_update(no_key=True, skip_locked=True, of=("self",))
-        if stale_ids := list(rows.values_list("id", flat=True)):
-            when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
-            BackendNode.objects.filter(pk__in=stale_ids).update(inventory_due_at=when)
+        if woken := claim_rows(stale.order_by("id").only("id"), inventory_due_at=when):
             events.notify(CHANNEL, "")
-    return len(stale_ids)
+    return len(woken)
 
 
 _TIME: "DateTimeField[Any, Any]" = DateTimeField()
@@ -173,7 +181,7 @@ def store(answers: Sequence[Listed]) -> set[UUID]:
             node, at = nodes[id], answer.asked_at
             _set_next_due(node, answer.asked, at + timedelta(seconds=EVERY))
             node.inventory_at, node.inventory_error = at, ""
-        update([nodes[id] for id in accepted], ["inventory_at", "inventory_error", "inventory_due_at"])
+        update_rows([nodes[id] for id in accepted], ["inventory_at", "inventory_error", "inventory_due_at"])
     return set(accepted)
 
 
@@ -191,7 +199,7 @@ def store_error(query: Question, error: str, *, asked_at: datetime, pause: float
             events.notify(events.NODES, str(node.id))
         _set_next_due(node, query, asked_at + timedelta(seconds=pause))
         node.inventory_error = error
-        update([node], ["inventory_error", "inventory_due_at"])
+        update_rows([node], ["inventory_error", "inventory_due_at"])
     return True
 
 
@@ -261,11 +269,12 @@ def _replace(desired: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
     return {id for id, _ in removed} | {row.node_id for row in changed}
 
 
-async def _store_together(answers: Sequence[Listed]) -> None:
+async def _store_batch(answers: Sequence[Listed]) -> Sequence[None]:
     await in_thread(store, answers)
+    return [None] * len(answers)
 
 
-_answers = Together(_store_together)
+_answers = CallBatcher(_store_batch, most=MOST_IN_BATCH, one_by_one=(DatabaseError,))
 
 
 async def ask(bus: Bus, query: Question, *, pause: float = _FIRST_PAUSE) -> bool:
@@ -316,7 +325,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    retired = await in_thread(retire_unlisted, node_id, running, before=asked_at)
+    retired = await in_thread(end_unlisted, node_id, running, before=asked_at)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 
@@ -335,59 +344,40 @@ async def refresh(bus: Bus, node: BackendNode) -> bool:
     return False
 
 
-class Inventory:
-    """Periodic task of a controller that queries the due nodes, at most `PARALLEL` at a time."""
+class Inventory(WorkPool[Question]):
+    """Queries the due nodes of a controller."""
 
     def __init__(self, bus: Bus) -> None:
+        super().__init__(
+            "inventory", parallel=PARALLEL, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+        )
         self._bus = bus
-        self._wakeup = asyncio.Event()
-        self._running = 0
         self._silent: dict[UUID, tuple[str, int]] = {}
         """The number of failed requests in a row, by node, for one process (`instance`) of its worker."""
 
-    def hint(self) -> None:
-        """Run a pass now, as a node may be due."""
-        self._wakeup.set()
+    async def claim_due(self, limit: int) -> Sequence[Question]:
+        """Claim due nodes while the bus is connected."""
+        if not self._bus.connected:
+            return []
+        with passes.counted("inventory"):
+            return await in_thread(claim, limit, now=clock.now())
 
-    async def run(self) -> None:
-        """Run a pass after each wake-up, when a node is due and every `LOOK_EVERY` s, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                self._wakeup.clear()
-                pause = await self._run_pass(group)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._wakeup.wait()
-                await asyncio.sleep(_GATHER)
+    async def next_due(self) -> float:
+        """Return the seconds until a node is due, or until the connection is checked again."""
+        if not self._bus.connected:
+            return 1.0
+        return await in_thread(next_due, now=clock.now())
 
-    async def _run_pass(self, group: asyncio.TaskGroup) -> float:
-        """Start the requests that are due; return the seconds until the next pass."""
-        free = PARALLEL - self._running
-        if free <= 0 or not self._bus.connected:
-            return LOOK_EVERY if free <= 0 else 1.0
+    async def run_item(self, item: Question) -> None:
+        """Query one node."""
         try:
-            with passes.counted("inventory"):
-                for query in await in_thread(claim, free, now=clock.now()):
-                    self._running += 1
-                    group.create_task(self._ask(query), name=f"inventory of {query.name}")
-                return await in_thread(next_due, now=clock.now())
-        except DatabaseError as error:
-            log.warning("cannot see which lists of backends are due: %s", error)
-            return LOOK_EVERY
-
-    async def _ask(self, query: Question) -> None:
-        try:
-            instance, times = self._silent.get(query.id, ("", 0))
-            times = times if instance == query.instance else 0
-            pause = min(_FIRST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
-            if await ask(self._bus, query, pause=pause):
-                self._silent.pop(query.id, None)
+            instance, times = self._silent.get(item.id, ("", 0))
+            times = times if instance == item.instance else 0
+            pause = backoff.delay(times + 1, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
+            if await ask(self._bus, item, pause=pause):
+                self._silent.pop(item.id, None)
             else:
-                self._silent[query.id] = (query.instance, times + 1)
-                self._wakeup.set()  # to see when it is due again
+                self._silent[item.id] = (item.instance, times + 1)
+                self.wake()  # to see when it is due again
         except DatabaseError as error:
-            log.warning("the list of backends of %s was not kept: %s", query.name, error)
-        finally:
-            if self._running == PARALLEL:
-                self._wakeup.set()
-            self._running -= 1
+            log.warning("the list of backends of %s was not kept: %s", item.name, error)

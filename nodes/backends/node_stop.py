@@ -23,9 +23,10 @@ from nodes.commands.outcomes import (
     StillRunning,
     Unreadable,
 )
-from nodes.models import BackendNode, NodeEvent, NodeType
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import actions
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, outcome
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import TargetStatus
 
@@ -35,15 +36,6 @@ LEAVE_WITHIN = 180.0
 LOOK_EVERY = 0.5
 REPEAT_EVERY = 30.0
 _BUS_PAUSE = 5.0
-
-
-def refusal(node: BackendNode) -> str:
-    """Return why the node cannot be stopped; "" if it can."""
-    if node.node_type != NodeType.BACKEND:
-        return "an agent does not listen for it; stop its process on its machine"
-    if node.status == "pending":
-        return "pending approval: it is not on the bus"
-    return "already offline" if node.status == "offline" else ""
 
 
 def request_stop(
@@ -56,7 +48,7 @@ def request_stop(
     client_address: str = "",
 ) -> admission.Admission:
     """Create the operation that stops the node's worker, or join the active one. Raise Conflict."""
-    if text := refusal(node):
+    if text := actions.refusal(actions.STOP, node):
         raise errors.Conflict(f"node {node.name} cannot be stopped: {text}", field="status")
     request = admission.OperationRequest(
         KIND,
@@ -152,4 +144,4 @@ async def _end(work: Work, problem: str) -> None:
     """Write the outcome of the operation's only target."""
     status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
     node_id = _node_id(work)
-    await in_thread(outcome.target_done, *work.attempt, node_id, status, problem, now=clock.now())
+    await in_thread(attempts.target_done, *work.attempt, node_id, status, problem, now=clock.now())

@@ -9,14 +9,14 @@ from django.db.models import Count
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.rows import update_rows
 from nodes.backends import intents, waves
-from nodes.backends.wave_plan import Member, Options, plan
+from nodes.backends.waves import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.replicas import upgrade_drains
 from operations import targets
 from operations.changes.publish import announce
 from operations.ledger import admission, target_changes
-from operations.ledger.progress import update
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, Waves
 
 CONTINUE, STOP = "continue", "stop"
@@ -119,7 +119,7 @@ def _stop(operation: Operation, all_parts: Sequence[OperationTarget], actor: str
     unopened = [target for target in all_parts if targets.held(target)]
     for target in unopened:
         target_changes.end(TargetStatus.CANCELLED, reason=f"stopped by {actor}")(target, now)
-    update(unopened, target_changes.PART)
+    update_rows(unopened, target_changes.PART)
     targets.adopt(operation, all_parts, now)
 
 
@@ -127,7 +127,7 @@ def _continue(operation: Operation, all_parts: Sequence[OperationTarget], now: d
     operation.waves = Waves.CONTINUED
     unopened = [target for target in all_parts if targets.held(target)]
     wait_for_turns(unopened, all_parts, now)
-    update(unopened, target_changes.PART)
+    update_rows(unopened, target_changes.PART)
     by_operation = {operation.id: all_parts}
     turn = waves.next_turn(operation, all_parts)
     waves.attach([turn] if turn else [], by_operation, now=now)

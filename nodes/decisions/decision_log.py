@@ -12,16 +12,15 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from nodes.decisions.fleet_snapshots import Seen
-from nodes.decisions.table_bounds import time_of_oldest_fitting
+from nodes.decisions.snapshot_log import SnapshotRef, time_of_oldest_fitting
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Resident
-from nodes.placement.explain import NO_FLEET, Ending, Explanation
+from nodes.placement.explain import NO_FLEET, DecisionOutcome, Explanation
 
 _FIGURES = ("reason", "facts", "base", "position", "last_at")
 
 
-class Spot(NamedTuple):
+class NodeSlot(NamedTuple):
     """The node and slot of a decision."""
 
     node_id: UUID
@@ -30,35 +29,35 @@ class Spot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecisionRecord:
     """A decision with its explanation and a reference to the snapshot that it used."""
 
     model_name: str
     operation_id: UUID | None
     told: Explanation
-    seen: Seen | None
+    seen: SnapshotRef | None
     kind: DecisionKind = DecisionKind.PLACEMENT
-    about: Spot | None = None
+    about: NodeSlot | None = None
     """The slot of the decision; None = the chosen node, if any."""
 
     @property
-    def spot(self) -> Spot | None:
+    def spot(self) -> NodeSlot | None:
         """The node and slot in the row."""
         explanation, node = self.told, self.told.node
-        chosen = Spot(node.id, node.name, explanation.replica_index) if node else None
+        chosen = NodeSlot(node.id, node.name, explanation.replica_index) if node else None
         return self.about or chosen
 
-    def at_index(self, index: int) -> "Decided":
+    def at_index(self, index: int) -> "DecisionRecord":
         """Return a copy with the reserved slot: another load may have taken the one in the snapshot."""
         return replace(self, told=replace(self.told, replica_index=index))
 
 
-def without_fleet(outcome: Ending, sentence: str, **facts: Any) -> Explanation:
+def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: Any) -> Explanation:
     """Return the explanation of a decision that compared no nodes."""
     return Explanation(outcome, sentence, None, 0, {**NO_FLEET, **facts})
 
 
-def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
+def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
     """Record the decision, unless it repeats its operation's last record, and the eviction of `victims`."""
     if decided.told.node is None and _repeats_last_record(decided, now):
         return
@@ -67,7 +66,7 @@ def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ())
         PlacementRecord.objects.bulk_create(_eviction(decided, victim, now) for victim in victims)
 
 
-def record_all(decided: Iterable[Decided], *, now: datetime) -> None:
+def record_all(decided: Iterable[DecisionRecord], *, now: datetime) -> None:
     """Record decisions without an operation, except those that repeat the last record of their model.
 
     Two statements for any number of decisions.
@@ -83,10 +82,10 @@ def record_all(decided: Iterable[Decided], *, now: datetime) -> None:
 
 def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
     """Return True unless the row repeats a wait or a refusal; a repeated scaling is a new decision."""
-    return row.outcome == Ending.SCALED or before != (row.outcome, row.reason)
+    return row.outcome == DecisionOutcome.SCALED or before != (row.outcome, row.reason)
 
 
-def _row(decided: Decided, now: datetime) -> PlacementRecord:
+def _row(decided: DecisionRecord, now: datetime) -> PlacementRecord:
     explanation, snapshot_ref, spot = decided.told, decided.seen, decided.spot
     return PlacementRecord(
         kind=decided.kind,
@@ -105,16 +104,16 @@ def _row(decided: Decided, now: datetime) -> PlacementRecord:
     )
 
 
-def _eviction(decided: Decided, victim: Resident, now: datetime) -> PlacementRecord:
+def _eviction(decided: DecisionRecord, victim: Resident, now: datetime) -> PlacementRecord:
     row = _row(decided, now)
-    row.kind, row.outcome = DecisionKind.EVICTION, Ending.EVICTED
-    row.reason = eviction_words(decided.model_name, victim)
+    row.kind, row.outcome = DecisionKind.EVICTION, DecisionOutcome.EVICTED
+    row.reason = describe_eviction(decided.model_name, victim)
     row.model_name, row.replica_index = victim.model_name, victim.replica_index
     row.facts = {**NO_FLEET, "for": decided.model_name}
     return row
 
 
-def eviction_words(model_name: str, victim: Resident) -> str:
+def describe_eviction(model_name: str, victim: Resident) -> str:
     """Return the reason for the eviction of a replica for a load of `model_name`."""
     return (
         f"makes room for {model_name}: idle since {victim.last_used:%Y-%m-%d %H:%M:%S} UTC,"
@@ -122,7 +121,7 @@ def eviction_words(model_name: str, victim: Resident) -> str:
     )
 
 
-def _repeats_last_record(decided: Decided, now: datetime) -> bool:
+def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
     """Return True if the load's last record has the same outcome and reasons; update its figures."""
     explanation = decided.told
     of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")

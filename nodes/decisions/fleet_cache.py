@@ -20,12 +20,12 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Model
 
-from nodes.decisions import placement_snapshot, reserved_memory
+from nodes.decisions import fleet_queries, reserved_memory
 from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import Candidate, Decision
 from nodes.placement.explain import FleetView
-from nodes.placement.ranking import Own, StandingFleet
-from nodes.placement.reservations import Reservation
+from nodes.placement.memory import Reservation
+from nodes.placement.ranking import ModelFacts, RankedFleet
 
 _LONGEST_WAY = 2**30
 """Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
@@ -108,7 +108,7 @@ class _Replica(NamedTuple):
         )
 
 
-_NODE = tuple(name for name in placement_snapshot.COLUMNS if name != "id")
+_NODE = tuple(name for name in fleet_queries.COLUMNS if name != "id")
 _REPLICA = (
     "node_id",
     "model_name",
@@ -168,7 +168,7 @@ def _groups(row: _Node | _Label | _Replica) -> tuple[UUID | str, ...]:
     return (row.node_id, row.model_name) if isinstance(row, _Replica) else (row.node_id,)
 
 
-class Mirror:
+class FleetCache:
     """The fleet as of the last refresh. Thread-safe."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Mirror:
         self._nodes = _Copy(BackendNode, _NODE, _Node.of)
         self._labels = _Copy(NodeLabel, ("node_id", "key", "value"), _Label.of)
         self._replicas = _Copy(NodeModel, _REPLICA, _Replica.of)
-        self._fleet = StandingFleet()
+        self._fleet = RankedFleet()
 
     def decided(
         self,
@@ -195,11 +195,11 @@ class Mirror:
     ) -> tuple[FleetView, Decision]:
         """Return `view` with the nodes that `snapshot.fleet` would read, and the decision on it."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
-            fleet = placement_snapshot.fleet(
+            fleet = fleet_queries.read_fleet(
                 model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
             )
             return _decide_uncached(view, fleet)
-        file_bytes = placement_snapshot.files_there(model_name) if view.need.disk else {}
+        file_bytes = fleet_queries.model_file_bytes(model_name) if view.need.disk else {}
         refreshes = self._refreshes
         with self._lock:
             if (
@@ -215,7 +215,7 @@ class Mirror:
         )
         return _decide_uncached(view, list(allowed_nodes))
 
-    def _own(self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]) -> Own:
+    def _own(self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]) -> ModelFacts:
         occupied_slots: dict[UUID, frozenset[int]] = {}
         for row in (row for row in self._replicas.of(model_name) if row.occupies):
             occupied_slots[row.node_id] = occupied_slots.get(row.node_id, frozenset()) | {row.slot}
@@ -223,7 +223,7 @@ class Mirror:
         for row in (row for name in conflicts for row in self._replicas.of(name) if row.loaded):
             models = conflicting_models.get(row.node_id, frozenset())
             conflicting_models[row.node_id] = models | {row.model_name}
-        return Own(occupied_slots, conflicting_models, file_bytes)
+        return ModelFacts(occupied_slots, conflicting_models, file_bytes)
 
     def _refresh(self) -> None:
         before, self._mark = (
@@ -245,7 +245,7 @@ class Mirror:
 
     def _candidate(self, id: UUID) -> Candidate:
         replicas = self._replicas.of(id)
-        candidate = placement_snapshot.candidate(
+        candidate = fleet_queries.candidate(
             self._nodes.rows[id].columns,
             [row.reservation for row in replicas if row.reservation is not None],
             loaded=sum(row.loaded for row in replicas),
@@ -273,17 +273,17 @@ def _decide_uncached(view: FleetView, nodes: Sequence[Candidate]) -> tuple[Fleet
     return full_view, full_view.decide()
 
 
-_shared = Mirror()
+_shared = FleetCache()
 
 
-def shared() -> Mirror:
+def shared_cache() -> FleetCache:
     """Return the cache of this process."""
     return _shared
 
 
 def _replace_after_fork() -> None:
     global _shared
-    _shared = Mirror()
+    _shared = FleetCache()
 
 
 # The lock may be held by a thread that the child of a fork does not have.

@@ -2,7 +2,7 @@
 
 `reserved_vram` of a node works as in the reference: a load adds to it, a load that ends without a replica
 subtracts its amount, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads hold the
-needed bytes until readings show them (`placement/reservations.py`). Both count the same bytes, so the larger
+needed bytes until readings show them (`placement/memory.py`). Both count the same bytes, so the larger
 one applies. The memory of an engine that has ended counts as free until the next reading (`credit`).
 """
 
@@ -23,8 +23,19 @@ from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
-from nodes.placement.gpus import Rooms, Shares, filled, fit, given_back, total
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu, outstanding
+from nodes.placement.memory import (
+    NEVER,
+    BytesByGpu,
+    FreeByGpu,
+    MemoryReading,
+    Reservation,
+    add_free_bytes,
+    fill_gpus,
+    fit_gpus,
+    total_bytes,
+    unallocated_bytes,
+    unallocated_on_gpu,
+)
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -47,7 +58,7 @@ class GpuShare:
 
 
 @dataclass(frozen=True)
-class Taken:
+class MemoryReservation:
     """The reservation of a load: the columns of its row, and the only GPUs that its engine may see.
 
     Without GPUs the engine sees all of them: the node reports none, or the load fits on no set of them.
@@ -75,24 +86,26 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
     holding.update(reserved_vram=F("reserved_vram") - amount)
 
 
-def fits(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
+def fits_after_stops(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
     """Return True if the load fits after the replicas in `soon` have freed memory. Needs the node's lock."""
-    return fit(*_after_stops(*_free(node, need), soon), need.vram) is not None
+    return fit_gpus(*_after_stops(*_free(node, need), soon), need.vram) is not None
 
 
-def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
+def _free(node: BackendNode, need: Need) -> tuple[int, FreeByGpu]:
     reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
-    rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
+    rooms = frozenset() if need.own_gpus else free_by_gpu(vars(node), reservations)
     return effectively_free(vars(node), reservations), rooms
 
 
-def _after_stops(free: int, rooms: Rooms, soon: Collection[Resident]) -> tuple[int, Rooms]:
+def _after_stops(free: int, rooms: FreeByGpu, soon: Collection[Resident]) -> tuple[int, FreeByGpu]:
     for replica in soon:
-        free, rooms = free + replica.vram, given_back(rooms, replica.gpus)
+        free, rooms = free + replica.vram, add_free_bytes(rooms, replica.gpus)
     return free, rooms
 
 
-def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()) -> Taken | None:
+def reserve_for_load(
+    node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()
+) -> MemoryReservation | None:
     """Reserve a load's memory on the node and its GPUs; return None if the node lacks required memory.
 
     `soon`: replicas that free their memory before the load uses its reservation.
@@ -100,27 +113,27 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resid
     """
     free, rooms = _free(node, need)
     free_later, later = _after_stops(free, rooms, soon)
-    shares = fit(free_later, later, need.vram)
+    shares = fit_gpus(free_later, later, need.vram)
     if shares is None and need.vram_required:
         return None
     if shares is None and node.total_vram:
         # Without a GPU all models use the main memory, and there is nothing to report.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
-    expected = filled(later, need.vram) if shares is None else shares
-    amount = total(shares or {}, need.vram)
-    fits = fit(free, rooms, need.vram) is not None and reserve(node.pk, amount, now=now)
+    expected = fill_gpus(later, need.vram) if shares is None else shares
+    amount = total_bytes(shares or {}, need.vram)
+    fits_after_stops = fit_gpus(free, rooms, need.vram) is not None and reserve(node.pk, amount, now=now)
     by_index = {gpu["index"]: gpu for gpu in node.gpus}
     columns = {
         "vram_needed": amount,
-        "vram_on_node": fits,
+        "vram_on_node": fits_after_stops,
         "vram_seen": node.available_vram,
         "vram_seen_at": node.vram_read_at,
         "gpus": [_row(by_index[index], share) for index, share in expected.items()],
     }
-    return Taken(columns, _given(by_index, shares or {}))
+    return MemoryReservation(columns, _given(by_index, shares or {}))
 
 
-def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
+def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
     """Count the memory of an engine that ran until its stop was sent as free before a reading shows it.
 
     Applies only to a reading that includes the engine: taken after its load, and before the stop by more than
@@ -147,7 +160,7 @@ def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
     return {"index": gpu["index"], "uuid": gpu["uuid"], "bytes": share, "seen": gpu["free_vram"]}
 
 
-def _given(by_index: Mapping[int, Mapping[str, Any]], shares: Shares) -> tuple[GpuShare, ...]:
+def _given(by_index: Mapping[int, Mapping[str, Any]], shares: BytesByGpu) -> tuple[GpuShare, ...]:
     return tuple(
         GpuShare(by_index[index]["uuid"] or str(index), share) for index, share in sorted(shares.items())
     )
@@ -183,11 +196,11 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
         available += node["returned_vram"]
         available = min(available, ceiling) if ceiling else available
     reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
-    reserved: int = max(node["reserved_vram"], outstanding(reservations, reading))
+    reserved: int = max(node["reserved_vram"], unallocated_bytes(reservations, reading))
     return available - reserved
 
 
-def rooms_of(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> Rooms:
+def free_by_gpu(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> FreeByGpu:
     """Return the bytes of each GPU of the node, given by its columns, that are neither used nor reserved."""
     reserved = reserved_on_gpus(node, reservations)
     return frozenset((gpu["index"], gpu["free_vram"] - reserved[gpu["index"]]) for gpu in node["gpus"])
@@ -197,7 +210,7 @@ def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation
     """Return the reserved bytes of each GPU that the node's last reading does not show."""
     read_at = node["vram_read_at"] or NEVER
     return {
-        gpu["index"]: on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
+        gpu["index"]: unallocated_on_gpu(reservations, gpu["index"], MemoryReading(gpu["free_vram"], read_at))
         if reservations
         else 0
         for gpu in node["gpus"]

@@ -14,8 +14,94 @@ from typing import Any
 
 import yaml
 
-from localai_cluster.kit import names, safe_files, yaml_text
-from nodes.definitions.use_cases import SILENT, Answering, answering_of
+from localai_cluster.kit import names, untrusted
+
+_NUMBERS = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repeat_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "typical_p": float,
+    "max_tokens": int,
+    "seed": int,
+}
+_TEMPLATES = ("chat", "chat_message", "completion", "edit", "function", "multimodal")
+GO_TEMPLATE = (
+    "`template` is written in Go's language, which is not supported: the model's own template is used instead"
+)
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """The prompt template, stop words and sampling defaults of one definition."""
+
+    defaults: Mapping[str, float | int] = field(default_factory=dict)
+    """Sampling values for the fields that a request omits, by the names of `parameters`."""
+    stop: tuple[str, ...] = ()
+    template: str = ""
+    """A Jinja template for chats. If empty, the engine uses the model's own."""
+    warnings: tuple[str, ...] = ()
+
+
+NO_DEFAULTS = GenerationDefaults()
+"""The value for a definition without a template, stop words or sampling defaults."""
+
+
+def parse_generation(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> GenerationDefaults:
+    """Parse the answering settings of a definition's file; unusable values become warnings."""
+    warnings: list[str] = []
+    defaults: dict[str, float | int] = {}
+    for name, kind in _NUMBERS.items():
+        value = parameters.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+            warnings.append(f"`parameters.{name}` is not a number and is ignored")
+        elif not -(2**31) <= value < 2**31:
+            warnings.append(f"`parameters.{name}` is out of range and is ignored")
+        else:
+            defaults[name] = kind(value)
+    stop = document.get("stopwords") or []
+    if not isinstance(stop, list) or not all(_is_text(word) for word in stop):
+        warnings.append("`stopwords` is not a list of texts and is ignored")
+        stop = []
+    return GenerationDefaults(
+        defaults, tuple(stop), _template(document.get("template"), warnings), tuple(warnings)
+    )
+
+
+def _template(section: object, warnings: list[str]) -> str:
+    """Return the Jinja template for chats, or "" without one. Go templates are not supported."""
+    if section is None:
+        return ""
+    if not isinstance(section, Mapping):
+        warnings.append("`template` is not a mapping and is ignored")
+        return ""
+    nonempty_templates = [
+        name for name in _TEMPLATES if isinstance(section.get(name), str) and section[name].strip()
+    ]
+    if not nonempty_templates or section.get("use_tokenizer_template") is True:
+        return ""
+    if section.get("jinja_template") is True and "chat" in nonempty_templates:
+        if _is_text(section["chat"]):
+            return str(section["chat"])
+        warnings.append("`template.chat` has characters that are no text and is ignored")
+        return ""
+    warnings.append(GO_TEMPLATE)
+    return ""
+
+
+def _is_text(value: object) -> bool:
+    """Return True if an engine can receive the text: it is not empty and has no lone surrogate."""
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and not any("\ud800" <= character <= "\udfff" for character in value)
+    )
+
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255
@@ -79,7 +165,7 @@ _IN_SECTIONS: dict[tuple[str, str], str] = {
 """Text options in a section of the file: (section, key) -> field of ModelOptions."""
 
 
-class Unusable(ValueError):
+class UnusableDefinition(ValueError):
     """The file is not a model definition; the error text is the reason."""
 
 
@@ -102,7 +188,7 @@ class Definition:
     """`concurrency_groups` of an enabled model (R2.81). They affect placement only and are not part of the
     revision.
     """
-    answering: Answering = SILENT
+    generation: GenerationDefaults = NO_DEFAULTS
     """Prompt template and sampling defaults; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
@@ -122,13 +208,13 @@ def revision(definition: Definition) -> str:
     return definition.revision
 
 
-def parse(document: object, source: str) -> Definition:
+def parse_definition(document: object, source: str) -> Definition:
     """Check one parsed file; raise Unusable."""
     if not isinstance(document, Mapping):
-        raise Unusable("is not a mapping of settings")
+        raise UnusableDefinition("is not a mapping of settings")
     parameters = document.get("parameters")
     if not isinstance(parameters, Mapping):
-        raise Unusable("has no `parameters` section")
+        raise UnusableDefinition("has no `parameters` section")
     name = _text(document, "name")
     backend = _text(document, "backend")
     _check_paths(name, backend)
@@ -142,7 +228,7 @@ def parse(document: object, source: str) -> Definition:
         options,
         _fingerprint(backend, options),
         _groups_of(document),
-        answering_of(document, parameters),
+        parse_generation(document, parameters),
     )
 
 
@@ -152,18 +238,18 @@ def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:
     if groups is None or document.get("disabled") is True:
         return frozenset()
     if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
-        raise Unusable("`concurrency_groups` is not a list of texts")
+        raise UnusableDefinition("`concurrency_groups` is not a list of texts")
     return frozenset(stripped for group in groups if (stripped := group.strip()))
 
 
 def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
     value = section.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise Unusable(f"does not say `{shown or key}`")
+        raise UnusableDefinition(f"does not say `{shown or key}`")
     if len(value) > MAX_NAME:
-        raise Unusable(f"has a `{shown or key}` of more than {MAX_NAME} characters")
+        raise UnusableDefinition(f"has a `{shown or key}` of more than {MAX_NAME} characters")
     if character := names.unprintable(value):
-        raise Unusable(f"has a `{shown or key}` with the character {character}")
+        raise UnusableDefinition(f"has a `{shown or key}` with the character {character}")
     return value.strip()
 
 
@@ -173,9 +259,11 @@ def _check_paths(name: str, backend: str) -> None:
     A model's name may contain `/`, as in `org/model`. An engine's name is one folder of any gallery.
     """
     if "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise Unusable("has a `name` that is a path; only names such as `model` or `org/model` are accepted")
+        raise UnusableDefinition(
+            "has a `name` that is a path; only names such as `model` or `org/model` are accepted"
+        )
     if "/" in backend or "\\" in backend or backend.rpartition("@")[2].strip().startswith("."):
-        raise Unusable("has a `backend` that is a path; only an engine's name is accepted")
+        raise UnusableDefinition("has a `backend` that is a path; only an engine's name is accepted")
 
 
 def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
@@ -196,7 +284,7 @@ def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _listed(key: str, value: object, kind: type) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(item, str) == (kind is str) for item in value):
-        raise Unusable(f"`{key}` is not a list of {'texts' if kind is str else 'numbers'}")
+        raise UnusableDefinition(f"`{key}` is not a list of {'texts' if kind is str else 'numbers'}")
     return [item if kind is str else _typed(key, item, kind) for item in value]
 
 
@@ -209,11 +297,11 @@ def _typed(key: str, value: object, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise Unusable(
+        raise UnusableDefinition(
             f"`{key}` is not {'a switch' if kind is bool else 'a number' if kind is not str else 'a text'}"
         )
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
-        raise Unusable(f"`{key}` is out of range")
+        raise UnusableDefinition(f"`{key}` is out of range")
     return value
 
 
@@ -222,14 +310,14 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def read(path: Path) -> Definition:
+def read_definition(path: Path) -> Definition:
     """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
     try:
-        content = safe_files.read(path, MAX_FILE_BYTES)
+        content = untrusted.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise Unusable(f"cannot be read: {error.strerror}") from error
+        raise UnusableDefinition(f"cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise Unusable(f"is larger than {MAX_FILE_BYTES} bytes")
+        raise UnusableDefinition(f"is larger than {MAX_FILE_BYTES} bytes")
     return parse_file(content, path.name)
 
 
@@ -240,18 +328,18 @@ def parse_file(content: bytes, source: str) -> Definition:
     working.
     """
     try:
-        return parse(yaml_text.load(content.decode("utf-8"), PlainLoader), source)
-    except Unusable:
+        return parse_definition(untrusted.load_yaml(content.decode("utf-8"), PlainLoader), source)
+    except UnusableDefinition:
         raise
     except UnicodeDecodeError as error:
-        raise Unusable("is not UTF-8 text") from error
-    except yaml_text.InvalidYAML as error:
-        raise Unusable(str(error)) from error
+        raise UnusableDefinition("is not UTF-8 text") from error
+    except untrusted.InvalidYAML as error:
+        raise UnusableDefinition(str(error)) from error
     except Exception as error:
-        raise Unusable(f"cannot be used: {yaml_text.reason_of(error)}") from error
+        raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
 
 
-class PlainLoader(yaml_text.LocatedErrors, yaml.SafeLoader):
+class PlainLoader(untrusted.LocatedErrors, yaml.SafeLoader):
     """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:

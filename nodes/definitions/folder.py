@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from localai_cluster.kit import clock, conf, names, yaml_text
+from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.errors import Unavailable
-from nodes.definitions.files import Definition, Unusable, read
+from nodes.definitions.files import Definition, UnusableDefinition, read_definition
 from nodes.definitions.sizes import Sizes
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ MAX_FILES = 4096
 _SUFFIXES = (".yaml", ".yml")
 
 _Stamp = tuple[int, int, int]
-_Files = dict[str, tuple[_Stamp, Definition | Unusable]]
+_Files = dict[str, tuple[_Stamp, Definition | UnusableDefinition]]
 
 
-class FolderHangs(Unavailable):
+class FolderUnresponsive(Unavailable):
     """The models folder does not answer."""
 
 
@@ -104,7 +104,7 @@ class Folder:
 
     async def problems(self) -> Problems:
         """Return the reasons why files, or the whole folder, are unusable now."""
-        with suppress(FolderHangs):
+        with suppress(FolderUnresponsive):
             await self._current()
         return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
@@ -165,7 +165,7 @@ class Folder:
             with self._lock:
                 self._by_name = self._by_name or {}
                 self._scanned_at, self._scan = scan.started_at, None
-            self._report(Problems(_displayable(f"cannot be read: {yaml_text.reason_of(error)}")), error)
+            self._report(Problems(_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")), error)
         finally:
             scan.done.set_result(None)
 
@@ -178,8 +178,10 @@ class Folder:
                 self._limit,
             )
 
-    def _hang_error(self) -> FolderHangs:
-        return FolderHangs(f"the models folder {self._path.name!r} of the control plane does not answer")
+    def _hang_error(self) -> FolderUnresponsive:
+        return FolderUnresponsive(
+            f"the models folder {self._path.name!r} of the control plane does not answer"
+        )
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read the files that are new or changed; keep the results of the others."""
@@ -212,10 +214,10 @@ class Folder:
             return None
         return (status.st_mtime_ns, status.st_size, status.st_ino)
 
-    def _read_file(self, name: str, stamp: _Stamp) -> Definition | Unusable:
+    def _read_file(self, name: str, stamp: _Stamp) -> Definition | UnusableDefinition:
         try:
-            return replace(read(self._path / name), changed=stamp[0] // 1_000_000_000)
-        except Unusable as error:
+            return replace(read_definition(self._path / name), changed=stamp[0] // 1_000_000_000)
+        except UnusableDefinition as error:
             return error
 
     def _report(self, problems: Problems, error: Exception | None = None) -> None:
@@ -233,7 +235,7 @@ def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
     by_name: dict[str, Definition] = {}
     broken: dict[str, str] = {}
     for name, (_, content) in files.items():
-        if isinstance(content, Unusable):
+        if isinstance(content, UnusableDefinition):
             broken[_displayable(name)] = _displayable(str(content))
         elif (first := by_name.setdefault(content.name, content)) is not content:
             broken[_displayable(name)] = _displayable(
@@ -257,16 +259,16 @@ def folder() -> Folder:
     return _folder(conf.cluster().models_path)
 
 
-async def find(name: str) -> Definition | None:
+async def find_definition(name: str) -> Definition | None:
     """Return the definition that clients request as `name`, or None; raise FolderHangs."""
     return await folder().find(name)
 
 
-async def every() -> list[Definition]:
+async def list_definitions() -> list[Definition]:
     """Return every usable definition, sorted by name; raise FolderHangs if the folder does not respond."""
     return await folder().all()
 
 
-async def problems() -> Problems:
+async def list_problems() -> Problems:
     """Return the reasons why files of the models folder, or the whole folder, are unusable now."""
     return await folder().problems()

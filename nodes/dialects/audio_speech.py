@@ -1,9 +1,10 @@
 """`POST /v1/audio/speech` and `/tts`: text to speech.
 
 The engine writes a file on its worker, which is fetched and forwarded. With `stream` the audio is forwarded
-while the engine produces it.
+while the engine produces it. Nothing is converted: a response has the format that its engine produces.
 """
 
+import struct
 from collections.abc import Awaitable, Callable, Mapping
 from typing import IO, Annotated, Any, Literal
 
@@ -17,13 +18,53 @@ from localai_cluster.rpc.errors import BackendFailed, DeadlineExceeded
 from localai_cluster.rpc.messages import Reply, TTSRequest
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header
-from nodes.dialects import audio_formats, openai_bodies
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import ByteSink, ByteStream, FileAnswer, node_header, silence
 from nodes.gateway.worker_files import open_files
+
+KINDS = {
+    "wav": b"audio/wav",
+    "mp3": b"audio/mpeg",
+    "opus": b"audio/ogg",
+    "flac": b"audio/flac",
+    "aac": b"audio/aac",
+    "pcm": b"audio/pcm",
+}
+"""Content types by the format's name in requests."""
+UNKNOWN = b"application/octet-stream"
+USUAL_RATE = 16000
+"""Sample rate in Hz of a stream that reports none."""
+_ENDLESS = 0xFFFFFFFF
+
+
+def format_of(head: bytes) -> str:
+    """Return the format of a file by its first bytes, "" for one that is not among `KINDS`."""
+    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+        return "wav"
+    if head[:4] in (b"OggS", b"fLaC"):
+        return "opus" if head[:4] == b"OggS" else "flac"
+    if head[:3] == b"ID3":
+        return "mp3"
+    if len(head) > 1 and head[0] == 0xFF:
+        # The layer bits of an MPEG frame: they are 0 for AAC.
+        if head[1] & 0xF6 == 0xF0:
+            return "aac"
+        if head[1] & 0xE0 == 0xE0:
+            return "mp3"
+    return ""
+
+
+def wav_head(rate: int) -> bytes:
+    """Return the header of a mono 16-bit WAV of unknown length; `rate` is in Hz."""
+    return struct.pack(
+        "<4sI4s4sIHHIIHH4sI",
+        *(b"RIFF", _ENDLESS, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", _ENDLESS),
+    )
+
 
 LONGEST_INPUT = 64 * 1024
 """Limit on the input in characters."""
@@ -58,7 +99,7 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
     """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> Spoken:
-        body = parse(wire.json_object(request.body))
+        body = parse_request(wire.parse_json_object(request.body))
         definition = await defined(body.model)
         request.model = definition.name
         call = _engine_request(body, definition.model)
@@ -67,29 +108,29 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
             return tuple(node_header(request)) if tells_node else ()
 
         if body.stream:
-            kind = audio_formats.KINDS[body.response_format or "wav"]
+            kind = KINDS[body.response_format or "wav"]
             return ByteStream(
                 lambda sink: _stream(request, call, body.response_format != "pcm", sink),
                 lambda: [(b"content-type", kind), *headers()],
             )
         file = await gateway.current().run(request, lambda engine: _synthesize(request, engine, call))
-        format_name = audio_formats.format_of(file.read(_HEAD))
+        format_name = format_of(file.read(_HEAD))
         if body.response_format not in (None, format_name):
             file.close()
             actual_format = format_name or "another format"
             raise InvalidInput(
                 f"response_format: this model's engine makes {actual_format}", field="response_format"
             )
-        return FileAnswer(file, audio_formats.KINDS.get(format_name, audio_formats.UNKNOWN), headers())
+        return FileAnswer(file, KINDS.get(format_name, UNKNOWN), headers())
 
     return answer
 
 
-def parse(fields: Mapping[str, Any]) -> SpeechBody:
+def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     if fields.get("stream_format") != "audio":
-        openai_bodies.refuse(fields, REFUSED)
-    body = wire.typed(fields, SpeechBody)
+        openai_common.refuse_fields(fields, REFUSED)
+    body = wire.parse_struct(fields, SpeechBody)
     # Engines read such a voice from their own file system.
     if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):
         raise InvalidInput("voice: a name is needed, no path or address", field="voice")
@@ -132,13 +173,13 @@ async def _stream(request: InferenceRequest, call: TTSRequest, has_header: bool,
         first = request.deadline - clock.monotonic()
         try:
             async with silence(conf.cluster().stream_stall, first) as limit:
-                rate = audio_formats.USUAL_RATE
+                rate = USUAL_RATE
                 async for reply in replies:
                     # Only the engine's time counts, not the time of a slow client.
                     limit.pause()
                     rate = _rate(reply) or rate
                     if reply.audio:
-                        header = audio_formats.wav_head(rate) if has_header and not request.begun else b""
+                        header = wav_head(rate) if has_header and not request.begun else b""
                         request.begun = True
                         await sink(header + reply.audio)
                     limit.begin()

@@ -1,31 +1,131 @@
 """`POST /v1/audio/transcriptions`: an audio file in a form, its transcript as the response.
 
-The file is copied from the form to the worker of the picked replica, whose engine reads it there.
+The file is copied from the form to the worker of the picked replica, whose engine reads it there. A
+transcript is rendered as JSON in OpenAI's two forms, text, subtitles or events. Engines report times in
+nanoseconds, as the reference's do.
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import orjson
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
-from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult
+from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult, TranscriptSegment
 from localai_cluster.web import wire
-from localai_cluster.web.multipart import Upload
+from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer
-from nodes.dialects import audio_transcripts
-from nodes.dialects.openai_bodies import Text
+from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
-from nodes.gateway.generation import Sink, TextDelta
+from nodes.gateway.generation import Sink, Telling, TextDelta
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header, silence
 from nodes.gateway.worker_files import open_files
+
+_SECOND = 1_000_000_000
+_JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
+
+
+def render_transcript(
+    form: str, result: TranscriptResult, words: bool, segments: bool
+) -> tuple[bytes, bytes]:
+    """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
+    if form == "verbose_json":
+        return orjson.dumps(_verbose(result, words, segments)), _JSON
+    if form == "text":
+        return transcript_text(result).encode() + b"\n", _PLAIN
+    if form == "srt":
+        return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
+    if form == "vtt":
+        return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
+    return orjson.dumps({"text": transcript_text(result)}), _JSON
+
+
+def transcript_text(result: TranscriptResult) -> str:
+    """Return the complete text; some engines report segments only."""
+    return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
+
+
+def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Mapping[str, Any]:
+    document: dict[str, Any] = {
+        "task": "transcribe",
+        "language": result.language,
+        "duration": result.duration or _seconds(max((part.end for part in result.segments), default=0)),
+        "text": transcript_text(result),
+    }
+    if words:
+        document["words"] = [
+            {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
+            for part in result.segments
+            for word in part.words
+        ]
+    if segments:
+        document["segments"] = [_segment(part) for part in result.segments]
+    return document
+
+
+def _segment(part: TranscriptSegment) -> Mapping[str, Any]:
+    document = {
+        "id": part.id,
+        "start": _seconds(part.start),
+        "end": _seconds(part.end),
+        "text": part.text,
+        "tokens": list(part.tokens),
+    }
+    return document | ({"speaker": part.speaker} if part.speaker else {})
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / _SECOND
+
+
+def _subtitles(result: TranscriptResult, point: str, *, numbered: bool) -> Iterable[str]:
+    for number, part in enumerate(result.segments, start=1):
+        head = f"{number}\n" if numbered else ""
+        # A blank line would end the subtitle.
+        lines = "\n".join(line for line in part.text.strip().splitlines() if line.strip())
+        yield f"{head}{_clock(part.start, point)} --> {_clock(part.end, point)}\n{lines}\n\n"
+
+
+def _clock(nanoseconds: int, point: str) -> str:
+    seconds, thousandths = divmod(max(nanoseconds, 0) // 1_000_000, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
+
+
+def event_format() -> Telling:
+    """Return the event stream of a transcript: its pieces, then the complete text."""
+    return Telling(_Pieces(), DONE)
+
+
+class _Pieces(Chunks):
+    """The stream of one transcript.
+
+    The last delta holds the engine's complete text, if any, in `reasoning`.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        events = b""
+        for delta in deltas:
+            if delta.text:
+                self._pieces.append(delta.text)
+                events += render_event({"type": "transcript.text.delta", "delta": delta.text})
+            if delta.finish:
+                transcript = delta.reasoning or "".join(self._pieces).strip()
+                events += render_event({"type": "transcript.text.done", "text": transcript})
+        return events
+
 
 LARGEST_BODY = 100 * 1024 * 1024
 """Limit on the bytes of a form with an audio file."""
@@ -64,7 +164,9 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     )
     if body.stream:
         return EventStream(
-            request, audio_transcripts.told(), lambda sink: _stream(request, upload, call_options, sink)
+            request,
+            event_format(),
+            lambda sink: _stream(request, upload, call_options, sink),
         )
 
     async def work(engine: BackendClient) -> TranscriptResult:
@@ -73,7 +175,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
 
     result = await gateway.current().run(request, work)
     granularities = body.timestamp_granularities or ["segment"]
-    content, kind = audio_transcripts.rendered(
+    content, kind = render_transcript(
         body.response_format or "json", result, "word" in granularities, "segment" in granularities
     )
     return Answer(content, headers=tuple(node_header(request)), kind=kind)
@@ -83,7 +185,7 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
     values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
     values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
-    body = wire.typed(values_by_name, TranscriptionBody, texts=True)
+    body = wire.parse_struct(values_by_name, TranscriptionBody, texts=True)
     upload = request.form.files.get("file")
     if upload is None or not upload.size:
         raise InvalidInput("file: a file of sound is needed", field="file")
@@ -119,7 +221,7 @@ async def _stream(
                 transcript = await _forward_pieces(engine, request, call, sink)
             except Unimplemented:
                 result = await engine.transcribe(call, request.deadline - clock.monotonic())
-                transcript = audio_transcripts.text_of(result)
+                transcript = transcript_text(result)
                 await sink(TextDelta(0, transcript))
             await sink(TextDelta(0, reasoning=transcript, finish="stop"))
 
@@ -140,7 +242,7 @@ async def _forward_pieces(
                 if reply.delta:
                     await sink(TextDelta(0, reply.delta))
                 if reply.HasField("final_result"):
-                    transcript = audio_transcripts.text_of(reply.final_result)
+                    transcript = transcript_text(reply.final_result)
                 limit.begin()
     except TimeoutError:
         raise DeadlineExceeded("the engine has sent nothing for too long") from None

@@ -127,7 +127,7 @@ def _pieces(delta: TextDelta) -> Iterator[_Piece]:
         yield _Piece(BlockKind.CALL, call.arguments, call)
 
 
-def of(deltas: Iterable[TextDelta]) -> list[Block]:
+def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
     """Return the blocks of a complete response."""
     blocks = Blocks()
     for delta in deltas:
@@ -136,7 +136,7 @@ def of(deltas: Iterable[TextDelta]) -> list[Block]:
     return blocks.made
 
 
-def arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object, or {} if a truncated response left invalid JSON."""
     try:
         value = orjson.loads(text)

@@ -8,11 +8,9 @@ import orjson
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import openai_bodies, openai_messages
-from nodes.dialects.openai_bodies import Count, SamplingBody
-from nodes.dialects.openai_events import DONE, Chunks, event
-from nodes.dialects.openai_messages import Messages
-from nodes.dialects.tools import Choice, Name, Tools, as_json, chosen
+from nodes.dialects import openai_common, openai_messages
+from nodes.dialects.openai_common import DONE, Chunks, PositiveInt, SamplingBody, render_event
+from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
 from nodes.gateway import generation, schemas
 from nodes.gateway.generation import (
     NO_ARGUMENTS,
@@ -53,7 +51,7 @@ class ChatBody(SamplingBody, kw_only=True, frozen=True):
     """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: Tools | None = None
@@ -71,10 +69,10 @@ REFUSED = {
 }
 
 
-def read(fields: Mapping[str, Any]) -> Generation:
+def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
-    body = wire.typed(fields, ChatBody)
+    openai_common.refuse_fields(fields, REFUSED)
+    body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
     schema = _schema(body)
@@ -84,7 +82,7 @@ def read(fields: Mapping[str, Any]) -> Generation:
     return Generation(
         model=body.model,
         prompts=(_conversation(body),),
-        sampling=openai_bodies.sampling(
+        sampling=openai_common.to_sampling(
             body,
             limit,
             grammar=schema or body.grammar or "",
@@ -98,29 +96,29 @@ def read(fields: Mapping[str, Any]) -> Generation:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    tools, choice = chosen(body.tools or (), body.tool_choice)
+    tools, choice = check_tools(body.tools or (), body.tool_choice)
     return Conversation(
-        messages=tuple(openai_messages.said(body.messages)),
+        messages=tuple(openai_messages.convert_messages(body.messages)),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls if tools else None,
-        images=openai_messages.images(body.messages),
-        audios=openai_messages.audios(body.messages),
+        images=openai_messages.collect_images(body.messages),
+        audios=openai_messages.collect_audios(body.messages),
     )
 
 
 def _schema(body: ChatBody) -> str:
     """Return the JSON schema of the response, "" if any text is allowed."""
     if isinstance(body.response_format, AnyJson):
-        return as_json({"type": "object"})
+        return encode_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
     schemas.check([(schema or {}, "response_format.json_schema.schema")])
-    return as_json(schema or {"type": "object"})
+    return encode_json(schema or {"type": "object"})
 
 
-def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     request = head.generation
     choices = [
@@ -139,7 +137,7 @@ def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             "created": head.created,
             "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
+            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
         }
     )
 
@@ -155,7 +153,10 @@ def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
             {
                 "id": piece.id or _call_id(head, index, piece),
                 "type": "function",
-                "function": {"name": piece.name, "arguments": piece.arguments or _missing(choice.finish)},
+                "function": {
+                    "name": piece.name,
+                    "arguments": piece.arguments or _default_arguments(choice.finish),
+                },
             }
             for piece in choice.tools
         ]
@@ -167,7 +168,7 @@ def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
-def _missing(finish: str) -> str:
+def _default_arguments(finish: str) -> str:
     """Return the default for missing arguments of a call: an empty object, or "" after truncation."""
     return "" if finish == "length" else NO_ARGUMENTS
 
@@ -184,7 +185,7 @@ class ChatChunks(Chunks):
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return b"".join(event(chunk) for delta in deltas for chunk in self._render_delta(delta))
+        return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
 
     def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
@@ -194,7 +195,7 @@ class ChatChunks(Chunks):
         if content := self._content(delta):
             chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
         if delta.finish:
-            if _missing(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
+            if _default_arguments(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
                 chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
             chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
             self._ended.append(delta)
@@ -241,7 +242,7 @@ class ChatChunks(Chunks):
 
     def _usage(self) -> dict[str, Any]:
         usage = generation.total(self._ended, self._head.generation.n)
-        return self._chunk([], openai_bodies.usage(usage))
+        return self._chunk([], openai_common.render_usage(usage))
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {
@@ -256,4 +257,4 @@ class ChatChunks(Chunks):
         return chunk
 
 
-DIALECT = Dialect(read, ChatChunks, whole, DONE)
+DIALECT = Dialect(parse_request, ChatChunks, render_response, DONE)

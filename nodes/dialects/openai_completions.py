@@ -8,9 +8,16 @@ import orjson
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
-from nodes.dialects import openai_bodies
-from nodes.dialects.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whole
-from nodes.dialects.openai_events import DONE, Chunks, event
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import (
+    DONE,
+    MOST_CHOICES,
+    Chunks,
+    NonNegativeInt,
+    SamplingBody,
+    Text,
+    render_event,
+)
 from nodes.gateway import generation
 from nodes.gateway.generation import Dialect, Generation, Head, TextDelta
 
@@ -20,8 +27,8 @@ DEFAULT_TOKENS = 16
 MOST_TOKENS = 256 * 1024
 """Limit on the token ids of a prompt: decoding millions would block all other requests."""
 
-Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
-Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+Prompts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
@@ -43,14 +50,14 @@ REFUSED = {
 }
 
 
-def read(fields: Mapping[str, Any]) -> Generation:
+def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_bodies.refuse(fields, REFUSED)
+    openai_common.refuse_fields(fields, REFUSED)
     if fields.get("best_of") not in (None, 1, fields.get("n")):
         raise InvalidInput(
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
         )
-    body = wire.typed(fields, CompletionBody)
+    body = wire.parse_struct(fields, CompletionBody)
     prompts = _prompts(body.prompt)
     n = body.n or 1
     if len(prompts) * n > MOST_CHOICES:
@@ -58,7 +65,7 @@ def read(fields: Mapping[str, Any]) -> Generation:
     return Generation(
         model=body.model,
         prompts=prompts,
-        sampling=openai_bodies.sampling(
+        sampling=openai_common.to_sampling(
             body,
             body.max_tokens or DEFAULT_TOKENS,
             grammar=body.grammar or "",
@@ -84,7 +91,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     return tuple(prompts)
 
 
-def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     request = head.generation
     choices = [
@@ -103,7 +110,7 @@ def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             "created": head.created,
             "model": request.model,
             "choices": choices,
-            "usage": openai_bodies.usage(generation.total(deltas, request.n)),
+            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
         }
     )
 
@@ -151,7 +158,7 @@ class CompletionChunks(Chunks):
             self._ended.append(delta)
             if request.usage_in_stream and len(self._ended) == request.choices:
                 usage = generation.total(self._ended, request.n)
-                events.append(self._chunk([], openai_bodies.usage(usage)))
+                events.append(self._chunk([], openai_common.render_usage(usage)))
         return events
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
@@ -162,7 +169,7 @@ class CompletionChunks(Chunks):
             "model": self._head.generation.model,
             "choices": choices,
         }
-        return event(chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {}))
+        return render_event(chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {}))
 
 
-DIALECT = Dialect(read, CompletionChunks, whole, DONE)
+DIALECT = Dialect(parse_request, CompletionChunks, render_response, DONE)

@@ -1,4 +1,4 @@
-"""The messages of a chat in OpenAI's form: validation, and conversion to messages for engines. Pure.
+"""Messages and tools in OpenAI's form, which engines expect: validation and conversion. Pure.
 
 Text parts of a message are joined; images and audio are passed separately, in order, as base64.
 """
@@ -6,17 +6,18 @@ Text parts of a message are joined; images and audio are passed separately, in o
 import base64
 import binascii
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from localai_cluster.web.wire import wrong
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.web.wire import field_error
+from nodes.dialects.openai_common import Text
+from nodes.gateway import schemas
 from nodes.gateway.generation import Utterance
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 256
-
-Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
@@ -90,19 +91,19 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
-def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
+def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
     for number, message in enumerate(messages):
         field_path = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
-            raise wrong(f"{field_path}.tool_call_id", "a tool's message needs it")
+            raise field_error(f"{field_path}.tool_call_id", "a tool's message needs it")
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
-            raise wrong(f"{field_path}.content", f"a {message.role}'s message needs it")
+            raise field_error(f"{field_path}.content", f"a {message.role}'s message needs it")
         yield Utterance(
             # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
-            content=_text(message.content) or message.refusal or "",
+            content=_join_texts(message.content) or message.refusal or "",
             name=message.name or "",
             tool_call_id=message.tool_call_id or "",
             reasoning=message.reasoning_content or "",
@@ -110,7 +111,7 @@ def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
         )
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _join_texts(content: str | list[Part] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = (
@@ -121,19 +122,19 @@ def _text(content: str | list[Part] | None) -> str:
     return "\n".join(texts)
 
 
-def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+def collect_images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     return tuple(
-        image_of(part.image_url.url, field_path)
+        parse_image_url(part.image_url.url, field_path)
         for part, field_path in _parts(messages)
         if isinstance(part, ImagePart)
     )
 
 
-def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+def collect_audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
     return tuple(
-        checked(part.input_audio.data, field_path)
+        check_base64(part.input_audio.data, field_path)
         for part, field_path in _parts(messages)
         if isinstance(part, AudioPart)
     )
@@ -146,23 +147,90 @@ def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
                 yield part, f"messages[{number}].content[{index}]"
 
 
-def image_of(url: str, field_path: str) -> str:
+def parse_image_url(url: str, field_path: str) -> str:
     """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
 
     `where` is the path of the URL in the request.
     """
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
-    return checked(data, field_path)
+        raise field_error(
+            field_path, "only images inside the request are accepted, as data:image/png;base64,…"
+        )
+    return check_base64(data, field_path)
 
 
-def checked(data: str, field_path: str) -> str:
+def check_base64(data: str, field_path: str) -> str:
     """Return `data` unchanged; raise InvalidInput if it is empty or not base64."""
     try:
         is_empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise wrong(field_path, "this is not base64") from None
+        raise field_error(field_path, "this is not base64") from None
     if is_empty:
-        raise wrong(field_path, "this is empty")
+        raise field_error(field_path, "this is empty")
     return data
+
+
+MOST_TOOLS = 128
+Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    """The name of one of the tools."""
+
+    name: str
+
+
+class ForcedTool(msgspec.Struct, frozen=True):
+    """This tool must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+Choice = Literal["none", "auto", "required"] | ForcedTool
+
+
+def check_tools(
+    tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
+) -> tuple[str, str]:
+    """Validate the tools and the choice; return both in the form for engines.
+
+    The tools are JSON, the choice is a word or OpenAI's JSON object. Both are "" if no tool may be called.
+    `schema` is the path of the schema within a tool in the client's request. Raises InvalidInput.
+    """
+    tool_names = {tool.function.name for tool in tools}
+    if isinstance(choice, ForcedTool) and choice.function.name not in tool_names:
+        raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
+    if choice == "required" and not tool_names:
+        raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
+    schemas.check(
+        (tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)
+    )
+    if not tool_names or choice == "none":
+        return "", ""
+    if isinstance(choice, ForcedTool):
+        return encode_json(tools), encode_json(choice)
+    return encode_json(tools), choice or "auto"
+
+
+def encode_json(value: object) -> str:
+    """Return the JSON of a value; structs are supported."""
+    return msgspec.json.encode(value).decode()

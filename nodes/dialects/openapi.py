@@ -2,7 +2,7 @@
 
 from localai_cluster.web.openapi import Operation, schema_of
 from nodes.dialects import openapi_dialects, openapi_media, openapi_text
-from nodes.dialects.embeddings import EmbeddingsBody
+from nodes.dialects.retrieval import EmbeddingsBody
 
 _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
 _LOADING: Operation = {

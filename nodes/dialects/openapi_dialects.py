@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from localai_cluster.web.openapi import Operation, schema_of
-from nodes.dialects.anthropic_requests import CountBody, MessagesBody
-from nodes.dialects.ollama_embed import EmbedBody, OlderEmbedBody
-from nodes.dialects.ollama_models import ShowBody
-from nodes.dialects.ollama_requests import GenerateBody, OllamaChatBody
+from nodes.dialects.anthropic import CountBody, MessagesBody
+from nodes.dialects.models import ShowBody
+from nodes.dialects.ollama import GenerateBody, OllamaChatBody
 from nodes.dialects.openapi_text import COUNT, MAYBE_TEXT, TEXT, many, record, word
-from nodes.dialects.responses_requests import ResponsesBody
+from nodes.dialects.responses import ResponsesBody
+from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
 
 _ANY: Operation = {"type": "object"}
 _FLAG: Operation = {"type": "boolean"}

@@ -1,11 +1,10 @@
 """OpenAPI descriptions of the routes for audio and images."""
 
-from localai_cluster.web.multipart import KIND as FORM
+from localai_cluster.web.bodies import FORM_TYPE as FORM
 from localai_cluster.web.openapi import Operation, schema_of
-from nodes.dialects.audio_formats import KINDS
-from nodes.dialects.audio_speech import SpeechBody
+from nodes.dialects.audio_speech import KINDS, SpeechBody
 from nodes.dialects.audio_transcriptions import MANY, TranscriptionBody
-from nodes.dialects.images_generations import ImagesBody
+from nodes.dialects.images import ImagesBody
 
 _TEXT: Operation = {"type": "string"}
 _BYTES: Operation = {"type": "string", "format": "binary"}

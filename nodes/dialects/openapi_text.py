@@ -5,7 +5,7 @@ from typing import Any
 from localai_cluster.web.openapi import Operation, schema_of
 from nodes.dialects.openai_chat import ChatBody
 from nodes.dialects.openai_completions import CompletionBody
-from nodes.dialects.rerank import RerankBody
+from nodes.dialects.retrieval import RerankBody
 from nodes.dialects.tokens import DetokenizeBody, TokenizeBody
 
 TEXT: Operation = {"type": "string"}

@@ -5,24 +5,18 @@ from collections.abc import Awaitable, Callable
 from localai_cluster.kit import clock
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects import (
-    anthropic_answers,
-    ollama_answers,
-    openai_chat,
-    openai_completions,
-    responses_answers,
-)
+from nodes.dialects import anthropic, ollama, openai_chat, openai_completions, responses
 from nodes.gateway.generate import generate
 from nodes.gateway.generation import Dialect, Head, TextDelta
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header
 
 
-def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
+def generation_handler(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
     """Return the handler of a route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        generation = dialect.read(wire.json_object(request.body))
+        generation = dialect.read(wire.parse_json_object(request.body))
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
@@ -40,9 +34,9 @@ def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer |
     return answer
 
 
-chat = surface(openai_chat.DIALECT)
-completions = surface(openai_completions.DIALECT)
-messages = surface(anthropic_answers.DIALECT)
-responses = surface(responses_answers.DIALECT)
-ollama_chat = surface(ollama_answers.CHAT)
-ollama_generate = surface(ollama_answers.GENERATE)
+chat = generation_handler(openai_chat.DIALECT)
+completions = generation_handler(openai_completions.DIALECT)
+messages = generation_handler(anthropic.DIALECT)
+openai_responses = generation_handler(responses.DIALECT)
+ollama_chat = generation_handler(ollama.CHAT)
+ollama_generate = generation_handler(ollama.GENERATE)

@@ -1,4 +1,9 @@
-"""`POST /v1/tokenize` and `/v1/detokenize`: conversion between text and the token ids of a model."""
+"""Tokenization: `/v1/tokenize`, `/v1/detokenize` and Anthropic's `/v1/messages/count_tokens`.
+
+A conversation is counted with the model's own tokenizer, as the prompt that the definition's template
+renders. Without a template the engine also receives the conversation and may use the model's own template;
+the reference's engines count the plain texts.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,9 +16,11 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.dialects.openai_bodies import Text, Whole
+from nodes.dialects.anthropic import CountBody
+from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
+from nodes.gateway.generate import templated, with_prompt
 from nodes.gateway.request import InferenceRequest
 
 
@@ -28,12 +35,12 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     """The body of a request."""
 
     model: Text
-    tokens: Annotated[list[Whole], msgspec.Meta(max_length=1_000_000)]
+    tokens: Annotated[list[NonNegativeInt], msgspec.Meta(max_length=1_000_000)]
 
 
 async def tokenize(request: InferenceRequest) -> Answer:
     """Respond with the token ids of a text."""
-    body = wire.typed(_fields(request), TokenizeBody)
+    body = wire.parse_struct(_fields(request), TokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
@@ -46,7 +53,7 @@ async def tokenize(request: InferenceRequest) -> Answer:
 
 async def detokenize(request: InferenceRequest) -> Answer:
     """Respond with the text of token ids."""
-    body = wire.typed(_fields(request), DetokenizeBody)
+    body = wire.parse_struct(_fields(request), DetokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     call = DetokenizeRequest(tokens=body.tokens)
@@ -58,4 +65,21 @@ async def detokenize(request: InferenceRequest) -> Answer:
 
 
 def _fields(request: InferenceRequest) -> Mapping[str, Any]:
-    return wire.json_object(request.body)
+    return wire.parse_json_object(request.body)
+
+
+async def count_tokens(request: InferenceRequest) -> Answer:
+    """Respond with the number of tokens."""
+    body = wire.parse_struct(wire.parse_json_object(request.body), CountBody)
+    definition = await defined(body.model)
+    request.model = definition.name
+    prompt = await templated(definition, body.conversation)
+    options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
+    if prompt.rendered is None:
+        texts = [message.content for message in prompt.messages]
+        options.Prompt = "\n".join([*texts, prompt.tools] if prompt.tools else texts)
+
+    async def work(engine: BackendClient) -> int:
+        return len((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
+
+    return Answer(orjson.dumps({"input_tokens": await gateway.current().run(request, work)}))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster.accounts.authentication import recent_sessions
-from localai_cluster.accounts.websockets import ACCESS
+from localai_cluster.accounts.sessions import ACCESS
 from localai_cluster.kit import clock, conf, database_pool
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
@@ -27,7 +27,7 @@ from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
 from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
-from nodes.registry import identity_cache
+from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor.wake_ups import WakeUps
@@ -49,9 +49,9 @@ precedence.
 
 async def defined(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
-    definition = await folder.find(name)
+    definition = await folder.find_definition(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await folder.find(name.removesuffix(_DEFAULT_TAG))
+        definition = await folder.find_definition(name.removesuffix(_DEFAULT_TAG))
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"
@@ -258,15 +258,15 @@ async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
 def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: Prefixes | None) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
-        identity_cache.shared().forget(payload)
+        heartbeats.identity_cache().forget(payload)
     if channel in (OPERATIONS, ""):
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
-        sockets.look_again(payload)
+        sockets.recheck_sockets(payload)
         recent_sessions.clear()
         if _running is not None:
             _running.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
-        prefixes.removed(hooks.heard(payload))
+        prefixes.removed(hooks.decode(payload))
     if prefixes is not None and channel == "":
         prefixes.forget_all()

@@ -93,11 +93,11 @@ def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
     """Return the options common to all calls of a request; `seed` is the default seed."""
-    defaults = {**_DEFAULTS, "seed": seed, **definition.answering.defaults}
+    defaults = {**_DEFAULTS, "seed": seed, **definition.generation.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
         CorrelationId=request_id,
-        StopPrompts=dict.fromkeys((*sampling.stop, *definition.answering.stop)),
+        StopPrompts=dict.fromkeys((*sampling.stop, *definition.generation.stop)),
         IgnoreEOS=sampling.ignore_eos,
         Logprobs=int(sampling.logprobs),
         TopLogprobs=sampling.top_logprobs,
@@ -288,8 +288,8 @@ async def generate(
 
 async def templated(definition: Definition, prompt: Conversation) -> Conversation:
     """Return the conversation with the prompt rendered by the definition's template, if it has one."""
-    if definition.answering.template:
-        return replace(prompt, rendered=await templates.prompt(definition.answering.template, prompt))
+    if definition.generation.template:
+        return replace(prompt, rendered=await templates.prompt(definition.generation.template, prompt))
     return prompt
 
 

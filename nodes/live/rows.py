@@ -18,7 +18,8 @@ from localai_cluster.web.shapes import Row, text
 from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT
-from nodes.placement.reservations import Reservation
+from nodes.placement.memory import Reservation
+from nodes.registry import actions
 from nodes.registry.node_rows import LabelsOf, skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
 
@@ -126,9 +127,8 @@ def why(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | No
         return _why_pending(node)
     if status == "draining":
         drain = node["drain"]
-        return _said("drained by the worker" if drain["own"] else f"drained by {drain['by']}", drain), drain[
-            "since"
-        ]
+        by = "the worker" if drain["own"] else drain["by"]
+        return _said(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
     if (known := behind.get(status)) is None:
         return "", None
     held = orjson.loads(known)
@@ -139,7 +139,7 @@ def _why_pending(node: LiveNode) -> tuple[str, str | None]:
     if (revoked := node["revoked"]) is not None:
         return _said(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
     if (rejected := node["rejected"]) is not None:
-        return _said(f"rejected by {rejected['by']}", rejected), rejected["at"]
+        return _said(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
     if conflicts := node["open_conflicts"]:
         claims = "another machine claims" if conflicts == 1 else f"{conflicts} other machines claim"
         return f"awaiting approval; {claims} to be this node", node["created_at"]

@@ -1,9 +1,9 @@
-"""The shared look of a web process: one reader of the rows for all who watch nodes.
+"""The feed of nodes and notices: one reader of the rows in a web process for all who watch nodes.
 
-It runs only while somebody watches. A NOTIFY wakes it, and it looks every second without one, because beats
-and in-flight counts announce nothing. A watcher is no queue but a place in the history: a slow one gets
-what it missed as one change, or everything again, so that its slowness costs no memory. While the database
-cannot be read all keep what they have and are told since when it is old.
+It runs only while somebody watches. A NOTIFY wakes it, and it polls every second without one, because
+heartbeats and in-flight counts send none. A watcher is no queue but a position in the history: a slow one
+gets what it missed as one change, or a new snapshot, so that its slowness costs no memory. While the database
+cannot be read, all keep their data and a notice states its age.
 """
 
 import asyncio
@@ -18,9 +18,12 @@ from typing import Any
 import orjson
 import redis.asyncio
 from channels.db import database_sync_to_async
+from django.conf import settings
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import cancellation, clock, conf, disk, periodic
+from localai_cluster.web import page
+from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
@@ -61,7 +64,7 @@ def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        held, revision = mass_silence.standing(), rules.revision()
+        held, revision = mass_silence.standing(), rules.rules_revision()
         return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), revision, tasks, held)
 
 
@@ -289,3 +292,34 @@ def shared() -> NodeFeed:
     if _shared is None:
         _shared = NodeFeed(ping=reach_redis)
     return _shared
+
+
+ALIVE_EVERY = 5.0
+"""Seconds between two signs of life."""
+
+
+def greeting(scope: Scope) -> str:
+    """Says who the server is and whom it takes the client for."""
+    principal = scope["principal"]
+    return encode_message(
+        shapes.HELLO.of(
+            at=clock.now().isoformat(),
+            build=page.build_id(),
+            version=str(settings.SPECTACULAR_SETTINGS["VERSION"]),
+            user=shapes.FEED_USER.of(name=principal.name, role=principal.kind),
+        )
+    )
+
+
+async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
+    """Nodes and notices."""
+    async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
+        async for message in messages:
+            yield message
+
+
+async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
+    """Lets a page tell a quiet cluster from a dead socket."""
+    while True:
+        await asyncio.sleep(ALIVE_EVERY)
+        yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

@@ -6,7 +6,7 @@ questions in the same order, by the same functions that placement asks.
 
 from localai_cluster.kit import errors, names
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field
-from nodes.decisions import installed_preference, placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading import load_explanation
 from nodes.loading.reason_shapes import DECISION, decision
 from nodes.placement.choose import has_memory
@@ -38,9 +38,9 @@ def node_fit(model_name: str) -> Row:
     wanted = None if names.unprintable(model_name) else load_explanation.needs_of(model_name)
     if wanted is None:
         raise errors.NotFound("there is no such model")
-    selector = placement_snapshot.selectors_of([model_name])[model_name]
-    fleet = placement_snapshot.fleet(model_name, selector=selector, conflicts=wanted.conflicts)
-    fleet = installed_preference.mark(fleet, wanted.definition.backend)
+    selector = fleet_queries.selectors_of([model_name])[model_name]
+    fleet = fleet_queries.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
+    fleet = fleet_queries.mark_installed(fleet, wanted.definition.backend)
     view = FleetView(fleet, wanted.need, selector)
     found = view.decide()
     return FIT.of(

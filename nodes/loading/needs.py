@@ -6,7 +6,7 @@ from typing import Any
 from localai_cluster.kit import conf
 from nodes.definitions.files import Definition, load_options
 from nodes.definitions.sizes import ModelFiles
-from nodes.placement import estimate
+from nodes.placement import memory
 from nodes.placement.choose import Need
 
 VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
@@ -16,9 +16,9 @@ VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_g
 def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     """Return the need of a load (R2.40, R2.37)."""
     options = load_options(definition)
-    vram = estimate.vram(files.weights, files.header, options)
+    vram = memory.estimate_vram(files.weights, files.header, options)
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
-    return _need(vram, estimate.disk(files.payload), files.payload, own_gpus=own_gpus)
+    return _need(vram, memory.required_disk(files.payload), files.payload, own_gpus=own_gpus)
 
 
 def into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:

@@ -7,14 +7,12 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from localai_cluster.web.shapes import Row
-from nodes.decisions import installed_preference, placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
-from nodes.placement.choose import Candidate, Need
-from nodes.placement.explain import Ending, FleetView
-from nodes.placement.load_decision import LoadQuestion, Occupants
-from nodes.placement.plan import successive
-from nodes.placement.selector import ANY, Selector
+from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector
+from nodes.placement.explain import DecisionOutcome, FleetView
+from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, simulate_placements
 from nodes.registry.labels import auto_labels
 from nodes.replicas import eviction
 
@@ -58,12 +56,12 @@ def need_for(vram: int, disk: int) -> Need:
 def plan(question: PlanRequest, now: datetime) -> Row:
     """Return the decision for each replica, one after another."""
     picture = read_snapshot(question, now)
-    explanations = successive(picture.asked, [None] * question.replicas, picture.occupants)
+    explanations = simulate_placements(picture.asked, [None] * question.replicas, picture.occupants)
     decisions = [decision(explanation) for explanation in explanations]
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
-        placed=sum(row["outcome"] == Ending.PLACED for row in decisions),
+        placed=sum(row["outcome"] == DecisionOutcome.PLACED for row in decisions),
         decisions=[
             PLANNED.of(replica=number, hypothetical=row["node_id"] in picture.new, **row)
             for number, row in enumerate(decisions, 1)
@@ -76,7 +74,7 @@ class PlanSnapshot:
     """The current fleet with the nodes that a plan adds."""
 
     asked: LoadQuestion
-    occupants: Occupants
+    occupants: EvictionCandidates
     new: frozenset[str]
     """The ids of the added nodes."""
 
@@ -84,13 +82,13 @@ class PlanSnapshot:
 def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) -> PlanSnapshot:
     """Read the snapshot that a placement decision uses, in a constant number of queries."""
     model, selector = question.model, _selector(question)
-    fleet = placement_snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
-    fleet = installed_preference.mark(fleet, question.backend)
+    fleet = fleet_queries.read_fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = fleet_queries.mark_installed(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     residents = eviction.residents([node.id for node in fleet], now=now)
     return PlanSnapshot(
         LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
-        Occupants(residents, eviction.guard(model, residents, now=now)),
+        EvictionCandidates(residents, eviction.guard(model, residents, now=now)),
         frozenset(str(node.id) for node in added),
     )
 
@@ -98,7 +96,7 @@ def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) 
 def _selector(question: PlanRequest) -> Selector:
     if question.selector is not None:
         return Selector(question.model, frozenset(question.selector.items()))
-    return placement_snapshot.selectors_of([question.model])[question.model] if question.model else ANY
+    return fleet_queries.selectors_of([question.model])[question.model] if question.model else ANY_NODE
 
 
 def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:

@@ -21,9 +21,9 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from localai_cluster.accounts.command_line import printable
 from nodes.management import operation_texts as texts
 from nodes.management.operation_texts import Entry, Part
-from nodes.management.rendering import printable
 from operations.models import TargetStatus
 
 MOST_LINES = 20

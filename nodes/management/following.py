@@ -12,9 +12,9 @@ from uuid import UUID
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import InterfaceError, OperationalError, connection
 
+from localai_cluster.accounts import command_line
 from nodes.api.operations import entry_of
 from nodes.management import operation_texts as texts
-from nodes.management import rendering
 from nodes.management.bars import MOST_LINES, Display, Silent, display_on
 from nodes.management.operation_texts import Entry
 from operations.changes import events
@@ -45,7 +45,7 @@ def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
             returncode=_INTERRUPTED,
         ) from None
     if as_json:
-        out.write(rendering.as_json(entry))
+        out.write(command_line.as_json(entry))
     if entry["status"] != Status.COMPLETED:
         raise CommandError(ending(entry))
     return "" if as_json else f"operation {texts.short(entry)} completed"
@@ -56,14 +56,14 @@ def ending(entry: Entry) -> str:
     id = texts.short(entry)
     if _asks(entry):
         return (
-            f"operation {id} waits for a choice: {rendering.printable(entry['message'])};"
+            f"operation {id} waits for a choice: {command_line.printable(entry['message'])};"
             f" `manage.py operations continue {id}` or `stop {id}`"
         )
     if entry["status"] == Status.CANCELLED:
-        return f"operation {id}: {rendering.printable(entry['message'])}"
+        return f"operation {id}: {command_line.printable(entry['message'])}"
     failed = [part for part in entry.get("nodes", ()) if part["status"] == TargetStatus.ERROR]
     if not failed:
-        why = rendering.printable(entry.get("error") or entry["message"])
+        why = command_line.printable(entry.get("error") or entry["message"])
         return f"operation {id} failed: {why}; `manage.py operations retry {id}` tries again"
     of = f"{len(failed)} of {len(entry['nodes'])} nodes"
     head = f"operation {id} failed on {of}; `manage.py operations retry {id}` tries again"

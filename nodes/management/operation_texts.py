@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nodes.management.rendering import NOTHING, SHORT_ID, age, moment, printable, table
+from localai_cluster.accounts.command_line import NOTHING, SHORT_ID, age, moment, printable, table
 from operations.models import Status, TargetStatus
 
 Entry = Mapping[str, Any]

@@ -221,7 +221,7 @@ class NodeModel(models.Model):
     """End of the last request; the retirement of idle replicas uses it (R4.18)."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
     """Estimated bytes that its engine allocates, 0 = unknown; a load reserves them with the next two columns
-    (`placement/reservations.py`)."""
+    (`placement/memory.py`)."""
     vram_on_node = models.BooleanField(default=False, db_default=False)
     """True if its load added `vram_needed` to the node's `reserved_vram`; a failed load subtracts it."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)

@@ -16,10 +16,34 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
-from nodes.placement.estimate import UNKNOWN_PAYLOAD
-from nodes.placement.gpus import Rooms, Shares, fit
-from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import ANY, Labels, Selector
+from nodes.placement.memory import UNKNOWN_PAYLOAD, BytesByGpu, FreeByGpu, fit_gpus
+from nodes.placement.node_backoff import NodeBackoffs
+
+Labels = frozenset[tuple[str, str]]
+"""Pairs of key and value."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The labels that a node must have to match (R1.68); without labels every node matches."""
+
+    model: str = ""
+    labels: Labels | None = frozenset()
+    """None: the stored selector cannot be read, and no node matches (R1.69)."""
+
+    def matches(self, labels: Set[tuple[str, str]]) -> bool:
+        """Return True if a node with these labels matches; additional labels do not matter."""
+        return self.labels is not None and self.labels <= labels
+
+    def __str__(self) -> str:
+        subject = f"the selector of model {self.model}" if self.model else "the selector"
+        if self.labels is None:
+            return f"{subject}, which cannot be read"
+        pairs = ", ".join(f"{key}={value}" for key, value in sorted(self.labels))
+        return f"{subject}: {pairs}"
+
+
+ANY_NODE = Selector()
 
 
 class Reason(StrEnum):
@@ -46,7 +70,7 @@ _BY_STATUS = {
     "unhealthy": Reason.UNHEALTHY,
 }
 
-_NONE: Setbacks = MappingProxyType({})
+_NONE: NodeBackoffs = MappingProxyType({})
 _NAMED = 5
 """Number of nodes that a refusal for lack of space names, those with the most first."""
 
@@ -68,7 +92,7 @@ class Need:
     """
 
 
-NOTHING = Need()
+NO_NEED = Need()
 
 
 @dataclass(frozen=True)
@@ -98,7 +122,7 @@ class Candidate:
     available_disk: int = 0
     brought: int = 0
     """Bytes of this model's files that the node already has."""
-    gpus: Rooms = frozenset()
+    gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
     file_port_failed: bool = False
     """True if a model's files cannot be sent to the node now (`registry/file_port.py`)."""
@@ -106,10 +130,10 @@ class Candidate:
     """Loaded models that share a concurrency group with this one (R2.81)."""
     has_backend: bool = False
     """True if the model's backend is installed; read for nodes that are otherwise equal
-    (`decisions/installed_preference.py`).
+    (`decisions/fleet_queries.py`).
     """
 
-    def why_not_alone(self) -> str:
+    def describe_conflicts(self) -> str:
         """Return why the node takes a model beside those of its concurrency groups, for people."""
         shared = ", ".join(sorted(self.conflicts))
         return f"beside {shared} of the same concurrency group: no better node can take it"
@@ -124,11 +148,11 @@ class Decision:
     refused: dict[UUID, Reason] = field(default_factory=dict)
     ranked: Sequence[Candidate] = ()
     """All feasible nodes, the chosen one first."""
-    selector: Selector = ANY
+    selector: Selector = ANY_NODE
     room: Mapping[Reason, str] = field(default_factory=dict)
     """Per reason that is a lack of space: the amount needed, and what the refused nodes have."""
 
-    def why_none(self) -> str:
+    def describe_refusals(self) -> str:
         """Return one sentence for the caller when no node was chosen."""
         if not self.refused:
             return "no node is registered"
@@ -150,7 +174,7 @@ class Rank(NamedTuple):
     """Failures of this load on the node."""
     shared: bool
     """True if a model of the same concurrency group is loaded on the node."""
-    lacks: bool
+    lacks_memory: bool
     """True if the node is not known to have the memory needed."""
     gpus: int
     """Number of GPUs that the replica would use: a node where it is not split comes first."""
@@ -164,12 +188,12 @@ class Rank(NamedTuple):
     name: str
 
 
-def refusal(
+def find_refusal(
     node: Candidate,
-    resting: Set[UUID] = frozenset(),
-    need: Need = NOTHING,
+    backed_off: Set[UUID] = frozenset(),
+    need: Need = NO_NEED,
     *,
-    selector: Selector = ANY,
+    selector: Selector = ANY_NODE,
 ) -> Reason | None:
     """Return why `node` cannot take one more replica, or None.
 
@@ -190,7 +214,7 @@ def refusal(
         return Reason.FULL
     if need.vram_required and not has_memory(node, need):
         return Reason.MEMORY if node.free_vram < need.vram else Reason.GPUS
-    return Reason.SILENT if node.id in resting else None
+    return Reason.SILENT if node.id in backed_off else None
 
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
@@ -200,20 +224,20 @@ def lacks_disk(node: Candidate, need: Need) -> bool:
 
 def has_memory(node: Candidate, need: Need) -> bool:
     """Return True if the needed memory is effectively free on the node, or the need is unknown."""
-    return shares_of(node, need) is not None
+    return gpu_shares(node, need) is not None
 
 
-def shares_of(node: Candidate, need: Need) -> Shares | None:
+def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
     """Return the bytes that a replica would take of each GPU (`gpus.fit`); None if the memory is lacking."""
-    return fit(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
+    return fit_gpus(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
 
 
 def free_index(node: Candidate) -> int | None:
     """Return the lowest replica index not in use, or None when all slots are taken (R1.63)."""
-    return lowest_free(node.taken, node.slots)
+    return lowest_free_index(node.taken, node.slots)
 
 
-def lowest_free(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
+def lowest_free_index(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
     """Return the lowest index not taken, or None when `cap` are taken (R1.63, R1.64).
 
     A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
@@ -224,27 +248,27 @@ def lowest_free(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> in
     return next(index for index in itertools.count() if index not in taken and index not in ending)
 
 
-def choose(
+def choose_node(
     nodes: Iterable[Candidate],
     *,
-    need: Need = NOTHING,
-    setbacks: Setbacks = _NONE,
-    resting: Set[UUID] = frozenset(),
-    selector: Selector = ANY,
+    need: Need = NO_NEED,
+    backoffs: NodeBackoffs = _NONE,
+    backed_off: Set[UUID] = frozenset(),
+    selector: Selector = ANY_NODE,
 ) -> Decision:
-    """Choose the best feasible node; a node that is `resting` after a failure is not feasible.
+    """Choose the best feasible node; a node that is `backed_off` after a failure is not feasible.
 
     A node that failed this load before comes after those that failed it less often.
     """
     considered: Sequence[Candidate] = list(nodes)
-    reasons = ((node.id, refusal(node, resting, need, selector=selector)) for node in considered)
+    reasons = ((node.id, find_refusal(node, backed_off, need, selector=selector)) for node in considered)
     refused = {id: reason for id, reason in reasons if reason is not None}
     feasible = [node for node in considered if node.id not in refused]
-    ranked = sorted(feasible, key=lambda node: rank(node, need, setbacks))
-    return concluded(considered, ranked, refused, need, selector)
+    ranked = sorted(feasible, key=lambda node: rank_node(node, need, backoffs))
+    return build_decision(considered, ranked, refused, need, selector)
 
 
-def concluded(
+def build_decision(
     considered: Sequence[Candidate],
     ranked: Sequence[Candidate],
     refused: dict[UUID, Reason],
@@ -259,13 +283,13 @@ def concluded(
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
 
-def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
+def rank_node(node: Candidate, need: Need, backoffs: NodeBackoffs) -> Rank:
     """Return the rank of a node: R2.82, then R1.70 if the need is known and the node has it.
 
     Otherwise R1.71 and R1.72, without reservations.
     """
-    failures = setbacks[node.id].times if node.id in setbacks else 0
-    shares = shares_of(node, need) if need.vram > 0 else None
+    failures = backoffs[node.id].times if node.id in backoffs else 0
+    shares = gpu_shares(node, need) if need.vram > 0 else None
     by_need = shares is not None
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
@@ -276,9 +300,9 @@ def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
     )
 
 
-def equal_to_best(decision: Decision, need: Need, setbacks: Setbacks) -> list[Candidate]:
+def equal_to_best(decision: Decision, need: Need, backoffs: NodeBackoffs) -> list[Candidate]:
     """Return the best node and the ranked nodes that differ from it only by name."""
-    ranks = ((node, rank(node, need, setbacks)) for node in decision.ranked)
+    ranks = ((node, rank_node(node, need, backoffs)) for node in decision.ranked)
     best: tuple[object, ...] = ()
     equal: list[Candidate] = []
     for node, node_rank in ranks:
@@ -302,14 +326,16 @@ def _lacks_by_reason(
         (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
     )
     if by_memory:
-        free_by_node = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
+        free_by_node = [f"{n.name} has {format_gib(n.free_vram)} free" for n in by_memory]
         descriptions[Reason.MEMORY] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
     if by_gpus:
-        free_by_node = [f"{n.name} has {gpus_free(n)} free" for n in by_gpus]
+        free_by_node = [f"{n.name} has {format_free_gpus(n)} free" for n in by_gpus]
         descriptions[Reason.GPUS] = _with_nodes(_gib_rounded_up(need.vram), free_by_node)
     if by_disk:
-        free_by_node = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
-        descriptions[Reason.DISK] = _with_nodes(disk_words(need.files, need.disk), free_by_node)
+        free_by_node = [
+            f"{n.name} has {format_gib(n.available_disk)} of {format_gib(n.total_disk)} free" for n in by_disk
+        ]
+        descriptions[Reason.DISK] = _with_nodes(describe_disk_need(need.files, need.disk), free_by_node)
     return descriptions
 
 
@@ -318,7 +344,7 @@ def _with_nodes(needed: str, nodes: Sequence[str]) -> str:
     return f" ({needed}: {', '.join([*nodes[:_NAMED], *suffix])})"
 
 
-def disk_words(files: int, needed: int) -> str:
+def describe_disk_need(files: int, needed: int) -> str:
     """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
     if files <= 0:
         return _gib_rounded_up(needed) + (
@@ -340,13 +366,13 @@ def _gib_rounded_up(amount: int) -> str:
     return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
 
 
-def gpus_free(node: Candidate) -> str:
+def format_free_gpus(node: Candidate) -> str:
     """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
     rooms = sorted((room for _, room in node.gpus), reverse=True)
     suffix = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
-    return " + ".join([*map(gib, rooms[:_NAMED]), *suffix])
+    return " + ".join([*map(format_gib, rooms[:_NAMED]), *suffix])
 
 
-def gib(amount: int) -> str:
+def format_gib(amount: int) -> str:
     """Format bytes as GiB, rounded down: free memory never looks as large as a need."""
     return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"

@@ -1,7 +1,7 @@
 """Limits for the duration of a load: its LoadModel by the size of the files, the load by its steps. Pure.
 
 All in seconds. A load as a whole has no fixed limit: `hold` is its first progress deadline, and any progress
-extends it (`nodes/loading/progress_deadline.py`).
+extends it (`nodes/loading/load_request.py`).
 """
 
 LOAD, LONGEST_LOAD = 300.0, 6 * 3600.0
@@ -24,12 +24,12 @@ def load_limit(payload: int, given: float = 0.0) -> float:
     return min(LOAD + _SECONDS_PER_GIB * max(payload, 0) / 2**30, LONGEST_LOAD)
 
 
-def hold(install: float, load: float) -> float:
+def progress_deadline(install: float, load: float) -> float:
     """Return the progress deadline of a load before any progress (R2.24, R2.25)."""
     return max((install if install > 0 else INSTALL) + (load if load > 0 else LOAD) + MARGIN, LEAST_HOLD)
 
 
-def pushed_on(age: float, more: float, base: float) -> float:
+def extend_deadline(age: float, more: float, base: float) -> float:
     """Return the seconds that a load may take from now: after progress, or before a step of `more` (R2.24).
 
     With its `age` they never exceed the absolute limit, which is at least `base`.
@@ -37,6 +37,6 @@ def pushed_on(age: float, more: float, base: float) -> float:
     return max(min(more, max(LONGEST_HOLD, base) - age), 0.0)
 
 
-def hashing(size: int) -> float:
+def hashing_limit(size: int) -> float:
     """Return the time that a worker may take to hash a file of `size` bytes."""
     return max(size, 0) / _BYTES_READ_PER_SECOND

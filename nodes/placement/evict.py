@@ -14,7 +14,7 @@ from enum import StrEnum
 from uuid import UUID
 
 from nodes.placement.choose import Candidate, Need, Reason, has_memory
-from nodes.placement.gpus import Rooms, given_back
+from nodes.placement.memory import FreeByGpu, add_free_bytes
 
 JUST_LOADED = timedelta(seconds=5)
 """Time after its load that a replica is protected: the requests that waited for it are on their way."""
@@ -50,7 +50,7 @@ class Resident:
     vram: int
     """Estimated memory use in bytes; 0 = unknown."""
     loaded_at: datetime | None = None
-    gpus: Rooms = frozenset()
+    gpus: FreeByGpu = frozenset()
     """The part of `vram` on each GPU, by index; empty if unknown."""
 
     @property
@@ -59,7 +59,7 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Guard:
+class ProtectionRules:
     """The facts that protect replicas from an eviction for `model_name`."""
 
     model_name: str
@@ -71,7 +71,9 @@ class Guard:
     spread: Set[str] = frozenset()
     """Models whose rule requires a replica on every node."""
 
-    def spares(self, resident: Resident, evicted_count: Mapping[str, int]) -> ProtectionReason | None:
+    def find_protection(
+        self, resident: Resident, evicted_count: Mapping[str, int]
+    ) -> ProtectionReason | None:
         """Return the reason that protects it, or None. `evicted_count`: evictions so far, per model."""
         if resident.model_name == self.model_name:
             return ProtectionReason.OWN
@@ -100,12 +102,12 @@ class Eviction:
     """One sentence: the replicas that the load waits for, or the reason why none can free memory."""
     looked_at: Sequence[UUID] = ()
     among: Sequence[Resident] = ()
-    guard: Guard | None = None
+    guard: ProtectionRules | None = None
     """The input of the decision: considered nodes, their replicas and the protection rules."""
 
 
-def short_of_memory(
-    fleet: Iterable[Candidate], refused: Mapping[UUID, Reason], resting: Set[UUID] = frozenset()
+def nodes_short_of_memory(
+    fleet: Iterable[Candidate], refused: Mapping[UUID, Reason], backed_off: Set[UUID] = frozenset()
 ) -> list[Candidate]:
     """Return the nodes that lack only memory; none if some node has the memory and merely backs off.
 
@@ -114,11 +116,11 @@ def short_of_memory(
     if Reason.SILENT in refused.values():
         return []
     short = (Reason.MEMORY, Reason.GPUS)
-    return [n for n in fleet if refused.get(n.id) in short and n.id not in resting]
+    return [n for n in fleet if refused.get(n.id) in short and n.id not in backed_off]
 
 
 def choose_victims(
-    nodes: Iterable[Candidate], residents: Iterable[Resident], guard: Guard, need: Need
+    nodes: Iterable[Candidate], residents: Iterable[Resident], guard: ProtectionRules, need: Need
 ) -> Eviction:
     """Choose the node whose victims were last used the longest ago, for a load with this need."""
     considered, among = list(nodes), list(residents)
@@ -141,35 +143,35 @@ def choose_victims(
 
 
 def _least(
-    node: Candidate, residents: Sequence[Resident], guard: Guard, need: Need
+    node: Candidate, residents: Sequence[Resident], guard: ProtectionRules, need: Need
 ) -> tuple[Resident, ...] | None:
     """Return the fewest victims that free enough memory, the longest unused first; None if none do."""
-    soon = without(node, [resident for resident in residents if resident.leaving])
+    soon = free_memory_of(node, [resident for resident in residents if resident.leaving])
     victims: list[Resident] = []
     evicted_by_model: Counter[str] = Counter()
     for resident in sorted(residents, key=lambda resident: (resident.last_used, resident.id)):
-        if has_memory(without(soon, victims), need):
+        if has_memory(free_memory_of(soon, victims), need):
             break
-        if not resident.leaving and guard.spares(resident, evicted_by_model) is None:
+        if not resident.leaving and guard.find_protection(resident, evicted_by_model) is None:
             victims.append(resident)
             evicted_by_model[resident.model_name] += 1
-    if not has_memory(without(soon, victims), need):
+    if not has_memory(free_memory_of(soon, victims), need):
         return None
     for resident in tuple(victims):
         remaining = [victim for victim in victims if victim is not resident]
-        if has_memory(without(soon, remaining), need):
+        if has_memory(free_memory_of(soon, remaining), need):
             victims = remaining
     return tuple(victims)
 
 
-def without(node: Candidate, freed: Iterable[Resident]) -> Candidate:
+def free_memory_of(node: Candidate, freed: Iterable[Resident]) -> Candidate:
     """Return the node with the memory of the replicas `freed` free again, on the GPUs that used it.
 
     Memory use is an estimate: all replicas together never free more than the node can have.
     """
     free, gpus = node.free_vram, node.gpus
     for resident in freed:
-        free, gpus = free + resident.vram, given_back(gpus, resident.gpus)
+        free, gpus = free + resident.vram, add_free_bytes(gpus, resident.gpus)
     if node.most_vram:
         free = min(free, max(node.most_vram, node.free_vram))
     return replace(node, free_vram=free, gpus=gpus)
@@ -182,20 +184,20 @@ def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime 
 
 
 def _why(node: Candidate, victims: Sequence[Resident], terminating: Sequence[Resident]) -> str:
-    names = named([resident.name for resident in [*victims, *terminating]])
+    names = join_names([resident.name for resident in [*victims, *terminating]])
     return f"waits for {names} on {node.name} to stop" + (", the least recently used" if victims else "")
 
 
-def named(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Join the first few names, each cut in length, and the number of the remaining ones."""
     sorted_names = sorted(names)
     suffix = [f"{len(sorted_names) - _NAMED} more"] if len(sorted_names) > _NAMED else []
     return ", ".join([*(name[:_LONGEST_NAME] for name in sorted_names[:_NAMED]), *suffix])
 
 
-def _why_none(residents: Iterable[Sequence[Resident]], guard: Guard) -> str:
+def _why_none(residents: Iterable[Sequence[Resident]], guard: ProtectionRules) -> str:
     protected_count = Counter(
-        str(guard.spares(replica, {}) or "too small")
+        str(guard.find_protection(replica, {}) or "too small")
         for of_node in residents
         for replica in of_node
         if not replica.leaving

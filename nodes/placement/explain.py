@@ -5,7 +5,7 @@ of the rank in which the best node differs from the second, or what excludes all
 sentence are the number of nodes that each reason excluded, the best nodes with their terms, and the nearest
 misses.
 
-The input of the decision is stored elsewhere (`coded.py`, `snapshot_sections.py`), because it may be large.
+The input of the decision is stored elsewhere (`nodes/decisions`), because it may be large.
 """
 
 import heapq
@@ -19,22 +19,23 @@ from uuid import UUID
 import orjson
 
 from nodes.placement.choose import (
-    NOTHING,
+    ANY_NODE,
+    NO_NEED,
     Candidate,
     Decision,
     Need,
     Rank,
     Reason,
-    choose,
+    Selector,
+    choose_node,
+    format_free_gpus,
+    format_gib,
     free_index,
-    gib,
-    gpus_free,
-    rank,
-    shares_of,
+    gpu_shares,
+    rank_node,
 )
 from nodes.placement.evict import Resident
-from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import ANY, Selector
+from nodes.placement.node_backoff import NodeBackoffs
 
 MOST_BYTES = 16 * 1024
 """Most bytes of one record as JSON, with everything."""
@@ -54,7 +55,7 @@ _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
 """`refusal` tests what passes by itself last: a node that failed a later test was nearer."""
 
 
-class Ending(StrEnum):
+class DecisionOutcome(StrEnum):
     """The outcome of a decision."""
 
     PLACED = "placed"
@@ -71,19 +72,19 @@ class FleetView:
 
     nodes: Sequence[Candidate]
     need: Need
-    selector: Selector = ANY
-    setbacks: Setbacks = field(default_factory=dict)
-    resting: Set[UUID] = frozenset()
+    selector: Selector = ANY_NODE
+    backoffs: NodeBackoffs = field(default_factory=dict)
+    backed_off: Set[UUID] = frozenset()
     restricted: bool = False
     """True if `nodes` holds only the nodes that the load may use, not all nodes."""
 
     def decide(self) -> Decision:
         """Choose a node from this view."""
-        return choose(
+        return choose_node(
             self.nodes,
             need=self.need,
-            setbacks=self.setbacks,
-            resting=self.resting,
+            backoffs=self.backoffs,
+            backed_off=self.backed_off,
             selector=self.selector,
         )
 
@@ -92,7 +93,7 @@ class FleetView:
 class Explanation:
     """One decision, and why; `facts` are JSON."""
 
-    outcome: Ending
+    outcome: DecisionOutcome
     sentence: str
     node: Candidate | None
     replica_index: int
@@ -101,12 +102,12 @@ class Explanation:
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     """Explain why `snapshot` led to `decision`, in at most `MOST_BYTES`."""
-    sentence = cut(_sentence(snapshot, decision), LONGEST_SENTENCE)
+    sentence = truncate(_sentence(snapshot, decision), LONGEST_SENTENCE)
     best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
     facts: dict[str, Any] = {
         "need": orjson.loads(orjson.dumps(asdict(snapshot.need), default=sorted)),
-        "selector": cut(str(snapshot.selector), _LONGEST_SELECTOR)
-        if snapshot.selector.labels != ANY.labels
+        "selector": truncate(str(snapshot.selector), _LONGEST_SELECTOR)
+        if snapshot.selector.labels != ANY_NODE.labels
         else "",
         "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
         "refused": _refusal_counts(decision),
@@ -116,14 +117,14 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     }
     if len(orjson.dumps([sentence, facts])) > MOST_BYTES - AROUND - _FOR_VICTIMS:
         for entry in [*best, *misses]:
-            entry["node"] = cut(entry["node"], _LONGEST_NAME)
+            entry["node"] = truncate(entry["node"], _LONGEST_NAME)
             entry.pop("against", None)
-    outcome = Ending.WAITING if decision.node is None else Ending.PLACED
+    outcome = DecisionOutcome.WAITING if decision.node is None else DecisionOutcome.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
 
 NO_FLEET: Mapping[str, Any] = {
-    "need": asdict(NOTHING),
+    "need": asdict(NO_NEED),
     "selector": "",
     "nodes": {"considered": 0, "feasible": 0},
     "refused": [],
@@ -134,12 +135,12 @@ NO_FLEET: Mapping[str, Any] = {
 """The facts of a decision for which no nodes were compared."""
 
 
-def evicted(victims: Iterable[Resident]) -> list[dict[str, Any]]:
+def describe_victims(victims: Iterable[Resident]) -> list[dict[str, Any]]:
     """Describe the first of the evicted replicas: the bytes they free, and since when they were idle."""
     return [
         {
             "replica_id": str(victim.id),
-            "replica": cut(victim.name, _LONGEST_NAME),
+            "replica": truncate(victim.name, _LONGEST_NAME),
             "vram": victim.vram,
             "last_used": victim.last_used.isoformat(),
         }
@@ -149,7 +150,9 @@ def evicted(victims: Iterable[Resident]) -> list[dict[str, Any]]:
 
 def _sentence(snapshot: FleetView, decision: Decision) -> str:
     if decision.node is None:
-        return decision.why_none() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
+        return (
+            decision.describe_refusals() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
+        )
     if len(decision.ranked) > 1:
         return _against(snapshot, decision.node, decision.ranked[1])
     if not decision.refused:
@@ -161,12 +164,12 @@ def _sentence(snapshot: FleetView, decision: Decision) -> str:
 def _refusal_counts(decision: Decision) -> list[dict[str, Any]]:
     counts = Counter(decision.refused.values())
     return [
-        {"code": code(reason), "reason": str(reason), "count": count}
+        {"code": reason_code(reason), "reason": str(reason), "count": count}
         for reason, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     ]
 
 
-def code(reason: Reason) -> str:
+def reason_code(reason: Reason) -> str:
     """Return the reason's code for programs."""
     return reason.name.lower()
 
@@ -174,9 +177,9 @@ def code(reason: Reason) -> str:
 def _against(snapshot: FleetView, chosen: Candidate, runner_up: Candidate) -> str:
     """Name the term of the rank that put `chosen` before `runner_up`."""
     chosen_rank, runner_up_rank = (
-        rank(node, snapshot.need, snapshot.setbacks) for node in (chosen, runner_up)
+        rank_node(node, snapshot.need, snapshot.backoffs) for node in (chosen, runner_up)
     )
-    behind = cut(runner_up.name, _LONGEST_NAME)
+    behind = truncate(runner_up.name, _LONGEST_NAME)
     term, figure, behind_figure = _differing(
         snapshot.need, (chosen_rank, chosen), (runner_up_rank, runner_up)
     )
@@ -187,8 +190,8 @@ def _against(snapshot: FleetView, chosen: Candidate, runner_up: Candidate) -> st
 
 def _behind(snapshot: FleetView, node: Candidate, chosen: Candidate) -> str:
     """Name the term of the rank that put the node behind the chosen one."""
-    node_rank, best_rank = (rank(ranked, snapshot.need, snapshot.setbacks) for ranked in (node, chosen))
-    ahead = cut(chosen.name, _LONGEST_NAME)
+    node_rank, best_rank = (rank_node(ranked, snapshot.need, snapshot.backoffs) for ranked in (node, chosen))
+    ahead = truncate(chosen.name, _LONGEST_NAME)
     term, figure, best_figure = _differing(snapshot.need, (node_rank, node), (best_rank, chosen))
     if term is None:
         return f"equal to {ahead} in every term, later by name"
@@ -232,10 +235,12 @@ TERMS: Mapping[str, Term] = {
         lambda _: "models of the same concurrency group there",
         lambda _, node, __: str(len(node.conflicts)),
     ),
-    "lacks": Term(
+    "lacks_memory": Term(
         lambda _: "it has the VRAM needed",
         lambda _: "it lacks the VRAM needed",
-        lambda _, node, need: f"{gpus_free(node) or gib(node.free_vram)} free of {gib(need.vram)} needed",
+        lambda _, node, need: (
+            f"{format_free_gpus(node) or format_gib(node.free_vram)} free of {format_gib(need.vram)} needed"
+        ),
     ),
     "gpus": Term(lambda _: "on the fewest GPUs", lambda _: "on more GPUs", lambda rank, *_: str(rank.gpus)),
     "busy": Term(
@@ -247,9 +252,9 @@ TERMS: Mapping[str, Term] = {
         lambda _: "fewest requests", lambda _: "more requests", lambda rank, *_: str(rank.in_flight)
     ),
     "memory": Term(
-        lambda rank: "most VRAM available" if rank.lacks else "most VRAM free",
-        lambda rank: "less VRAM available" if rank.lacks else "less VRAM free",
-        lambda rank, *_: gib(-rank.memory),
+        lambda rank: "most VRAM available" if rank.lacks_memory else "most VRAM free",
+        lambda rank: "less VRAM available" if rank.lacks_memory else "less VRAM free",
+        lambda rank, *_: format_gib(-rank.memory),
     ),
     "lacks_backend": Term(
         lambda _: "the backend is there already",
@@ -262,17 +267,17 @@ TERMS: Mapping[str, Term] = {
 
 def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     for place, node in enumerate(decision.ranked[:SHOWN]):
-        terms = rank(node, snapshot.need, snapshot.setbacks)
+        terms = rank_node(node, snapshot.need, snapshot.backoffs)
         against = {"against": _behind(snapshot, node, decision.ranked[0])} if place else {}
         yield {
             "node_id": str(node.id),
             "node": node.name,
             "replica_index": free_index(node) or 0,
-            "gpus": sorted(shares_of(node, snapshot.need) or ()),
+            "gpus": sorted(gpu_shares(node, snapshot.need) or ()),
             "terms": {
                 "failures": terms.failures,
                 "shared": terms.shared,
-                "has_memory": not terms.lacks,
+                "has_memory": not terms.lacks_memory,
                 "gpus": terms.gpus,
                 "busy": terms.busy,
                 "in_flight": terms.in_flight,
@@ -293,7 +298,7 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
         yield {
             "node_id": str(node.id),
             "node": node.name,
-            "code": code(reason),
+            "code": reason_code(reason),
             "reason": str(reason),
             "free_vram": node.free_vram,
             "free_gpus": [room for _, room in sorted(node.gpus)],
@@ -305,6 +310,6 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
         }
 
 
-def cut(text: str, longest: int) -> str:
+def truncate(text: str, longest: int) -> str:
     """Cut the text to at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -2,16 +2,33 @@
 
 `choose` ranks nodes, `evict` selects victims, `explain` writes the sentences. This module combines them in
 the one way in which a load, a what-if answer and a decision that is replayed from stored rows are decided.
+A simulation places replicas one by one, each as if those before it were loaded.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Reason, free_index, refusal
-from nodes.placement.evict import Eviction, Guard, Resident, choose_victims, short_of_memory, without
-from nodes.placement.explain import LONGEST_SENTENCE, Ending, Explanation, FleetView, cut, evicted, explain
+from nodes.placement.choose import Candidate, Decision, Need, Reason, find_refusal, free_index, gpu_shares
+from nodes.placement.evict import (
+    Eviction,
+    ProtectionRules,
+    Resident,
+    choose_victims,
+    free_memory_of,
+    nodes_short_of_memory,
+)
+from nodes.placement.explain import (
+    LONGEST_SENTENCE,
+    DecisionOutcome,
+    Explanation,
+    FleetView,
+    describe_victims,
+    explain,
+    truncate,
+)
+from nodes.placement.memory import add_free_bytes, fill_gpus, total_bytes
 
 _REFUSED_BY_ALL = "every node that could take it has refused this load"
 
@@ -30,7 +47,7 @@ class LoadQuestion:
         """Return the nodes on which an eviction would help."""
         if decision.node is not None or not self.evicts or self.refused_by_all(decision):
             return []
-        return short_of_memory(self.view.nodes, decision.refused, self.view.resting)
+        return nodes_short_of_memory(self.view.nodes, decision.refused, self.view.backed_off)
 
     def refused_by_all(self, decision: Decision) -> bool:
         """Return True if all nodes that could take the load have refused it, so that it ends."""
@@ -39,7 +56,7 @@ class LoadQuestion:
         backed_off = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
         return all(id in self.refusing for id in backed_off)
 
-    def fits_instead_of(self, replica: Resident, decision: Decision) -> bool:
+    def fits_in_place_of(self, replica: Resident, decision: Decision) -> bool:
         """Return True if that replica's node was refused only for the memory or slot that the replica takes.
 
         If more is lacking, evicting the replica would not help.
@@ -49,32 +66,32 @@ class LoadQuestion:
             return False
         (node,) = (candidate for candidate in view.nodes if candidate.id == replica.node_id)
         # Above a lowered number of slots there are more replicas than this one: they are evicted after it.
-        empty = replace(without(node, [replica]), taken=frozenset())
-        return refusal(empty, view.resting, view.need, selector=view.selector) is None
+        empty = replace(free_memory_of(node, [replica]), taken=frozenset())
+        return find_refusal(empty, view.backed_off, view.need, selector=view.selector) is None
 
 
 @dataclass(frozen=True)
-class Occupants:
+class EvictionCandidates:
     """The replicas that could be evicted, and the facts that protect them."""
 
     residents: Sequence[Resident]
-    guard: Guard
+    guard: ProtectionRules
 
-    def room(self, question: LoadQuestion, decision: Decision) -> Eviction | None:
+    def choose_eviction(self, question: LoadQuestion, decision: Decision) -> Eviction | None:
         """Return the eviction that frees enough memory, or why none can; None if none helps."""
         nodes = question.lacking(decision)
         return choose_victims(nodes, self.residents, self.guard, question.view.need) if nodes else None
 
-    def without(self, gone: Sequence[Resident]) -> "Occupants":
+    def without(self, gone: Sequence[Resident]) -> "EvictionCandidates":
         """Return the occupants that remain without the replicas `gone`."""
         ids = {replica.id for replica in gone}
         loaded = Counter(self.guard.loaded)
         loaded.subtract(replica.model_name for replica in gone if not replica.leaving)
         remaining = [replica for replica in self.residents if replica.id not in ids]
-        return Occupants(remaining, replace(self.guard, loaded=dict(loaded)))
+        return EvictionCandidates(remaining, replace(self.guard, loaded=dict(loaded)))
 
 
-def settle(
+def decide_load(
     question: LoadQuestion, decision: Decision, room: Eviction | None = None, *, over: bool = False
 ) -> Explanation:
     """Return the outcome of the load and its reason.
@@ -83,19 +100,77 @@ def settle(
     """
     explanation = explain(question.view, decision)
     if decision.node is None and over:
-        explanation = replace(explanation, outcome=Ending.REFUSED)
+        explanation = replace(explanation, outcome=DecisionOutcome.REFUSED)
     if question.refused_by_all(decision):
-        sentence = cut(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)
-        return replace(explanation, outcome=Ending.REFUSED, sentence=sentence)
+        sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)
+        return replace(explanation, outcome=DecisionOutcome.REFUSED, sentence=sentence)
     if room is None or not room.why:
         return explanation
     if room.node is None:
-        return replace(explanation, sentence=cut(f"{explanation.sentence}; {room.why}", LONGEST_SENTENCE))
+        return replace(
+            explanation, sentence=truncate(f"{explanation.sentence}; {room.why}", LONGEST_SENTENCE)
+        )
     return replace(
         explanation,
-        outcome=Ending.PLACED,
-        sentence=cut(f"{room.why}; {explanation.sentence}", LONGEST_SENTENCE),
+        outcome=DecisionOutcome.PLACED,
+        sentence=truncate(f"{room.why}; {explanation.sentence}", LONGEST_SENTENCE),
         node=room.node,
         replica_index=free_index(room.node) or 0,
-        facts={**explanation.facts, "evicts": evicted(room.victims)},
+        facts={**explanation.facts, "evicts": describe_victims(room.victims)},
+    )
+
+
+AllowedNodes = Sequence[Set[UUID] | None]
+"""For each replica, the allowed nodes; None: any node."""
+
+
+def simulate_placements(
+    question: LoadQuestion, allowed_nodes: AllowedNodes, occupants: EvictionCandidates | None = None
+) -> Iterator[Explanation]:
+    """Yield the decision for each replica.
+
+    End after the first replica without allowed nodes that finds no node, as all after it would fail too. A
+    replica that is evicted for one decision is gone for the next.
+    """
+    view = question.view
+    nodes = {node.id: node for node in view.nodes}
+    for node_ids in allowed_nodes:
+        candidates = [node for node in nodes.values() if node_ids is None or node.id in node_ids]
+        allowed_view = replace(view, nodes=candidates, restricted=view.restricted or node_ids is not None)
+        allowed_question = replace(question, view=allowed_view)
+        decision = allowed_view.decide()
+        room = occupants.choose_eviction(allowed_question, decision) if occupants is not None else None
+        explanation = decide_load(allowed_question, decision, room)
+        yield explanation
+        if explanation.node is None:
+            if node_ids is None:
+                return
+            continue
+        node = explanation.node
+        if room is not None and occupants is not None:
+            node, occupants = _emptied(node, room), occupants.without([*room.victims, *room.leaving])
+        nodes[node.id] = _with(node, explanation.replica_index, view.need)
+
+
+def _emptied(node: Candidate, room: Eviction) -> Candidate:
+    """Return the node after the eviction."""
+    freed = free_memory_of(node, [*room.victims, *room.leaving])
+    return replace(freed, loaded=max(freed.loaded - len(room.victims), 0))
+
+
+def _with(node: Candidate, index: int, need: Need) -> Candidate:
+    """Return the node with the replica loaded; several replicas share the model's files."""
+    disk = 0 if node.taken else max(need.disk - node.brought, 0)
+    shares = gpu_shares(node, need)
+    if shares is None:
+        shares = fill_gpus(node.gpus, need.vram)
+    used_vram = total_bytes(shares, need.vram)
+    return replace(
+        node,
+        taken=node.taken | {index},
+        loaded=node.loaded + 1,
+        free_vram=node.free_vram - used_vram,
+        available_vram=max(node.available_vram - used_vram, 0),
+        gpus=add_free_bytes(node.gpus, ((index, -share) for index, share in shares.items())),
+        available_disk=max(node.available_disk - disk, 0),
     )

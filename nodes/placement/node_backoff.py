@@ -11,46 +11,50 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-FIRST_REST, LONGEST_REST = 1.0, 15.0
+from localai_cluster.kit import backoff
+
+FIRST_DELAY, MAX_DELAY = 1.0, 15.0
 """Seconds."""
 
 
 @dataclass(frozen=True)
-class Setback:
+class NodeBackoff:
     """The number of failures of a node in one load, and the end of its back-off."""
 
     times: int
     until: datetime
 
 
-Setbacks = Mapping[UUID, Setback]
+NodeBackoffs = Mapping[UUID, NodeBackoff]
 
 
-def after_failure(setbacks: Setbacks, node_id: UUID, now: datetime) -> dict[UUID, Setback]:
+def add_failure(backoffs: NodeBackoffs, node_id: UUID, now: datetime) -> dict[UUID, NodeBackoff]:
     """Return the back-offs with one more failure of this node."""
-    times = setbacks[node_id].times + 1 if node_id in setbacks else 1
-    delay = min(FIRST_REST * 2.0 ** min(times - 1, 10), LONGEST_REST)
-    return {**setbacks, node_id: Setback(times, now + timedelta(seconds=delay))}
+    times = backoffs[node_id].times + 1 if node_id in backoffs else 1
+    delay = backoff.delay(times, first=FIRST_DELAY, longest=MAX_DELAY)
+    return {**backoffs, node_id: NodeBackoff(times, now + timedelta(seconds=delay))}
 
 
-def resting(setbacks: Setbacks, now: datetime) -> frozenset[UUID]:
+def backed_off_nodes(backoffs: NodeBackoffs, now: datetime) -> frozenset[UUID]:
     """Return the nodes that may not be tried yet."""
-    return frozenset(node_id for node_id, setback in setbacks.items() if setback.until > now)
+    return frozenset(node_id for node_id, backoff in backoffs.items() if backoff.until > now)
 
 
-def next_end(setbacks: Setbacks, now: datetime) -> float | None:
+def seconds_until_retry(backoffs: NodeBackoffs, now: datetime) -> float | None:
     """Return the seconds until the first back-off ends; None if no node backs off."""
-    ends = [(setback.until - now).total_seconds() for setback in setbacks.values() if setback.until > now]
+    ends = [(backoff.until - now).total_seconds() for backoff in backoffs.values() if backoff.until > now]
     return min(ends, default=None)
 
 
-def from_payload(payload: Mapping[str, Any]) -> dict[UUID, Setback]:
+def from_payload(payload: Mapping[str, Any]) -> dict[UUID, NodeBackoff]:
     """Parse the back-offs in an operation's payload."""
     entries = payload.get("setbacks", {})
-    return {UUID(id): Setback(times, datetime.fromisoformat(until)) for id, (times, until) in entries.items()}
+    return {
+        UUID(id): NodeBackoff(times, datetime.fromisoformat(until)) for id, (times, until) in entries.items()
+    }
 
 
-def into_payload(payload: Mapping[str, Any], setbacks: Setbacks) -> dict[str, Any]:
+def into_payload(payload: Mapping[str, Any], backoffs: NodeBackoffs) -> dict[str, Any]:
     """Return the payload with these back-offs."""
-    entries = {str(id): [setback.times, setback.until.isoformat()] for id, setback in setbacks.items()}
+    entries = {str(id): [backoff.times, backoff.until.isoformat()] for id, backoff in backoffs.items()}
     return {**payload, "setbacks": entries}

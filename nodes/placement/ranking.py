@@ -14,10 +14,20 @@ from operator import itemgetter
 from types import MappingProxyType
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Need, Rank, Reason, concluded, rank, refusal
+from nodes.placement.choose import (
+    Candidate,
+    Decision,
+    Labels,
+    Need,
+    Rank,
+    Reason,
+    Selector,
+    build_decision,
+    find_refusal,
+    rank_node,
+)
 from nodes.placement.explain import FleetView
-from nodes.placement.node_backoff import Setbacks
-from nodes.placement.selector import Labels, Selector
+from nodes.placement.node_backoff import NodeBackoffs
 
 MOST_ROWS = 64_000
 """Most nodes in all rankings together; the least recently used rankings are dropped."""
@@ -26,7 +36,7 @@ _REBUILT = 8
 
 
 @dataclass(frozen=True)
-class Own:
+class ModelFacts:
     """The facts about nodes that only one model sees: slots taken, models of its groups, files."""
 
     taken: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
@@ -47,8 +57,8 @@ class Own:
         )
 
 
-NOTHING_OWN = Own()
-_NO_SETBACKS: Setbacks = MappingProxyType({})
+NO_MODEL_FACTS = ModelFacts()
+_NO_SETBACKS: NodeBackoffs = MappingProxyType({})
 
 
 class _Order:
@@ -112,15 +122,15 @@ class _Ranking:
         self.nodes[node.id] = node = (
             replace(node, labels=tested_labels) if node.labels != tested_labels else node
         )
-        reason = refusal(node, need=self.need, selector=self.selector)
+        reason = find_refusal(node, need=self.need, selector=self.selector)
         if reason is not None:
             self.refused[node.id] = reason
             return None
-        self.ranks[node.id] = node_rank = rank(node, self.need, _NO_SETBACKS)
+        self.ranks[node.id] = node_rank = rank_node(node, self.need, _NO_SETBACKS)
         return node_rank
 
 
-class StandingFleet:
+class RankedFleet:
     """All nodes with all their labels, without the facts that only one model sees. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -141,7 +151,7 @@ class StandingFleet:
         for ranking in self._rankings.values():
             ranking.changed.add(id)
 
-    def decide(self, question: FleetView, own: Own = NOTHING_OWN) -> tuple[FleetView, Decision]:
+    def decide(self, question: FleetView, own: ModelFacts = NO_MODEL_FACTS) -> tuple[FleetView, Decision]:
         """Return the complete question and the decision that `choose` would make.
 
         The returned view has all nodes, with the labels that the question tests.
@@ -149,17 +159,17 @@ class StandingFleet:
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
         nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
-        for id in (own.nodes() | {*question.setbacks, *question.resting}) & nodes.keys():
+        for id in (own.nodes() | {*question.backoffs, *question.backed_off}) & nodes.keys():
             if refused.pop(id, None) is None:
                 order.remove(id, ranking.ranks[id])
             nodes[id] = node = own.of(nodes[id])
-            reason = refusal(node, question.resting, need, selector=selector)
+            reason = find_refusal(node, question.backed_off, need, selector=selector)
             if reason is None:
-                order.add(node, rank(node, need, question.setbacks))
+                order.add(node, rank_node(node, need, question.backoffs))
             else:
                 refused[id] = reason
         view = replace(question, nodes=list(nodes.values()))
-        return view, concluded(view.nodes, order.nodes, refused, need, selector)
+        return view, build_decision(view.nodes, order.nodes, refused, need, selector)
 
     def _ranking(self, need: Need, labels: Labels | None) -> _Ranking:
         ranking = self._rankings.get((need, labels))

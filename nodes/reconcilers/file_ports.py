@@ -4,13 +4,13 @@ One `FilePorts` lives in every controller. They share the nodes by claims, so no
 contacted. What a check finds wakes the loads that wait for the node, by the NOTIFY of its row.
 """
 
-import asyncio
-import contextlib
 import logging
+from collections.abc import Sequence
 
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.periodic_task import WorkPool
 from localai_cluster.metrics import passes
 from nodes.registry import file_port
 from nodes.registry.file_port import DueCheck
@@ -25,57 +25,35 @@ _GATHER = 0.2
 """Seconds for which wake-ups are gathered into one pass."""
 
 
-class FilePorts:
-    """Periodic task of a controller."""
+class FilePorts(WorkPool[DueCheck]):
+    """Checks the due file ports of a controller."""
 
     def __init__(self) -> None:
-        self._hint = asyncio.Event()
-        self._running = 0
+        super().__init__(
+            "file ports", parallel=PARALLEL, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+        )
 
-    def hint(self) -> None:
-        """Run a pass now, as a node may be due."""
-        self._hint.set()
+    async def claim_due(self, limit: int) -> Sequence[DueCheck]:
+        """Claim due checks."""
+        with passes.counted("file ports"):
+            return await in_thread(file_port.claim_due, limit, now=clock.now())
 
-    async def run(self) -> None:
-        """Check what is due until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                self._hint.clear()
-                pause = await self.start_due(group)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._hint.wait()
-                await asyncio.sleep(_GATHER)
+    async def next_due(self) -> float:
+        """Return the seconds until a check is due."""
+        return await in_thread(file_port.next_due, now=clock.now(), at_most=LOOK_EVERY)
 
-    async def start_due(self, group: asyncio.TaskGroup) -> float:
-        """Start the checks that are due; return the seconds until there is more to do."""
-        if self._running >= PARALLEL:
-            return LOOK_EVERY
+    async def run_item(self, item: DueCheck) -> None:
+        """Check one node's port and record the result."""
         try:
-            with passes.counted("file ports"):
-                for due in await in_thread(file_port.claim_due, PARALLEL - self._running, now=clock.now()):
-                    self._running += 1
-                    group.create_task(self._check(due), name=f"file port of {due.node_name}")
-                return await in_thread(file_port.seconds_until_due, now=clock.now(), at_most=LOOK_EVERY)
-        except DatabaseError as error:
-            log.warning("cannot see which file ports are to be checked: %s", error)
-            return LOOK_EVERY
-
-    async def _check(self, due: DueCheck) -> None:
-        try:
-            server = await in_thread(file_port.server_of, due.node_id)
+            server = await in_thread(file_port.server_of, item.node_id)
             if server is None:
-                return  # its claim runs out
+                return  # its claim expires
             error = await file_port.probe(server)
-            await in_thread(file_port.record_check, due.node_id, error, now=clock.now())
+            await in_thread(file_port.record_check, item.node_id, error, now=clock.now())
             if error:
-                log.warning("node %s: %s", due.node_name, error)
+                log.warning("node %s: %s", item.node_name, error)
         except DatabaseError as error:
-            log.warning("the check of the file port of %s was not recorded: %s", due.node_name, error)
+            log.warning("the check of the file port of %s was not recorded: %s", item.node_name, error)
         except Exception:
-            # One node's server must not end the checks of all others; the claim runs out.
-            log.exception("the check of the file port of %s failed", due.node_name)
-        finally:
-            if self._running == PARALLEL:
-                self._hint.set()
-            self._running -= 1
+            # One node's server must not end the checks of all others; the claim expires.
+            log.exception("the check of the file port of %s failed", item.node_name)

@@ -20,7 +20,7 @@ class Scaler:
     def __init__(self) -> None:
         self._look = asyncio.Event()
 
-    def hint(self) -> None:
+    def wake(self) -> None:
         """Run a pass soon, as something has changed."""
         self._look.set()
 
@@ -31,7 +31,7 @@ class Scaler:
             await asyncio.sleep(GATHER)
             self._look.clear()
             try:
-                looked = await in_thread(replicas.look, tick=False)
+                looked = await in_thread(replicas.run_pass, tick=False)
             except DatabaseError as error:
                 log.warning("cannot see what the scheduling rules need: %s", error)
                 continue

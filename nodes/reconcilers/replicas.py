@@ -21,11 +21,11 @@ from django.db.models.functions import Greatest
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
+from nodes.decisions import scale_records
 from nodes.definitions import folder
-from nodes.loading import scale_up
-from nodes.loading.load import KIND
+from nodes.loading import load_request
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
-from nodes.reconcilers import scale_records
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, pressure
@@ -33,16 +33,16 @@ from nodes.scheduling.plan import IDLE_FOR, plan
 from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
-    Demand,
+    DesiredState,
     EndPressure,
+    EvictReplica,
     Failure,
     Fleet,
-    GiveWay,
-    Host,
-    LoadAnother,
-    Placed,
-    Retire,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    LoadReplica,
+    RetireReplica,
+    RuleDecision,
     Unsatisfiable,
 )
 from operations.models import Operation, Status
@@ -54,38 +54,38 @@ _SHOWN = 200
 """Characters of a load's error that a rule repeats."""
 
 
-def look(*, tick: bool) -> bool:
+def run_pass(*, tick: bool) -> bool:
     """One pass; False, and nothing done, if another process is at it. `tick`: see `plan`."""
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
-            rules, revisions = passes.demands(), revisions_now()
+            rules, revisions = passes.read_desired_states(), definition_revisions()
             ruled = {demand.model: demand for demand in rules}
-            demands = [*rules, *passes.of_models(_outdated(revisions or {}) - ruled.keys())]
-            done = _carried_out(demands, revisions, now, tick=tick) if demands else []
-            passes.record([ruling for ruling in done if ruling.model in ruled], ruled, now)
+            demands = [*rules, *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys())]
+            done = _run_plan(demands, revisions, now, tick=tick) if demands else []
+            passes.write_results([ruling for ruling in done if ruling.model in ruled], ruled, now)
     return mine
 
 
-def _carried_out(
-    demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
-) -> list[Ruling]:
+def _run_plan(
+    demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
+) -> list[RuleDecision]:
     about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
     rulings = plan(fleet, demands, now, tick=tick)
-    seen = scale_records.keep(rulings, fleet, about, now, tick=tick)
+    seen = scale_records.record_decisions(rulings, fleet, about, now, tick=tick)
     done = [apply(ruling, now) for ruling in rulings]
-    scale_records.keep_refused(rulings, done, seen, now)
+    scale_records.record_refusals(rulings, done, seen, now)
     return done
 
 
-def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
+def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
     """What the rules are about; seven queries for any number of rules, nodes and replicas.
 
     `revisions`: of the definitions that are there, None if that cannot be told.
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = scale_up.active_loads(names)
+    loads = load_request.active_loads(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -96,7 +96,7 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
     )
     return Fleet(
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
-        replicas=[Placed(*row) for row in rows],
+        replicas=[FleetReplica(*row) for row in rows],
         loads=loads.counts,
         pinned=loads.pinned,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
@@ -110,7 +110,9 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now:
 def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
     """R4.13, R4.16: of models under enough pressure, how much."""
     least = max(conf.cluster().prefix_pressure, 1)
-    return {model: count for model, count in pressure.counts(models, now).items() if count >= least}
+    return {
+        model: count for model, count in pressure.pressure_by_model(models, now).items() if count >= least
+    }
 
 
 def _state() -> Case:
@@ -126,30 +128,30 @@ def _outdated(revisions: Mapping[str, str]) -> set[str]:
     return {model for model, revision in loaded_by if revisions.get(model, revision) != revision}
 
 
-def _hosts(keys: Iterable[str]) -> list[Host]:
+def _hosts(keys: Iterable[str]) -> list[FleetNode]:
     """The healthy backend nodes, with the labels that selectors name."""
     labels: dict[UUID, dict[str, str]] = defaultdict(dict)
     for node, key, value in NodeLabel.objects.filter(key__in=keys).values_list("node_id", "key", "value"):
         labels[node][key] = value
     healthy = BackendNode.objects.matching({}).values_list("id", "name", "max_replicas_per_model")
-    return [Host(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
+    return [FleetNode(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
-def revisions_now() -> dict[str, str] | None:
+def definition_revisions() -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
-        return {definition.name: definition.revision for definition in asyncio.run(folder.every())}
-    except folder.FolderHangs as hangs:
+        return {definition.name: definition.revision for definition in asyncio.run(folder.list_definitions())}
+    except folder.FolderUnresponsive as hangs:
         log.warning("replicas: %s", hangs.message)
         return None
 
 
-def apply(ruling: Ruling, now: datetime) -> Ruling:
+def apply(ruling: RuleDecision, now: datetime) -> RuleDecision:
     """Asks for what a rule needs, until something is refused (R4.15); answers what was done of it."""
     done: list[Action] = []
     for action in ruling.actions:
         try:
-            _carry_out(action, now)
+            _execute(action, now)
         except errors.ClusterError as refusal:
             log.info("%s: refused: %s", ruling.model, refusal.message)
             said = f"{ruling.reason}; refused: {refusal.message}"
@@ -164,18 +166,18 @@ def apply(ruling: Ruling, now: datetime) -> Ruling:
     return ruling
 
 
-def _carry_out(action: Action, now: datetime) -> None:
+def _execute(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
-        case LoadAnother(model, only, reason, pinned, replaces):
-            scale_up.request_scale_up(
-                model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
+        case LoadReplica(model, only, reason, pinned, replaces):
+            load_request.request_scale_up(
+                model, allowed_nodes=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
-        case GiveWay(model, replica_id, reason):
-            give_way(replica_id, now)
+        case EvictReplica(model, replica_id, reason):
+            replace_replica(replica_id, now)
             log.info("%s: %s", model, reason)
-        case Retire(model, replica_id, reason):
+        case RetireReplica(model, replica_id, reason):
             retire(replica_id, reason, now)
             log.info("%s: %s", model, reason)
         case Unsatisfiable(model, ticks, _, reason):
@@ -188,11 +190,11 @@ def _carry_out(action: Action, now: datetime) -> None:
             assert_never(action)
 
 
-def give_way(replica_id: UUID, now: datetime) -> None:
+def replace_replica(replica_id: UUID, now: datetime) -> None:
     """Takes the replica out of the picks for good; Conflict if it is the last one and a request has come."""
     with transaction.atomic():
-        row = terminations.locked(replica_id)
-        if row is None or (row.in_flight and not terminations.serves_besides(row)):
+        row = terminations.lock_serving(replica_id)
+        if row is None or (row.in_flight and not terminations.has_other_replica(row)):
             raise errors.Conflict("the replica is in use again, or gone")
         terminations.replace([row.pk], now=now)
 
@@ -203,10 +205,10 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
     It leaves the picks here, under its row's lock: no request that runs there is ended.
     """
     with transaction.atomic():
-        row = terminations.idle(replica_id, since=now - IDLE_FOR)
+        row = terminations.lock_idle(replica_id, since=now - IDLE_FOR)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
-        if not terminations.enough_besides(row):
+        if not terminations.keeps_minimum(row):
             raise errors.Conflict("another replica of the model has gone since")
         request = UnloadRequest(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason

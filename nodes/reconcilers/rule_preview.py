@@ -17,13 +17,22 @@ from nodes.loading.load_explanation import needs_of
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
 from nodes.loading.what_if import NewNodes, PlanRequest, PlanSnapshot
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.placement.choose import NOTHING
+from nodes.placement.choose import NO_NEED
 from nodes.placement.explain import SHOWN, Explanation
-from nodes.placement.plan import successive
+from nodes.placement.load_decision import simulate_placements
 from nodes.reconcilers import replicas
 from nodes.scheduling.plan import plan
-from nodes.scheduling.rules import Rule, check
-from nodes.scheduling.snapshot import Demand, Fleet, GiveWay, Host, LoadAnother, Retire, Ruling, Unsatisfiable
+from nodes.scheduling.rules import Rule, check_rule
+from nodes.scheduling.snapshot import (
+    DesiredState,
+    EvictReplica,
+    Fleet,
+    FleetNode,
+    LoadReplica,
+    RetireReplica,
+    RuleDecision,
+    Unsatisfiable,
+)
 
 _ONLY_ROUTES = "it says nothing of how many replicas: the pass leaves the model alone"
 MOST = 64
@@ -32,8 +41,8 @@ MOST = 64
 
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     """Plan the rule on the present fleet plus these nodes; raise InvalidInput for an invalid rule."""
-    check(rule)
-    demand = Demand(
+    check_rule(rule)
+    demand = DesiredState(
         rule.model_name,
         selectors.readable(rule.node_selector),
         rule.min_replicas,
@@ -41,15 +50,15 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.spread_all,
     )
     picture = _read_snapshot(rule, nodes, now)
-    fleet = _add_new_nodes(replicas.observe([demand], replicas.revisions_now(), now), picture)
+    fleet = _add_new_nodes(replicas.observe([demand], replicas.definition_revisions(), now), picture)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
-    loads = [action for action in ruling.actions if isinstance(action, LoadAnother)]
-    explanations = list(successive(picture.asked, [_allowed_nodes(load) for load in loads[:MOST]]))
+    loads = [action for action in ruling.actions if isinstance(action, LoadReplica)]
+    explanations = list(simulate_placements(picture.asked, [_allowed_nodes(load) for load in loads[:MOST]]))
     missed = [explanation for explanation in explanations if explanation.node is None]
     if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
-        missed = list(successive(picture.asked, [None]))
+        missed = list(simulate_placements(picture.asked, [None]))
     return RULE_PLAN.of(
         rule=GIVEN_RULE.of(**{name: getattr(rule, name) for name in GIVEN_RULE.fields}),
         replicas_now=ruling.current,
@@ -73,7 +82,7 @@ def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Plan
     """Read the snapshot for its loads, without evictions: no request waits for these replicas."""
     load_needs = needs_of(rule.model_name)
     need, conflicts = (
-        (load_needs.need, load_needs.conflicts) if load_needs is not None else (NOTHING, frozenset())
+        (load_needs.need, load_needs.conflicts) if load_needs is not None else (NO_NEED, frozenset())
     )
     backend = load_needs.definition.backend if load_needs is not None else ""
     request = PlanRequest(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
@@ -83,32 +92,32 @@ def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Plan
 def _add_new_nodes(fleet: Fleet, picture: PlanSnapshot) -> Fleet:
     """Add the new nodes to the fleet that the pass sees."""
     new_nodes = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
-    new_hosts = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
+    new_hosts = [FleetNode(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
     return replace(fleet, hosts=[*fleet.hosts, *new_hosts])
 
 
-def _allowed_nodes(action: LoadAnother) -> frozenset[UUID] | None:
+def _allowed_nodes(action: LoadReplica) -> frozenset[UUID] | None:
     return action.only if action.pinned else None
 
 
-def _load_row(action: LoadAnother, explanation: Explanation) -> Row:
+def _load_row(action: LoadReplica, explanation: Explanation) -> Row:
     assert explanation.node is not None
     return PLACE_WHY.of(
         node=explanation.node.name, why=action.reason if action.pinned else explanation.sentence
     )
 
 
-def _retired_rows(ruling: Ruling, fleet: Fleet) -> list[Row]:
+def _retired_rows(ruling: RuleDecision, fleet: Fleet) -> list[Row]:
     names = {host.id: host.name for host in fleet.hosts}
     nodes = {row.id: names.get(row.node_id, "") for row in fleet.replicas}
     return [
         PLACE_WHY.of(node=nodes[action.replica_id], why=action.reason)
         for action in ruling.actions
-        if isinstance(action, Retire | GiveWay)
+        if isinstance(action, RetireReplica | EvictReplica)
     ]
 
 
-def _unsatisfied_row(ruling: Ruling, missed: Sequence[Explanation]) -> Row | None:
+def _unsatisfied_row(ruling: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
     """Return the reason of the rule itself, or of the first load without a node."""
     reasons = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]

@@ -9,10 +9,10 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
-from nodes.decisions import decision_log, fleet_snapshots
+from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, pending, samples, services, timeline
+from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
 from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
@@ -48,9 +48,9 @@ def state_pass() -> None:
         if not locked:
             return
         now = clock.now()
-        checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
+        checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount.recount()
-    if stuck_engines := stuck_replicas.tell(now=now):
+    if stuck_engines := stuck_replicas.report_stuck(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
@@ -68,13 +68,13 @@ def finish_drains() -> None:
 @left_out_in_an_outage
 def scale() -> None:
     """Run one tick of the replica pass (R4.1); return at once if another process holds the lock (R4.2)."""
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
 
 
 @left_out_in_an_outage
 def keep_samples() -> None:
     """Store this minute's memory of all nodes; a second process would write the same rows."""
-    samples.keep(now=clock.now())
+    resources.store_samples(now=clock.now())
 
 
 @left_out_in_an_outage
@@ -92,8 +92,8 @@ def prune_timeline() -> None:
     prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
     prunes.append(
         (
-            fleet_snapshots.prune,
-            _latest(snapshots_before, fleet_snapshots.fitting_since(cluster.decision_space)),
+            snapshot_log.prune,
+            _latest(snapshots_before, snapshot_log.fitting_since(cluster.decision_space)),
         )
     )
     for prune, since in prunes:

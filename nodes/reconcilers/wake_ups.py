@@ -16,15 +16,14 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
-from nodes.decisions import placement_snapshot
-from nodes.loading import load, needs
+from nodes.decisions import fleet_queries
+from nodes.loading import load_request, needs
 from nodes.loading.load_request import request_of
-from nodes.placement.choose import Candidate, refusal
-from nodes.placement.node_backoff import from_payload, resting
-from nodes.placement.selector import Selector
+from nodes.placement.choose import Candidate, Selector, find_refusal
+from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.reconcilers import intents
 from operations.executor.work import in_thread
-from operations.ledger import lease
+from operations.ledger import attempts
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def wake(changed: Changed) -> int:
     number of loads.
     """
     intents.explain(changed, now=clock.now())
-    return lease.wake(_loads(changed), now=clock.now())
+    return attempts.wake(_loads(changed), now=clock.now())
 
 
 def _loads(changed: Changed) -> list[UUID]:
@@ -55,15 +54,17 @@ def _loads(changed: Changed) -> list[UUID]:
 
     An eviction may help a load that is not among them: that load polls by itself.
     """
-    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING).order_by("created_at", "id")
+    loads = Operation.objects.filter(kind=load_request.KIND, status=Status.WAITING).order_by(
+        "created_at", "id"
+    )
     waiting = list(loads.only("id", "element", "payload")[:MOST])
     if not waiting:
         return []
-    selectors = placement_snapshot.selectors_of({operation.element for operation in waiting})
+    selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        placement_snapshot.fleet("", selector=Selector("", labels), only=changed),
-        placement_snapshot.taken(selectors),
+        fleet_queries.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()
     return [
@@ -80,10 +81,10 @@ def _could_take(
     selector: Selector,
     now: datetime,
 ) -> bool:
-    node_backoffs, request = resting(from_payload(operation.payload), now), request_of(operation)
+    node_backoffs, request = backed_off_nodes(from_payload(operation.payload), now), request_of(operation)
     need = needs.from_payload(operation.payload)
     return any(
-        refusal(
+        find_refusal(
             replace(node, taken=frozenset(taken_slots.get(node.id, ()))),
             node_backoffs,
             need,

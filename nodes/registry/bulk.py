@@ -1,9 +1,9 @@
-"""Verbs of the registry over many nodes: one operation with a target for each node.
+"""Actions on one node at once, and on many nodes as one operation with a target for each node.
 
-`request` admits the operation; a controller runs it with `RunOnNodes`. Each node is one transaction that
-holds the verb and the outcome of its target. So an attempt that is cut off at any statement is continued, and
-no node gets the verb twice. A refusal of one node does not stop the others. On one node a verb ends at once
-and is no operation.
+`perform` runs an action of `actions.py` on one node. `request` admits an operation over many; a controller
+runs it with `RunOnNodes`. Each node is one transaction that holds the verb and the outcome of its target. So
+an attempt that is cut off at any statement is continued, and no node gets the verb twice. A refusal of one
+node does not stop the others.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode
-from nodes.registry import services
+from nodes.registry import actions, services
 from operations import targets
 from operations.executor.work import Work, in_thread
-from operations.ledger import outcome
+from operations.ledger import attempts
 from operations.ledger.admission import Admission, OperationRequest, admit
-from operations.ledger.fence import owned
+from operations.ledger.attempts import owned
 from operations.models import OperationTarget, TargetStatus
 
 APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
@@ -126,26 +126,31 @@ def _run_on_node(work: Work, node_id: UUID) -> None:
                 VERBS[work.operation.kind](node_id, actor, now, payload["options"])
         except errors.ClusterError as refusal:
             status, error = TargetStatus.ERROR, refusal.message
-        outcome.target_done(*work.attempt, node_id, status, error, now=now)
+        attempts.target_done(*work.attempt, node_id, status, error, now=now)
 
 
-def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:
+    """Run the action of this name, with the options that it knows; return the result of its service.
+
+    Raises ClusterError if the node refuses it.
+    """
+    return _ACTIONS[action](node_id, actor, now, options)
+
+
+def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> services.Approved:
+    reason, fingerprint = _reason(options), options.get("fingerprint")
+    return services.approve(node_id, actor=actor, now=now, reason=reason, fingerprint=fingerprint)
+
+
+def _approve_as_seen(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
     """Approve the node. An agent gets its API token when it registers again: no operation stores a secret."""
     fingerprint = options.get("fingerprints", {}).get(str(node_id))
-    services.approve(node_id, actor=actor, now=now, reason=_reason(options), fingerprint=fingerprint)
+    _approve(node_id, actor, now, {**options, "fingerprint": fingerprint})
 
 
-def _reject(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
-    services.reject(node_id, actor=actor, now=now, reason=_reason(options))
-
-
-def _drain(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+def _drain(node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:
     deadline = options.get("deadline_seconds")
-    services.drain(node_id, actor=actor, now=now, reason=_reason(options), deadline=deadline)
-
-
-def _resume(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
-    services.resume(node_id, actor=actor, now=now, reason=_reason(options))
+    return services.drain(node_id, actor=actor, now=now, reason=_reason(options), deadline=deadline)
 
 
 def _label(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
@@ -153,20 +158,35 @@ def _label(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None
     services.edit_labels(node_id, options.get("labels", {}), drop=drop, actor=actor, now=now)
 
 
-def _remove(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
-    services.deregister(node_id, actor=actor, now=now)
+def _with_reason(service: Callable[..., object]) -> Verb:
+    return lambda node_id, actor, now, options: service(
+        node_id, actor=actor, now=now, reason=_reason(options)
+    )
+
+
+def _without_reason(service: Callable[..., object]) -> Verb:
+    return lambda node_id, actor, now, options: service(node_id, actor=actor, now=now)
 
 
 def _reason(options: Options) -> str:
     return str(options.get("reason", ""))
 
 
-VERBS: Mapping[str, Verb] = {
-    APPROVE: _approve,
-    REJECT: _reject,
-    DRAIN: _drain,
-    RESUME: _resume,
-    LABEL: _label,
-    REMOVE: _remove,
+_ACTIONS: Mapping[str, Verb] = {
+    actions.APPROVE.name: _approve,
+    actions.REJECT.name: _with_reason(services.reject),
+    actions.DRAIN.name: _drain,
+    actions.RESUME.name: _with_reason(services.resume),
+    actions.ROTATE.name: _without_reason(services.request_rotation),
+    actions.REVOKE.name: _with_reason(services.revoke),
+    actions.REMOVE.name: _without_reason(services.deregister),
 }
-"""The verbs by kind of operation."""
+VERBS: Mapping[str, Verb] = {
+    APPROVE: _approve_as_seen,
+    REJECT: _ACTIONS[actions.REJECT.name],
+    DRAIN: _ACTIONS[actions.DRAIN.name],
+    RESUME: _ACTIONS[actions.RESUME.name],
+    LABEL: _label,
+    REMOVE: _ACTIONS[actions.REMOVE.name],
+}
+"""The verbs over many nodes by kind of operation."""

@@ -1,27 +1,31 @@
-"""One change to one node: facts, columns and timeline, written together or not at all.
+"""Changes to nodes: facts, columns and timeline, written together or not at all.
 
-A verb opens a `Change` on the locked row, lets events happen to it and saves once. The UPDATE names the
-revision that was read, so that even a caller who forgot the lock loses nothing. Facts become columns here:
-each fact has a time, an author and a reason.
+A service opens a `Change` on the locked row, applies events to it and saves once. The UPDATE names the
+revision that was read, so a caller who forgot the lock loses nothing. Facts become columns here: each has a
+time, an author and a reason. `happen_to_all` applies one event to many nodes in a constant number of
+statements. Nodes are locked in the order of their ids before anything else, as heartbeats do it, and their
+replicas after them, so that a pass over the fleet and another transaction never wait for each other.
 """
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, connection, transaction
+from django.db.models import F
 from psycopg.errors import UniqueViolation
 
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, logs, names
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, NodeEvent
+from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
-from nodes.registry.states import Event, Facts
+from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
 from nodes.replicas import retire
 from operations.changes import events
@@ -53,21 +57,6 @@ _MOVED = "the node was changed in the meantime"
 def kind_of(event: Event) -> NodeEvent.Kind:
     """What the timeline calls `event`."""
     return _KIND.get(event) or NodeEvent.Kind(event.value)
-
-
-def facts_of(node: BackendNode) -> Facts:
-    """What the row says."""
-    drained: states.Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"
-    offline: states.Absence = "" if node.offline_at is None else "silent" if node.offline_recovers else "left"
-    return Facts(
-        approved=node.approved_at is not None,
-        rejected=node.rejected_at is not None,
-        revoked=node.revoked_at is not None,
-        identified=bool(node.fingerprint) or node.weak_identity,
-        drained=drained,
-        offline=offline,
-        unhealthy=node.unhealthy_at is not None,
-    )
 
 
 def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
@@ -178,9 +167,9 @@ class Change:
 
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
-            retire.forget(self.node.id)
+            retire.forget_nodes(self.node.id)
         elif which == "all" or (
-            which == "idle" and not any(placement_snapshot.in_flight(self.node.id).values())
+            which == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
             retire.depart(self.node.id, now=self.now)
 
@@ -257,3 +246,45 @@ def changing(node_id: UUID, now: datetime, revision: int | None = None) -> Itera
         change = Change(locked(node_id, revision), now)
         yield change
         change.save()
+
+
+Why = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
+"""Returns the cause and detail of the event for a node."""
+
+
+def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:
+    """Lock the rows until the transaction ends, and return them without those that no longer match."""
+    return list(nodes.order_by("id").select_for_update(no_key=True, of=("self",)))
+
+
+def happen_to_all(
+    nodes: Sequence[BackendNode], event: Event, actor: Actor, why: Why, *, now: datetime
+) -> list[UUID]:
+    """Apply `event` to those of the locked nodes for which the table allows it; return their ids."""
+    entries: list[Entry] = []
+    updates: dict[tuple[tuple[str, Any], ...], list[UUID]] = {}
+    for node in nodes:
+        before = facts_of(node)
+        after = states.apply(event, before)
+        if isinstance(after, states.Refusal) or (after == before and event not in ALWAYS_TOLD):
+            continue
+        cause, detail = why(node)
+        statuses = states.status_of(before), states.status_of(after)
+        entries.append(Entry(node.id, node.name, kind_of(event), actor, cause, *statuses, detail))
+        changed = tuple(columns(before, after, actor, cause, now).items())
+        updates.setdefault(changed, []).append(node.id)
+    for values, ids in updates.items():
+        rows = BackendNode.objects.filter(pk__in=ids)
+        rows.update(**dict(values), revision=F("revision") + 1, updated_at=now)
+    _publish(entries, event, now)
+    return [entry.node_id for entry in entries]
+
+
+def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
+    if not entries:
+        return
+    ids = [entry.node_id for entry in entries]
+    if states.TRANSITIONS[event].replicas == "all":
+        retire.depart(*ids, now=now)
+    timeline.record(*entries, at=now)
+    events.notify(events.NODES, *map(str, ids))

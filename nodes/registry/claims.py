@@ -1,7 +1,8 @@
-"""Claims to a node's identity: conflicts, rotation and revocation of secrets.
+"""Claims to a node's identity: enrolment, conflicts, rotation and revocation of secrets.
 
-The first registration binds a secret to a name. A worker with another secret is refused and recorded as a
-conflict for an administrator; the node itself is unaffected. Only an administrator resolves a conflict.
+The first registration binds a secret to a name; enrolment approves that worker in advance. A worker with
+another secret is refused and recorded as a conflict for an administrator; the node itself is unaffected. Only
+an administrator resolves a conflict.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import addresses, errors, names
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
-from nodes.registry import agents, identity, timeline
+from nodes.registry import identity, lifecycle, states, timeline
 from nodes.registry.change import Change, changing
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
@@ -44,7 +45,7 @@ NOT_ACCEPTABLE = {
 
 def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
     """Return the mismatch if a bearer of `fingerprint` ("" = shared token) may not register as `node`."""
-    if principals.same(fingerprint, node.fingerprint):
+    if principals.secrets_equal(fingerprint, node.fingerprint):
         return Kind.INSTANCE if instance and instance in node.former_instances else None
     if node.fingerprint:
         return Kind.SECRET if fingerprint else Kind.TOKEN
@@ -209,7 +210,7 @@ def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     """Bind the claimant's secret; drop the former worker's state until the claimant registers."""
     _replace_secret(change, conflict.claim, actor)
     change.set(instance="", former_instances=[], engine_token="")
-    agents.revoke(change)
+    lifecycle.revoke_agent(change)
     change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
 
 
@@ -226,7 +227,7 @@ def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> Non
         former_instances=[],
         engine_token="",
     )
-    agents.revoke(change)
+    lifecycle.revoke_agent(change)
     change.happen(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
 
 
@@ -282,7 +283,7 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
     """
     fingerprint = identity.check_node_secret(new_secret)
     with changing(node_id, now) as change:
-        if not principals.same(old_fingerprint, change.node.fingerprint):
+        if not principals.secrets_equal(old_fingerprint, change.node.fingerprint):
             raise errors.NotAuthenticated("invalid node credential")
         _replace_secret(change, fingerprint, actors.WORKER)
         change.tell(NodeEvent.Kind.ROTATED, actors.WORKER)
@@ -294,7 +295,7 @@ def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> B
     with changing(node_id, now) as change:
         change.happen(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)
-        agents.revoke(change)
+        lifecycle.revoke_agent(change)
         change.set(
             fingerprint="",
             weak_identity=False,
@@ -318,3 +319,65 @@ def _store_revocation(change: Change, actor: Actor) -> None:
                 "revoked_by": str(actor),
             },
         )
+
+
+PLACEHOLDER_ADDRESS = "unregistered"
+"""Address of an enrolled node until its worker registers; until then the node is offline."""
+ENROLLED = "enrolled, not seen yet"
+
+
+def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
+    """Approve the worker of that name and fingerprint; until it registers, its row is offline.
+
+    Repeating it changes nothing, and it never overrides an administrator's refusal: a revoked secret is not
+    bound again, and a rejected or revoked node is not approved. Another fingerprint replaces the old one,
+    because the caller already controls the database. Raises Conflict for a name or a secret of another node.
+    """
+    names.check_name(name)
+    with transaction.atomic():
+        BackendNode.objects.bulk_create(
+            [_enrolled_node(name, fingerprint, actor, now)], ignore_conflicts=True
+        )
+        node = BackendNode.objects.select_for_update(no_key=True).filter(name=name).first()
+        if node is None:
+            raise errors.Conflict(
+                f"another node has a name similar to {name!r}, or the same secret", field="name"
+            )
+        change = Change(node, now)
+        _bind(change, fingerprint)
+        if node.revision == 0 and node.approved_at is not None:
+            change.tell(NodeEvent.Kind.APPROVED, actor, "enrolled", before=states.PENDING)
+        elif node.approved_at is None and not (node.rejected_at or node.revoked_at):
+            change.happen(Event.APPROVED, actor, reason="enrolled")
+        change.save()
+    return node
+
+
+def _bind(change: Change, fingerprint: str) -> None:
+    if change.node.fingerprint == fingerprint or is_revoked(fingerprint):
+        return
+    change.set(
+        fingerprint=fingerprint,
+        weak_identity=False,
+        bound_at=change.node.bound_at or change.now,
+        instance="",
+        former_instances=[],
+    )
+
+
+def _enrolled_node(name: str, fingerprint: str, actor: Actor, now: datetime) -> BackendNode:
+    return BackendNode(
+        name=name,
+        name_key=names.key(name),
+        address=PLACEHOLDER_ADDRESS,
+        fingerprint=fingerprint,
+        bound_at=now,
+        approved_at=now,
+        approved_by=str(actor),
+        approval_reason="enrolled",
+        offline_at=now,
+        offline_by=str(actor),
+        offline_reason=ENROLLED,
+        created_at=now,
+        updated_at=now,
+    )

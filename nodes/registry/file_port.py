@@ -16,7 +16,8 @@ import httpx
 from django.db import transaction
 from django.db.models import F, Q
 
-from localai_cluster.kit import errors, names
+from localai_cluster.kit import backoff, errors, names
+from localai_cluster.kit.rows import claim_rows, seconds_until_due
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dial_targets
@@ -48,29 +49,22 @@ class DueCheck:
     node_id: UUID
     node_name: str
 
+    def __str__(self) -> str:
+        return f"file port of {self.node_name}"
+
 
 def claim_due(limit: int, *, now: datetime) -> list[DueCheck]:
     """Claim at most `limit` due nodes for this caller; the longest waiting first."""
-    until = now + timedelta(seconds=CLAIMED_FOR)
     due = Q(file_port_next_check_at__isnull=True) | Q(file_port_next_check_at__lte=now)
-    with transaction.atomic():
-        # Locked rows are skipped, so the order of the locks does not matter.
-        rows = _checkable().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
-        rows = rows.select_for_update(no_key=True, skip_locked=True, of=("self",))
-        nodes = [DueCheck(*row) for row in rows.values_list("id", "name")[:limit]]
-        if nodes:
-            claimed = BackendNode.objects.filter(pk__in=[node.node_id for node in nodes])
-            claimed.update(file_port_next_check_at=until)
-    return nodes
+    checkable = _checkable().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
+    until = now + timedelta(seconds=CLAIMED_FOR)
+    nodes = claim_rows(checkable.only("id", "name"), limit=limit, file_port_next_check_at=until)
+    return [DueCheck(node.id, node.name) for node in nodes]
 
 
-def seconds_until_due(*, now: datetime, at_most: float) -> float:
+def next_due(*, now: datetime, at_most: float) -> float:
     """Return the seconds until a node is due."""
-    order = F("file_port_next_check_at").asc(nulls_first=True)
-    first = list(_checkable().order_by(order).values_list("file_port_next_check_at", flat=True)[:1])
-    if not first:
-        return at_most
-    return 0.0 if first[0] is None else min(max((first[0] - now).total_seconds(), 0.0), at_most)
+    return seconds_until_due(_checkable(), "file_port_next_check_at", now=now, at_most=at_most)
 
 
 def _checkable() -> BackendNodeQuerySet:
@@ -104,14 +98,15 @@ def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
             _write_failure(node, error, now)
             return
         next_check_at = now + timedelta(seconds=EVERY)
-        rows = BackendNode.objects.filter(pk=node_id)
-        rows.update(**{**UNCHECKED, "file_port_next_check_at": next_check_at})
+        BackendNode.objects.filter(pk=node_id).update(
+            **{**UNCHECKED, "file_port_next_check_at": next_check_at}
+        )
         if node.file_port_error:
             events.notify(events.NODES, str(node_id))
 
 
 def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
-    pause = min(FIRST_PAUSE * 2.0 ** min(node.file_port_failures, 10), LONGEST_PAUSE)
+    pause = backoff.delay(node.file_port_failures + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
     BackendNode.objects.filter(pk=node.pk).update(
         file_port_error=names.plain(reason)[:_ERROR_LENGTH],
         file_port_failed_at=node.file_port_failed_at or now,

@@ -1,15 +1,21 @@
-"""Heartbeats: parse one, and write many in one statement.
+"""Heartbeats: parse, authenticate, and write many in one statement.
 
 A caller gets its response when its heartbeat is authenticated; the heartbeat itself is written with the next
 batch. The UPDATE checks it again by matching node id, fingerprint and process: a secret revoked in between
 writes nothing. Figures count only for nodes that are approved and online (R1.34). A node that was silent
 returns by its heartbeat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation
 unless the reservation was made after the figure arrived; the arrival time is stored too, for the reservations
-of loads (`nodes/placement/reservations.py`). A new total moves the ceiling of a budget in percent; these
-budgets are read beforehand, so that a batch is always one UPDATE.
+of loads (`nodes/placement/memory.py`). A new total moves the ceiling of a budget in percent; these budgets
+are read beforehand, so that a batch is always one UPDATE.
+
+`IdentityCache` authenticates without a SELECT for each heartbeat. One statement reads all identities; they
+are valid for at most 5 s, counted from the moment at which it was sent, and a NOTIFY about a node removes its
+entry at once. A missing entry or a mismatch refuses no heartbeat: the caller reads the row first. So after a
+lost NOTIFY a revoked secret passes for 5 s at most, and still writes nothing.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -17,11 +23,11 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.accounts.actors import WORKER
-from localai_cluster.kit import errors
+from localai_cluster.kit import clock, errors
 from nodes.models import NodeEvent
-from nodes.registry import budget, gpus, identity, states
-from nodes.registry.gpus import Told
+from nodes.registry import identity, resources, states
 from nodes.registry.identity import NodeFacts
+from nodes.registry.resources import GpuList
 from nodes.replicas.checks import ExitReport
 from nodes.replicas.statements import Rows
 from operations.changes.events import NODES
@@ -55,7 +61,7 @@ class Beat:
     total_disk: int | None = None
     available_disk: int | None = None
     gpu_vendor: str | None = None
-    gpus: Told | None = None
+    gpus: GpuList | None = None
     """Set if and only if `available_vram` is, except in heartbeats that are constructed by hand."""
 
     @property
@@ -85,7 +91,7 @@ def read(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises InvalidInput naming the field.
     """
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
-    parsed_gpus = gpus.read(body.get("gpus"))
+    parsed_gpus = resources.parse_gpus(body.get("gpus"))
     if parsed_gpus is not None and values["available_vram"] is None:
         values["available_vram"] = min(sum(gpu["free_vram"] for gpu in parsed_gpus), LARGEST)
     if parsed_gpus is None and values["available_vram"] is not None:
@@ -251,7 +257,7 @@ def _encode(beat: Beat, text: str) -> dict[str, Any]:
         "at": beat.at.isoformat(),
         "measured_at": beat.measured_at and beat.measured_at.isoformat(),
         "budget": text,
-        "ceiling": budget.ceiling_or_none(text, beat.total_vram or 0),
+        "ceiling": resources.budget_ceiling_or_none(text, beat.total_vram or 0),
     }
 
 
@@ -274,3 +280,61 @@ def verdict(beat: Beat, rows: Iterable[NodeFacts]) -> errors.ClusterError | None
     except errors.ClusterError as refusal:
         return refusal
     return None
+
+
+IDENTITY_MAX_AGE = 5.0
+"""Seconds for which the cached rows authenticate heartbeats."""
+_REMOVED_RATIO = 8
+"""The cache is refreshed early when a NOTIFY has removed more than one in this many identities."""
+
+ALL_IDENTITIES = """
+SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
+"""
+
+
+class IdentityCache:
+    """The cached identities of one web process; used on one event loop."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[UUID, NodeFacts] = {}
+        self._removed: set[UUID] = set()
+        self._read_at = self._not_before = -math.inf
+
+    def accepts(self, beat: Beat) -> bool:
+        """Return True if the cache authenticates this heartbeat. False: the caller must read the row."""
+        if clock.monotonic() - self._read_at >= IDENTITY_MAX_AGE:
+            return False
+        node_facts = self._nodes.get(beat.id)
+        return node_facts is not None and verdict(beat, [node_facts]) is None
+
+    @property
+    def is_worn(self) -> bool:
+        """Return True if the cache must be refreshed: it is too old, or too many entries are missing."""
+        age = clock.monotonic() - self._read_at
+        return age >= IDENTITY_MAX_AGE or len(self._removed) * _REMOVED_RATIO > len(self._nodes)
+
+    async def refresh(self, database: Rows) -> None:
+        """Read all identities. Nodes that change during the read are left out."""
+        began = clock.monotonic()
+        self._removed.clear()
+        facts_by_node = {row[0]: NodeFacts(*row) for row in await database.rows(ALL_IDENTITIES, {})}
+        if began > self._not_before:
+            self._nodes = {node: facts for node, facts in facts_by_node.items() if node not in self._removed}
+            self._read_at = began
+
+    def forget(self, node: str) -> None:
+        """Remove the node of a NOTIFY from the cache; "" = some NOTIFYs may have been missed, remove all."""
+        if not node:
+            self._read_at, self._not_before = -math.inf, clock.monotonic()
+            return
+        changed = UUID(node)
+        self._removed.add(changed)
+        self._nodes.pop(changed, None)
+
+
+_identity_cache = IdentityCache()
+
+
+def identity_cache() -> IdentityCache:
+    """Return the cache of this web process."""
+    return _identity_cache

@@ -16,7 +16,7 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry.change import Change, locked
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 MOST_LABELS = 64
 LONGEST_KEY, LONGEST_VALUE = 128, 255

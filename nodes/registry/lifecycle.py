@@ -1,4 +1,10 @@
-"""Approval, rejection, absence and removal of a node."""
+"""The life of a node: approval, rejection, drains, absence, removal, and the user of an agent.
+
+A draining node gets no new requests and keeps its replicas until nothing runs on them or the deadline passes,
+so that a stopping worker can wait for its last requests (`contract/worker.md` §19). The user and API key of
+an agent node live as long as the node (R1.26, R1.31, R1.38): every approved registration replaces them,
+deregistration and a revoked secret remove them. The key is returned once and stored nowhere.
+"""
 
 import types
 from collections.abc import Collection, Mapping, Sequence
@@ -6,18 +12,51 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Group
 from django.db import transaction
-from django.db.models import F
+from django.db.models import F, Max, Q, Sum
 
-from localai_cluster.accounts import actors
+from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
-from localai_cluster.kit import errors
-from nodes.models import BackendNode, NodeType
-from nodes.registry import agents
-from nodes.registry.change import Change, changing, locked
-from nodes.registry.fleet import happen_to_all, lock_in_order
+from localai_cluster.kit import conf, errors, names
+from nodes.decisions.fleet_queries import lock_in_flight_counts
+from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
+from nodes.registry.change import Change, changing, happen_to_all, lock_in_order, locked
 from nodes.registry.states import Event
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
+
+_GROUP = "collections"
+_LONGEST_USERNAME = 150
+
+
+def provision_agent(change: Change) -> str:
+    """Create a new user and key for the agent in place of any earlier ones; return the key's plaintext."""
+    revoke_agent(change)
+    users = get_user_model()
+    user = users.objects.create_user(username=_username(change.node))
+    user.groups.add(Group.objects.get_or_create(name=_GROUP)[0])
+    key, plain = principals.create_agent_key(user, change.node.name)
+    change.set(auth_user_id=user.pk, api_key_id=key.pk)
+    return plain
+
+
+def revoke_agent(change: Change) -> None:
+    """Remove the agent's user, and with it the key; do nothing if it has none."""
+    user_id = change.node.auth_user_id
+    if user_id is None:
+        return
+    change.set(auth_user_id=None, api_key_id=None)
+    get_user_model().objects.filter(pk=user_id).delete()
+
+
+def _username(node: BackendNode) -> str:
+    """Return `agent-worker:<node>`, with the node's id if that is too long or the name is taken."""
+    users = get_user_model()
+    name = users.normalize_username(f"agent-worker:{node.name}")
+    is_taken = users.objects.filter(username=name).exists()
+    return f"agent-worker:{node.id}" if is_taken or len(name) > _LONGEST_USERNAME else name
+
 
 DEREGISTERED = "deregistered by the worker"
 
@@ -61,7 +100,7 @@ def approve(
             ) from None
         token = ""
         if change.node.node_type == NodeType.AGENT and change.node.auth_user_id is None:
-            token = agents.provision(change)
+            token = provision_agent(change)
         change.save()
         clear_cooldowns(now)
     return Approved(change.node, token)
@@ -109,7 +148,7 @@ def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
     with transaction.atomic():
         change = Change(locked(node_id, removing=True), now)
         change.happen(Event.DEREGISTERED, actor)
-        agents.revoke(change)
+        revoke_agent(change)
         change.save()
         change.node.delete()
 
@@ -165,3 +204,97 @@ def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int
         return len(
             happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
         )
+
+
+WAITING = "resumed, waiting for its next heartbeat"
+OWN_DEADLINE = 60.0
+"""Seconds a stopping worker has for its whole way out (§0.6)."""
+LONGEST_DEADLINE = 30 * 86400.0
+
+
+def drain(
+    node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", deadline: float | None = None
+) -> BackendNode:
+    """R1.19: nothing new goes there, what runs goes on, for `deadline` seconds at most.
+
+    Without one the settings say how long, up to 30 days. Draining again keeps author and time, and takes over
+    a new reason or deadline. Raises InvalidInput for a deadline that is negative or beyond 30 days.
+    """
+    usual = min(conf.cluster().drain_deadline, LONGEST_DEADLINE)
+    seconds = usual if deadline is None else deadline
+    if not 0 <= seconds <= LONGEST_DEADLINE:
+        raise errors.InvalidInput(
+            f"deadline_seconds must be between 0 and {LONGEST_DEADLINE:.0f}", field="deadline_seconds"
+        )
+    with changing(node_id, now) as change:
+        if change.happen(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):
+            change.set(drain_deadline=now + timedelta(seconds=seconds))
+        else:
+            _drain_again(change, actor, names.plain(reason), deadline)
+    return change.node
+
+
+def _drain_again(change: Change, actor: Actor, reason: str, deadline: float | None) -> None:
+    detail = {}
+    if reason:
+        change.set(drain_reason=reason[:255])
+    if deadline is not None:
+        change.set(drain_deadline=change.now + timedelta(seconds=deadline))
+        detail = {"deadline_seconds": deadline}
+    if reason or detail:
+        change.tell(NodeEvent.Kind.DRAINED, actor, reason, detail)
+
+
+def drain_itself(node_id: UUID, *, now: datetime, reason: str = "its worker is stopping") -> None:
+    """§1.3: the worker stops; an admin's drain that stands already keeps its author and deadline."""
+    with changing(node_id, now) as change:
+        if change.happen(Event.DRAINED_ITSELF, actors.WORKER, reason=reason):
+            change.set(drain_deadline=now + timedelta(seconds=OWN_DEADLINE))
+
+
+def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
+    """R1.18: ends any drain and takes "unhealthy" back; Conflict unless there is something to resume from."""
+    with changing(node_id, now) as change:
+        absent = change.node.offline_at is not None
+        change.happen(Event.RESUMED, actor, reason=reason or (WAITING if absent else ""))
+    return change.node
+
+
+def resume_itself(node_id: UUID, *, now: datetime) -> None:
+    """§1.4: the worker takes its own drain back; Conflict for an admin's."""
+    with changing(node_id, now) as change:
+        change.happen(Event.RESUMED_ITSELF, actors.WORKER)
+
+
+def finish_drains(*, now: datetime) -> int:
+    """Ends the drains on which nothing runs or whose deadline has passed; answers how many nodes.
+
+    One query when nothing is due, else a constant number of statements.
+    """
+    due = _due(now)
+    if not due:
+        return 0
+    with transaction.atomic():
+        nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
+        left = lock_in_flight_counts(*(node.id for node in nodes))
+        over = [node for node in nodes if node.id in left and (not left[node.id] or _late(node, now))]
+        ended = happen_to_all(
+            over, Event.DRAIN_ENDED, actors.task("drains"), lambda node: _why(left[node.id]), now=now
+        )
+    return len(ended)
+
+
+def _due(now: datetime) -> list[UUID]:
+    """Draining nodes that have replicas and no reason to keep them."""
+    draining = NodeModel.objects.filter(node__status="draining").values("node_id")
+    counted = draining.annotate(running=Sum("in_flight"), deadline=Max("node__drain_deadline"))
+    return list(counted.filter(Q(running=0) | Q(deadline__lte=now)).values_list("node_id", flat=True))
+
+
+def _late(node: BackendNode, now: datetime) -> bool:
+    return node.drain_deadline is not None and node.drain_deadline <= now
+
+
+def _why(running: int) -> tuple[str, dict[str, int]]:
+    cause = f"the deadline has passed with {running} running" if running else "nothing runs any more"
+    return cause, {"in_flight": running}

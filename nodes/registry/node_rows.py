@@ -1,20 +1,24 @@
-"""Nodes read for the wire in their shape (`shape.py`), without model instances.
+"""Nodes and the results of approvals in the shapes of REST, the feed and the command line (`shape.py`).
 
-The Nodes page asks for all of them every five seconds: a constant number of queries for any number of nodes.
+Rows are read without model instances, in a constant number of queries for any number of nodes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 from uuid import UUID
 
 import orjson
 from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
 
-from localai_cluster.web.shapes import Row, Shape, Time, text
+from localai_cluster import __version__
+from localai_cluster.web.shapes import TEXT, Row, Shape, Time, count, field, text
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
-from nodes.registry import shape, versions
+from nodes.registry import shape
+from nodes.registry.services import Approved, Outcome
+from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 
 class LabelsOf(Aggregate):
@@ -44,7 +48,7 @@ def elements(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sha
 def skew_of(row: Row) -> str:
     """What is odd about the version of a node in any of its shapes."""
     weak = bool(row.get("weak_identity"))
-    return versions.skew(row["node_type"], row.get("worker_version", ""), weak=weak)
+    return skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
@@ -99,3 +103,72 @@ def _overrides(node_id: UUID, node: Row) -> Row:
     latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
     known = {what: shape.OVERRIDE.of(by=by, at=at) for what, by, at in latest}
     return shape.OVERRIDES.of(**{name: known.get(name) or shape.OVERRIDE.of(by="", at=None) for name in held})
+
+
+STOCK = "stock worker"
+
+
+def skew(node_type: str, worker_version: str, *, weak: bool) -> str:
+    """Return the version difference for the operator; "" if there is none or the version is unknown.
+
+    A node without a secret of its own is a stock worker: ours always has one.
+    """
+    if node_type == "agent":
+        return ""
+    if worker_version:
+        return "" if worker_version == __version__ else f"worker {worker_version}, server {__version__}"
+    return STOCK if weak else ""
+
+
+APPROVED = Shape(
+    "Approved",
+    "The answer to an approval; an agent's token is shown this once.",
+    [
+        field("id", UUID_SCHEMA),
+        field("name", TEXT),
+        field("node_type", NODE_TYPE.ref),
+        field("status", NODE_STATUS.ref),
+        field("message", TEXT),
+        field("api_token", TEXT, optional=True),
+    ],
+)
+OUTCOME = Shape(
+    "Outcome",
+    "What became of one of them; `name` and `status` if it worked, otherwise `error`.",
+    [
+        field("id", UUID_SCHEMA),
+        field("name", TEXT, optional=True),
+        field("status", NODE_STATUS.ref, optional=True),
+        field("api_token", TEXT, "An agent's, shown this once.", optional=True),
+        field("error", TEXT, optional=True),
+    ],
+)
+OUTCOMES = Shape(
+    "Outcomes",
+    "How many were approved, and each in the order asked for.",
+    [field("approved", count()), field("results", OUTCOME.many)],
+)
+
+
+def approved(approval: Approved) -> Row:
+    """Return the response to one approval."""
+    node = approval.node
+    return APPROVED.of(
+        id=node.id,
+        name=node.name,
+        node_type=node.node_type,
+        status=node.status,
+        message="node approved",
+        api_token=approval.api_token,
+    )
+
+
+def outcomes(results: Sequence[Outcome]) -> Row:
+    """Return the response to several approvals."""
+    rows = [
+        OUTCOME.of(id=result.id, error=result.error)
+        if result.error
+        else OUTCOME.of(id=result.id, name=result.name, status=result.status, api_token=result.api_token)
+        for result in results
+    ]
+    return OUTCOMES.of(approved=sum(not result.error for result in results), results=rows)

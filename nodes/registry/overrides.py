@@ -11,10 +11,10 @@ from uuid import UUID
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, NodeEvent
-from nodes.registry import budget
+from nodes.registry import resources
 from nodes.registry.change import Change, changing
 from nodes.registry.labels import refresh_slots_label
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
 
 LARGEST_CAP = 10_000
 LONGEST_BUDGET = 32
@@ -61,7 +61,7 @@ def set_vram_budget(
     with changing(node_id, now, revision) as change:
         node = change.node
         try:
-            limit = budget.ceiling(text, node.total_vram)
+            limit = resources.budget_ceiling(text, node.total_vram)
         except ValueError as error:
             raise errors.InvalidInput(f"value: {error}", field="value") from None
         _override(
@@ -71,7 +71,7 @@ def set_vram_budget(
             vram_budget=text,
             vram_budget_bytes=limit,
             vram_budget_manually_set=True,
-            available_vram=budget.cap(node.available_vram, limit),
+            available_vram=resources.cap_to_ceiling(node.available_vram, limit),
         )
         change.save()
         clear_cooldowns(now)

@@ -1,13 +1,13 @@
 """Registration: a worker reports its identity and resources (R1.22 to R1.31, `contract/http-api.md` §1.1).
 
-One transaction covers all registrations that arrive together: identity first, then facts, figures, labels
-and replicas. A claim that does not fit is recorded, and refused after the commit: an administrator can
-see the conflict.
+`claim` checks what needs no row. One transaction covers all registrations that arrive together: identity
+first, then facts, figures, labels and replicas. A claim that does not fit is recorded, and refused after the
+commit: an administrator can see the conflict.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -16,29 +16,122 @@ from django.db import connection, transaction
 from django.db.models import Q
 
 from localai_cluster.accounts import actors, principals
-from localai_cluster.kit import addresses, errors, logs, names
-from localai_cluster.messaging.credentials import Credentials
+from localai_cluster.kit import addresses, conf, errors, logs, names
 from localai_cluster.messaging.messages import process_key
+from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
-    agents,
-    budget,
     bus_credentials,
     claims,
     dial_targets,
     file_port,
+    identity,
     joining,
+    lifecycle,
     pending,
+    resources,
     states,
 )
-from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
-from nodes.registry.fleet import lock_in_order
-from nodes.registry.labels import reported_labels
-from nodes.registry.registration_claim import Claim, Registration, claim
-from nodes.registry.states import Event
+from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_all
+from nodes.registry.labels import check_labels, reported_labels
+from nodes.registry.states import Event, facts_of
 from nodes.replicas import retire
 from nodes.replicas.lifecycle import engine_of
-from nodes.scheduling.cooldowns import clear_cooldowns
+from nodes.scheduling.passes import clear_cooldowns
+
+
+@dataclass(frozen=True)
+class Running:
+    """One engine process that a worker reports as running; `address` may be empty."""
+
+    process_key: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The facts that a worker reports about itself (`contract/http-api.md` §1.1); sizes in bytes."""
+
+    name: str = ""
+    node_type: str = NodeType.BACKEND.value
+    address: str = ""
+    http_address: str = ""
+    total_vram: int = 0
+    available_vram: int = 0
+    total_ram: int = 0
+    available_ram: int = 0
+    total_disk: int = 0
+    available_disk: int = 0
+    gpu_vendor: str = ""
+    gpu_compute_capability: str = ""
+    gpus: Sequence[Mapping[str, Any]] = ()
+    """The GPUs one by one, as `gpus.read` returns them; empty if the worker does not report them."""
+    capability: str = ""
+    max_replicas_per_model: int = 1
+    vram_budget: str = ""
+    version: str = ""
+    """Version of our worker; stock workers send none."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    engine_token: str = field(default="", repr=False)
+    """The bearer token that its engines expect; "" = the registration token."""
+    running_processes: Collection[Running] | None = None
+    """None: the worker does not report them, so all replicas end (R1.12 to R1.14), except those of a stock
+    worker.
+    """
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A registration and its sender: fingerprint of the secret ("" = shared token), process, address.
+
+    `ticket`: the join token that it came with instead of the registration token.
+    """
+
+    told: Registration
+    fingerprint: str
+    instance: str
+    source_address: str
+    ticket: joining.JoinTicket | None = None
+    request_id: str = field(default_factory=logs.request_id.get)
+
+
+def claim(
+    registration: Registration,
+    *,
+    secret: str,
+    instance: str = "",
+    source_address: str,
+    ticket: joining.JoinTicket | None = None,
+) -> Claim:
+    """Return a well-formed claim.
+
+    Raises InvalidInput for an invalid name, label or address, Forbidden without a secret (unless shared-token
+    nodes are admitted, and never with a join token).
+    """
+    names.check_name(registration.name)
+    check_labels(registration.labels)
+    dial_targets.check_registered(
+        registration.name, registration.address, registration.http_address, source_address
+    )
+    return Claim(registration, _fingerprint(secret, ticket), instance, source_address, ticket)
+
+
+def _fingerprint(secret: str, ticket: joining.JoinTicket | None) -> str:
+    if secret:
+        return identity.check_node_secret(secret)
+    if ticket is not None:
+        raise errors.Forbidden(
+            "a join token admits no worker without a secret of its own: send X-LocalAI-Node-Secret",
+            field="X-LocalAI-Node-Secret",
+        )
+    if conf.cluster().allow_shared_token_nodes:
+        return ""
+    raise errors.Forbidden(
+        "a worker must prove an identity of its own: send X-LocalAI-Node-Secret, or admit stock workers by "
+        "LOCALAI_ALLOW_SHARED_TOKEN_NODES=true",
+        field="X-LocalAI-Node-Secret",
+    )
+
 
 _TRIES = 3
 """Attempts to create and lock the node rows: the node may be removed between the insert and the lock."""
@@ -148,7 +241,7 @@ def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple
 
 
 def _is_bound(node: BackendNode, new_claim: Claim) -> bool:
-    return node.revision > 0 and principals.same(new_claim.fingerprint, node.fingerprint)
+    return node.revision > 0 and principals.secrets_equal(new_claim.fingerprint, node.fingerprint)
 
 
 def _record_conflict(
@@ -335,7 +428,7 @@ def _ticket_columns(ticket: joining.JoinTicket | None) -> dict[str, Any]:
 def _agent_token(change: Change) -> str:
     """Create a new user and key for an approved agent at every registration (R1.31); return the key."""
     if change.node.node_type == NodeType.AGENT and change.node.approved_at is not None:
-        return agents.provision(change)
+        return lifecycle.provision_agent(change)
     return ""
 
 
@@ -401,13 +494,13 @@ def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, An
     if not node.max_replicas_per_model_manually_set:
         columns["max_replicas_per_model"] = max(reported.max_replicas_per_model, 1)
     text = node.vram_budget if node.vram_budget_manually_set else reported.vram_budget
-    limit = budget.ceiling_or_none(text, columns["total_vram"])
+    limit = resources.budget_ceiling_or_none(text, columns["total_vram"])
     available = reported.available_vram
     if node.vram_budget_manually_set:
         available = available or node.available_vram
     columns |= {
         "vram_budget": text,
         "vram_budget_bytes": limit,
-        "available_vram": budget.cap(available, limit),
+        "available_vram": resources.cap_to_ceiling(available, limit),
     }
     return columns

@@ -6,19 +6,17 @@ unknown node, and Conflict if the table refuses the event. Heartbeats are writte
 `heartbeats.py`.
 """
 
-from nodes.registry.change import facts_of, locked
+from nodes.registry.change import lock_in_order, locked
 from nodes.registry.claims import (
     NOT_ACCEPTABLE,
     accept_conflict,
+    enrol,
     note_other_process,
     refuse_conflict,
     request_rotation,
     revoke,
     rotate,
 )
-from nodes.registry.drains import LONGEST_DEADLINE, drain, drain_itself, finish_drains, resume, resume_itself
-from nodes.registry.enrolment import enrol
-from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import (
     auto_labels,
     check_labels,
@@ -28,28 +26,38 @@ from nodes.registry.labels import (
     set_labels,
 )
 from nodes.registry.lifecycle import (
+    LONGEST_DEADLINE,
     Approved,
     Outcome,
     approve,
     approve_many,
     deactivate,
     deregister,
+    drain,
+    drain_itself,
     fell_silent,
+    finish_drains,
     lose_contact,
     mark_healthy,
     mark_unhealthy,
     recovered,
     reject,
+    resume,
+    resume_itself,
 )
 from nodes.registry.overrides import reset_replica_cap, reset_vram_budget, set_replica_cap, set_vram_budget
 from nodes.registry.registration import (
+    Claim,
     Registered,
+    Registration,
     RegistrationOutcome,
+    Running,
+    claim,
     register,
     register_all,
     register_one,
 )
-from nodes.registry.registration_claim import Claim, Registration, Running, claim
+from nodes.registry.states import facts_of
 
 __all__ = [
     "LONGEST_DEADLINE",

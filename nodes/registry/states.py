@@ -9,7 +9,10 @@ a database: `services.change` turns the difference of two facts into the columns
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from nodes.models import BackendNode
 
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
 STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
@@ -31,6 +34,21 @@ class Facts:
     drained: Drain = ""
     offline: Absence = ""
     unhealthy: bool = False
+
+
+def facts_of(node: "BackendNode") -> Facts:
+    """Return the facts that the node's row holds."""
+    drained: Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"
+    offline: Absence = "" if node.offline_at is None else "silent" if node.offline_recovers else "left"
+    return Facts(
+        approved=node.approved_at is not None,
+        rejected=node.rejected_at is not None,
+        revoked=node.revoked_at is not None,
+        identified=bool(node.fingerprint) or node.weak_identity,
+        drained=drained,
+        offline=offline,
+        unhealthy=node.unhealthy_at is not None,
+    )
 
 
 def status_of(facts: Facts) -> str:

@@ -2,5 +2,5 @@
 
 `slots.py` takes a place for a load and turns it into a replica, `retire.py` removes rows and announces each
 removal to `hooks.py`, `statements.py` and `prefix_statement.py` hold the SQL that counts requests in and out
-(run by `nodes/gateway`), `placement_snapshot.py` reads. Who removes a replica, and why, is decided elsewhere.
+(run by `nodes/gateway`), `fleet_queries.py` reads. Who removes a replica, and why, is decided elsewhere.
 """

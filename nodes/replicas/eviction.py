@@ -13,7 +13,7 @@ from django.db.models import Count, Q
 
 from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.placement.evict import Guard, Resident
+from nodes.placement.evict import ProtectionRules, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
 """Limit for the stops of evicted replicas; after it the load tries another node."""
@@ -53,14 +53,14 @@ def _residents(rows: NodeModelQuerySet) -> list[Resident]:
     ]
 
 
-def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> Guard:
+def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> ProtectionRules:
     """Return the scheduling rules that protect these replicas from a load of `model_name`; two queries."""
     models = {replica.model_name for replica in among}
     rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
     return _guard(model_name, models, rules.values_list("model_name", "min_replicas", "spread_all"), now)
 
 
-def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
+def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
     """Return True if all victims serve, are idle and may be evicted; lock their rows and rules.
 
     The lock on a model's rule serializes loads that evict its replicas, so its minimum holds.
@@ -77,18 +77,18 @@ def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime
     locked = rules.select_for_update(no_key=True).values_list("model_name", "min_replicas", "spread_all")
     current_guard, evictions = _guard(model_name, models, list(locked), now), Counter[str]()
     for victim in victims:
-        if current_guard.spares(victim, evictions) is not None:
+        if current_guard.find_protection(victim, evictions) is not None:
             return False
         evictions[victim.model_name] += 1
     return True
 
 
-def about_to_stop(node_id: UUID, *, now: datetime) -> list[Resident]:
+def terminating_replicas(node_id: UUID, *, now: datetime) -> list[Resident]:
     """Return the replicas of the node that will free their memory."""
     return [replica for replica in residents([node_id], now=now) if replica.leaving]
 
 
-def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
+def remaining_rows(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
     """Return the rows of those replicas that still have one."""
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 
@@ -109,11 +109,11 @@ def _about_to_stop(now: datetime) -> Q:
 
 def _guard(
     model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
-) -> Guard:
+) -> ProtectionRules:
     # Count only replicas that requests can reach, as the replica pass does.
     counted = NodeModel.objects.reached().filter(model_name__in=models).order_by().values_list("model_name")
     rule_rows = list(rules)
-    return Guard(
+    return ProtectionRules(
         model_name,
         now,
         loaded=dict(counted.annotate(count=Count("id"))),

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from localai_cluster.kit.commit_hooks import committed
 from nodes.decisions import decision_log, reserved_memory
-from nodes.decisions.decision_log import Decided
+from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.reserved_memory import GpuShare
 from nodes.models import (
     BackendNode,
@@ -21,7 +21,7 @@ from nodes.models import (
     Phase,
 )
 from nodes.models.replica import NodeModelQuerySet
-from nodes.placement.choose import NOTHING, Candidate, Need, lowest_free
+from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
 from nodes.replicas import eviction, lifecycle, states, terminations
@@ -55,9 +55,9 @@ def reserve(
     attempt: AttemptId,
     backend: str,
     now: datetime,
-    need: Need = NOTHING,
+    need: Need = NO_NEED,
     room: Eviction | None = None,
-    why: Decided | None = None,
+    why: DecisionRecord | None = None,
 ) -> Slot | NoSlot:
     """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
@@ -105,27 +105,29 @@ def _free_index(node: BackendNode, model_name: str) -> int | None:
     rows = NodeModel.engines.of(model_name).filter(node=node)
     every = set(rows.values_list("replica_index", flat=True))
     taken = set(rows.occupying().values_list("replica_index", flat=True))
-    return lowest_free(taken, node.max_replicas_per_model, every - taken)
+    return lowest_free_index(taken, node.max_replicas_per_model, every - taken)
 
 
 def _memory(
     node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
-) -> reserved_memory.Taken | NoSlot:
+) -> reserved_memory.MemoryReservation | NoSlot:
     """Reserve the memory of the locked node that the load takes; the victims of `room` leave the picks then.
 
     Under the node's lock no other load counts on the same bytes: each reserves what it takes.
     """
     soon = []
     if room is not None:
-        if not eviction.still_victims(model_name, room.victims, now=now):
+        if not eviction.lock_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = eviction.about_to_stop(node.pk, now=now)
+        soon = eviction.terminating_replicas(node.pk, now=now)
     if room is not None and room.victims:
-        if reserved_memory.fits(node, need, soon=soon):
+        if reserved_memory.fits_after_stops(node, need, soon=soon):
             return NoSlot("another load has made room there meanwhile")
         soon = [*soon, *room.victims]
     memory = (
-        reserved_memory.take(node, need, now=now, soon=soon) if need.vram > 0 else reserved_memory.Taken({})
+        reserved_memory.reserve_for_load(node, need, now=now, soon=soon)
+        if need.vram > 0
+        else reserved_memory.MemoryReservation({})
     )
     if memory is None:
         return NoSlot(RefusalReason.GPUS if node.gpus else RefusalReason.MEMORY)
@@ -155,13 +157,13 @@ def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
             return False
-        return bool(lifecycle.move(mine, ReplicaEvent.STAGING_BEGUN)) or None
+        return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN)) or None
 
 
 def end_staging(slot: Slot, *, attempt: AttemptId) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
-        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.STAGED))
+        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED))
 
 
 def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
@@ -170,7 +172,7 @@ def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
     Return False when the attempt does not own the slot any more: then it must not start an engine.
     """
     with committed("load.start"):
-        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
@@ -204,7 +206,7 @@ def publish(
     """
     with committed("load.publish"):
         former = _locked_beside(slot, replaces)
-        published = lifecycle.move(
+        published = lifecycle.apply_event(
             _of(slot, attempt),
             ReplicaEvent.PUBLISHED,
             **lifecycle.SERVES,

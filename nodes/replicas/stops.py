@@ -10,7 +10,8 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import Case, F, Q, Value, When
 
-from localai_cluster.kit import names
+from localai_cluster.kit import backoff, names
+from localai_cluster.kit.rows import claim_rows
 from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import drains, lifecycle, states
 from nodes.replicas.lifecycle import Engine
@@ -28,7 +29,7 @@ _NO_UNLOADS = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
 """The reasons of engines that no unload is about: they are no replicas."""
 
 
-def claim(limit: int, *, now: datetime) -> list[Engine]:
+def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     """Return engines whose stop is due and that no operation stops, for this caller alone."""
     is_quiet = Q(in_flight=0) | Q(deadline__lte=now)
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
@@ -37,14 +38,10 @@ def claim(limit: int, *, now: datetime) -> list[Engine]:
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
-    with transaction.atomic():
-        is_left = Q(reason__in=_NO_UNLOADS) | drains.without_operation()
-        found = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
-        rows = list(found.select_for_update(of=("self",), skip_locked=True)[:limit])
-        NodeModel.engines.filter(pk__in=[row.pk for row in rows]).update(
-            **lifecycle.CONTROLLERS, claimed_until=now + _CLAIMED_FOR
-        )
-    return [lifecycle.engine_of(row) for row in rows]
+    is_left = Q(reason__in=_NO_UNLOADS) | drains.has_no_operation()
+    engines = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
+    claimed = claim_rows(engines, limit=limit, **lifecycle.CONTROLLERS, claimed_until=now + _CLAIMED_FOR)
+    return [lifecycle.engine_of(row) for row in claimed]
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
@@ -52,9 +49,11 @@ def record_sent(engine: Engine, *, now: datetime) -> bool:
     first = now + states.REPORTED_AFTER
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
-    rows = seen.filter(pk=engine.id)
+    engines = seen.filter(pk=engine.id)
     attempts = F("stop_attempts") + 1
-    return bool(lifecycle.move(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
+    return bool(
+        lifecycle.apply_event(engines, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline)
+    )
 
 
 def is_due(engine: Engine) -> bool:
@@ -65,13 +64,13 @@ def is_due(engine: Engine) -> bool:
 def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
     """The engine may still run: keep the reason, and the time of the next stop."""
     with transaction.atomic():
-        rows = NodeModel.engines.filter(pk=engine.id)
-        row = rows.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
+        engines = NodeModel.engines.filter(pk=engine.id)
+        row = engines.filter(phase__in=_STOPPABLE).select_for_update(of=("self",)).first()
         if row is None:
             return
-        pause = min(2.0 ** min(row.stop_attempts, 10), _LONGEST_PAUSE)
-        lifecycle.move(
-            rows,
+        pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_LONGEST_PAUSE)
+        lifecycle.apply_event(
+            engines,
             ReplicaEvent.STOP_FAILED,
             stop_error=names.plain(error[:_LONGEST_ERROR]),
             next_stop_at=now + timedelta(seconds=pause),

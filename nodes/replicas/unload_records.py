@@ -8,18 +8,18 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from nodes.decisions import decision_log, fleet_snapshots
-from nodes.decisions.decision_log import Decided
-from nodes.decisions.snapshot_sections import Section, State
+from nodes.decisions import decision_log, snapshot_log
+from nodes.decisions.decision_log import DecisionRecord
+from nodes.decisions.snapshot_log import Section, State
 from nodes.models import DecisionKind, NodeModel
-from nodes.placement.evict import named
-from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
+from nodes.placement.evict import join_names
+from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.replicas import drains
 
 _COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
 
 
-def keep(
+def record_unload(
     model_name: str,
     operation_id: UUID,
     *,
@@ -36,16 +36,18 @@ def keep(
         "node": None if node_id is None else str(node_id),
         "index": index,
     }
-    snapshot_ref = fleet_snapshots.remember(
+    snapshot_ref = snapshot_log.store_snapshot(
         {f"held/{model_name}": Section(replicas), f"unload/{operation_id}": Section(of_operation)}, now=now
     )
-    explanation = decision_log.without_fleet(Ending.UNLOADING, _sentence(replicas, of_operation))
+    explanation = decision_log.explanation_without_fleet(
+        DecisionOutcome.UNLOADING, _sentence(replicas, of_operation)
+    )
     decision_log.record(
-        Decided(model_name, operation_id, explanation, snapshot_ref, DecisionKind.UNLOAD), now=now
+        DecisionRecord(model_name, operation_id, explanation, snapshot_ref, DecisionKind.UNLOAD), now=now
     )
 
 
-def again(state: State, model_name: str, operation_id: UUID | None) -> str | None:
+def replay_unload(state: State, model_name: str, operation_id: UUID | None) -> str | None:
     """Return the sentence of the record, from its snapshot; None if that lacks the operation."""
     request = state.get(f"unload/{operation_id}")
     return _sentence(state.get(f"held/{model_name}", {}), request) if request else None
@@ -59,5 +61,5 @@ def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
         and request["node"] in (None, str(node_id))
         and request["index"] in (None, index)
     ]
-    outcome = f"replicas that leave: {named(terminating)}" if terminating else "no replica is there"
-    return cut(f"{request['because']}; {outcome}", LONGEST_SENTENCE)
+    outcome = f"replicas that leave: {join_names(terminating)}" if terminating else "no replica is there"
+    return truncate(f"{request['because']}; {outcome}", LONGEST_SENTENCE)

@@ -1,7 +1,8 @@
 """Read the rules for the replica pass (R1.86), and write its results: flags (R1.87), figures and reason.
 
 A result applies to the rule as it was read. If the rule was edited since, or its flags were cleared, the
-result is not written: the next pass checks the rule again.
+result is not written: the next pass checks the rule again. A change of the fleet clears all cooldowns (R1.28,
+R1.88).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,9 +11,9 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
+from localai_cluster.kit.rows import update_rows
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling.snapshot import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
-from operations.ledger.progress import update
+from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -23,21 +24,21 @@ _WRITTEN = [
 _COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 
-def demands() -> list[Demand]:
+def read_desired_states() -> list[DesiredState]:
     """Return the rules that set a number of replicas (R1.86); one query."""
     return _demands(ModelSchedulingConfig.objects.filter(_COUNTED))
 
 
-def of_models(model_names: Collection[str]) -> list[Demand]:
+def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
     """Return the demands of models whose rule sets no number of replicas, or without a rule; one query."""
     rule_demands = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
     models = {demand.model for demand in rule_demands}
-    return [*rule_demands, *(Demand(name, {}) for name in sorted({*model_names} - models))]
+    return [*rule_demands, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]
 
 
-def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
+def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
     return [
-        Demand(
+        DesiredState(
             model=row.model_name,
             selector=selectors.readable(row.node_selector),
             minimum=row.min_replicas,
@@ -53,7 +54,7 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
     ]
 
 
-def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime) -> None:
+def write_results(rulings: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime) -> None:
     """Write the rulings for the rules in `about`; two statements for any number of them."""
     ruling_by_model = {ruling.model: ruling for ruling in rulings}
     with transaction.atomic():
@@ -63,10 +64,10 @@ def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
             _write(row, ruling_by_model[row.model_name], now)
-        update(unchanged, _WRITTEN)
+        update_rows(unchanged, _WRITTEN)
 
 
-def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
+def _write(row: ModelSchedulingConfig, ruling: RuleDecision, now: datetime) -> None:
     row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
     row.loading_replicas, row.looked_at = ruling.loading, now
     row.reason = ruling.reason or row.reason
@@ -80,3 +81,13 @@ def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
                 row.pressure_ended_at = now
             case _:
                 pass
+
+
+def clear_cooldowns(now: datetime) -> None:
+    """Clear the flags of every rule that has any; the rows are locked in order to prevent deadlocks."""
+    waiting = Q(unsatisfiable_until__isnull=False) | Q(unsatisfiable_ticks__gt=0)
+    flagged = ModelSchedulingConfig.objects.filter(waiting).order_by("model_name").select_for_update()
+    if ids := list(flagged.values_list("pk", flat=True)):
+        ModelSchedulingConfig.objects.filter(pk__in=ids).update(
+            unsatisfiable_until=None, unsatisfiable_ticks=0, updated_at=now
+        )

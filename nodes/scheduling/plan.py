@@ -2,31 +2,39 @@
 
 `plan` maps the `Fleet` and the `Demand`s to one `Ruling` per rule: the actions for the pass, and one sentence
 that gives the reason. The order is the reference's: spread, cooldown, minimum, busy burst, pressure,
-scale-down. If none of these loads or retires replicas, replicas of a former definition are replaced
-(`renewal.py`).
+scale-down. If none of these loads or retires replicas, replicas of a former definition are replaced.
 
 Replicas count where requests can find them: loaded, on a healthy node that the selector chooses. Other
 replicas serve until they are idle. A load under way counts as the replica that it will become.
+
+A load that replaces a replica of a former definition names it. If both fit, the new one is loaded first, and
+the old one leaves the picks in the transaction in which the new one enters them (`nodes/replicas/slots.py`).
+If they do not fit, the load reports it, and the old one is evicted first: at once if others serve meanwhile,
+otherwise when it has no requests. Only one replica at a time is evicted first, and at most a quarter of the
+replicas are being replaced at once. Running requests are never ended.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from nodes.scheduling.renewal import Renewal
-from nodes.scheduling.rule_context import LOADING, EligibleNodes, RuleContext
 from nodes.scheduling.snapshot import (
+    LOADING,
     Action,
     ClearFlags,
-    Demand,
+    DesiredState,
+    EligibleNodes,
     EndPressure,
+    EvictReplica,
     Fleet,
-    Host,
-    LoadAnother,
-    Placed,
-    Retire,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    LoadReplica,
+    RetireReplica,
+    RuleContext,
+    RuleDecision,
     Unsatisfiable,
 )
 
@@ -40,7 +48,7 @@ _NAMED = 5
 """Number of nodes that a reason names."""
 
 
-def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) -> list[Ruling]:
+def plan(fleet: Fleet, demands: Iterable[DesiredState], now: datetime, *, tick: bool) -> list[RuleDecision]:
     """Return the rulings by model; the order of rows does not matter.
 
     Without `tick`, something has changed between two ticks: then the rulings only request missing replicas,
@@ -82,7 +90,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
     return rulings
 
 
-def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> EligibleNodes:
+def _matching(hosts: Iterable[FleetNode], selector: Mapping[str, str] | None) -> EligibleNodes:
     """Return the hosts that the selector matches (R1.68, R1.69)."""
     if selector is None:
         return EligibleNodes()
@@ -90,7 +98,7 @@ def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> Elig
     return EligibleNodes(sorted(matching, key=lambda host: (host.name, host.id)))
 
 
-def _decide(context: RuleContext, now: datetime, *, tick: bool) -> Ruling:
+def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
     """Return the ruling of the first step that applies (R4.6)."""
     demand = context.demand
     if not demand.counts:
@@ -106,18 +114,20 @@ def _decide(context: RuleContext, now: datetime, *, tick: bool) -> Ruling:
     if tick and len(context.eligible_serving) >= context.required:
         actions = _burst(context) or _pressure(context) or _scale_down(context, now)
         if actions:
-            reasons = (action.reason for action in actions if isinstance(action, LoadAnother | Retire))
+            reasons = (action.reason for action in actions if isinstance(action, LoadReplica | RetireReplica))
             return context.ruling("; ".join(reasons), *cleared, *actions)
     return context.ruling(_steady_reason(context), *cleared)
 
 
-def _with_replacements(context: RuleContext, ruling: Ruling, now: datetime, *, tick: bool) -> Ruling:
+def _with_replacements(
+    context: RuleContext, ruling: RuleDecision, now: datetime, *, tick: bool
+) -> RuleDecision:
     """Return the ruling, extended by replacements for a former definition if it loads and retires nothing.
 
     A cooldown does not prevent them: it concerns only the number of replicas. After a failed load,
     replacements pause for as long as a cooldown.
     """
-    if any(isinstance(action, LoadAnother | Retire) for action in ruling.actions):
+    if any(isinstance(action, LoadReplica | RetireReplica) for action in ruling.actions):
         return ruling
     renewal = Renewal(
         context.demand.model,
@@ -144,13 +154,13 @@ def _missing(context: RuleContext) -> int:
     return max(context.demand.minimum - len(context.eligible_serving) - context.loads, 0)
 
 
-def _empty_nodes(context: RuleContext) -> list[Host]:
+def _empty_nodes(context: RuleContext) -> list[FleetNode]:
     """Return the nodes of a spread model without a pinned load or a replica that stays."""
     occupied_ids = {row.node_id for row in context.rows if row.state != "unloading"} | context.pinned
     return [host for host in context.eligible if host.id not in occupied_ids]
 
 
-def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bool) -> Ruling:
+def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bool) -> RuleDecision:
     """Load the missing replicas as far as slots are free, or give the reason why not (R4.10)."""
     demand = context.demand
     if problem := _problem(context):
@@ -169,7 +179,7 @@ def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bo
     return context.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
 
 
-def _replace_lost(context: RuleContext) -> Ruling | None:
+def _replace_lost(context: RuleContext) -> RuleDecision | None:
     """Replace replicas that were lost since the last pass, even in a cooldown: they are known to fit.
 
     A slot that is being freed suffices: the load waits for it, and the next pass does not know of the loss.
@@ -181,11 +191,11 @@ def _replace_lost(context: RuleContext) -> Ruling | None:
         loads = _loads(context, lost)[:lost]
     else:
         reason = f"{lost} of {context.demand.seen} were lost: {lost} more, although it rests"
-        loads = [LoadAnother(context.demand.model, context.allowed_nodes, reason)] * lost
+        loads = [LoadReplica(context.demand.model, context.allowed_nodes, reason)] * lost
     return context.ruling(loads[0].reason, *loads) if loads else None
 
 
-def _loads(context: RuleContext, missing: int) -> list[LoadAnother]:
+def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     """Return as many loads as slots are free; for a spread model, one load for each of its nodes."""
     model = context.demand.model
     if context.demand.spread:
@@ -193,11 +203,11 @@ def _loads(context: RuleContext, missing: int) -> list[LoadAnother]:
         suffix = f" and {len(empty_nodes) - _NAMED} more" if len(empty_nodes) > _NAMED else ""
         reason = f"one on each of {len(context.eligible)} nodes wanted, none on "
         reason += ", ".join(host.name for host in empty_nodes[:_NAMED]) + suffix
-        return [LoadAnother(model, frozenset({host.id}), reason, pinned=True) for host in empty_nodes]
+        return [LoadReplica(model, frozenset({host.id}), reason, pinned=True) for host in empty_nodes]
     count = min(missing, context.free_slots)
     counts = f"{len(context.eligible_serving)} there and {context.loads} loading"
     reason = f"at least {context.demand.minimum} wanted, {counts}: {count} more"
-    return [LoadAnother(model, context.allowed_nodes, reason)] * count
+    return [LoadReplica(model, context.allowed_nodes, reason)] * count
 
 
 def _problem(context: RuleContext) -> str:
@@ -222,7 +232,7 @@ def _problem(context: RuleContext) -> str:
     return f"{context.required} wanted, {counts}, but no free slot on the {nodes}"
 
 
-def _unsatisfiable(context: RuleContext, reason: str, now: datetime, *, pause: bool = True) -> Ruling:
+def _unsatisfiable(context: RuleContext, reason: str, now: datetime, *, pause: bool = True) -> RuleDecision:
     """Count one more unsuccessful tick, and start a cooldown after enough of them (R4.23)."""
     ticks = context.demand.ticks + 1
     until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
@@ -246,7 +256,7 @@ def _burst(context: RuleContext) -> list[Action]:
         return []
     count = len(context.serving)
     reason = "the one replica is busy: one more" if count == 1 else f"all {count} replicas are busy: one more"
-    return [LoadAnother(context.demand.model, context.allowed_nodes, reason)]
+    return [LoadReplica(context.demand.model, context.allowed_nodes, reason)]
 
 
 def _pressure(context: RuleContext) -> list[Action]:
@@ -264,7 +274,7 @@ def _pressure(context: RuleContext) -> list[Action]:
     reason = (
         f"{requests} within a minute not sent to the replica that remembers the prompt: too busy; one more"
     )
-    return [LoadAnother(model, context.allowed_nodes, reason), EndPressure(model)]
+    return [LoadReplica(model, context.allowed_nodes, reason), EndPressure(model)]
 
 
 def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
@@ -276,7 +286,7 @@ def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
     idle.sort(key=lambda row: (row.id in eligible_ids, -row.index, row.idle_since, row.id))
     surplus = len(context.serving) - max(context.required, 1)
     eligible_surplus = len(context.eligible_serving) - context.required
-    victims: list[Placed] = []
+    victims: list[FleetReplica] = []
     for row in idle[: max(surplus, 0)]:
         if row.id in eligible_ids:
             if eligible_surplus <= 0:
@@ -288,15 +298,15 @@ def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
     return [_retire(context, row, now) for row in victims]
 
 
-def _first_of_each_node(context: RuleContext) -> Iterable[Placed]:
+def _first_of_each_node(context: RuleContext) -> Iterable[FleetReplica]:
     """Return the replicas that a spread model keeps."""
-    first_by_node: dict[UUID, Placed] = {}
+    first_by_node: dict[UUID, FleetReplica] = {}
     for row in context.eligible_serving:
         first_by_node.setdefault(row.node_id, row)
     return first_by_node.values()
 
 
-def _would_burst(context: RuleContext, victims: Sequence[Placed]) -> bool:
+def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
     """Return True if all remaining replicas are busy, so that the next tick would load a replica again."""
     victim_ids = {row.id for row in victims}
     remaining = [row for row in context.serving if row.id not in victim_ids]
@@ -304,12 +314,12 @@ def _would_burst(context: RuleContext, victims: Sequence[Placed]) -> bool:
     return bool(victims) and not context.demand.spread and below and all(row.in_flight for row in remaining)
 
 
-def _retire(context: RuleContext, row: Placed, now: datetime) -> Retire:
+def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireReplica:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(context.required, 1)
     replica = f"replica {row.index} on {context.hosts[row.node_id].name}"
     reason = f"{replica} idle for {minutes} min and more than {floor} there: it is retired"
-    return Retire(context.demand.model, row.id, reason)
+    return RetireReplica(context.demand.model, row.id, reason)
 
 
 def _steady_reason(context: RuleContext) -> str:
@@ -331,3 +341,59 @@ def _undefined(context: RuleContext) -> str:
 
 def _failed(context: RuleContext) -> str:
     return f"the last load failed: {context.failure}"
+
+
+AT_ONCE = 4
+"""One in this many replicas is replaced at a time, and at least one."""
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """The replicas of one model and the current revision of its definition."""
+
+    model: str
+    revision: str
+    """Current revision of the definition; empty = unknown."""
+    rows: Sequence[FleetReplica]
+    serving: Sequence[FleetReplica]
+    """The subset of `rows` that requests can find, where the rule wants them."""
+    hosts: Mapping[UUID, FleetNode]
+    """The nodes of the replicas."""
+    replacing: Mapping[UUID, bool]
+    """See `Fleet`."""
+    spread: bool = False
+
+    @property
+    def outdated(self) -> list[FleetReplica]:
+        """The replicas that were loaded with a former definition, the longest idle first."""
+        former = (row for row in self.serving if self.revision and row.revision not in ("", self.revision))
+        return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
+
+    def evictions(self) -> list[EvictReplica]:
+        """Return the replica to evict before its successor, if that one reported that it does not fit."""
+        if any(row.state == "unloading" for row in self.rows):
+            return []
+        has_others = len(self.serving) > 1
+        for row in self.outdated:
+            if self.replacing.get(row.id) and (has_others or not row.in_flight):
+                reason = f"{self._label(row)} goes before its successor, which finds no room beside it"
+                return [EvictReplica(self.model, row.id, reason)]
+        return []
+
+    def successors(self) -> list[LoadReplica]:
+        """Return the loads that replace the next replicas."""
+        outdated = self.outdated
+        under_way = sum(row.id in self.replacing for row in outdated)
+        waiting = [row for row in outdated if row.id not in self.replacing]
+        allowance = max(len(self.serving) // AT_ONCE, 1) - under_way
+        return [self._successor(row, len(outdated)) for row in waiting[: max(allowance, 0)]]
+
+    def _successor(self, row: FleetReplica, count: int) -> LoadReplica:
+        plural = "replica has" if count == 1 else "replicas have"
+        reason = f"the definition was edited: {count} {plural} a former one, {self._label(row)} is replaced"
+        only = frozenset({row.node_id}) if self.spread else None
+        return LoadReplica(self.model, only, reason, pinned=self.spread, replaces=row.id)
+
+    def _label(self, row: FleetReplica) -> str:
+        """Name the replica with its node: on nodes with one slot, every index is 0."""
+        return f"replica {row.index} on {self.hosts[row.node_id].name}"

@@ -30,17 +30,17 @@ SELECT %(process)s, told.key, told.value, %(now)s FROM jsonb_each(%(told)s) AS t
 """The report of one process: `told` maps each model to all times that count."""
 
 
-def counts(models: Collection[str], now: datetime) -> dict[str, int]:
+def pressure_by_model(models: Collection[str], now: datetime) -> dict[str, int]:
     """Return the number of requests that count now by model, without zeros (R3.19); two queries."""
     reports = PrefixPressure.objects.filter(model_name__in=models, reported_at__gte=now - WINDOW - MOST_AHEAD)
     rows = list(reports.values_list("model_name", "times"))
     if not rows:
         return {}
     ended = ModelSchedulingConfig.objects.filter(model_name__in=[model for model, _ in rows])
-    return counted(rows, dict(ended.values_list("model_name", "pressure_ended_at")), now)
+    return count_pressure(rows, dict(ended.values_list("model_name", "pressure_ended_at")), now)
 
 
-def counted(
+def count_pressure(
     rows: Iterable[tuple[str, list[str]]], ended: Mapping[str, datetime | None], now: datetime
 ) -> dict[str, int]:
     """Count the requests of these rows by model; pure."""

@@ -1,14 +1,22 @@
-"""Validate scheduling rules (`contract/http-api.md` §2.12, R3.2, R4.47); pure.
+"""Validate scheduling rules (`contract/http-api.md` §2.12, R3.2, R4.47), and parse those of the settings.
 
 REST, the command line, Django's admin and the settings each build a `Rule` from their input, and `check`
-validates it in one place for all of them.
+validates it in one place for all of them. The settings hold a JSON list inline and a list in a YAML file
+(R4.44 to R4.48). Every error there becomes a problem of the environment that names the setting, the entry and
+the remedy; `manage.py bootstrap` then sets nothing and fails.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from localai_cluster.kit import errors, names
+import msgspec
+
+from localai_cluster.kit import errors, names, untrusted
+from localai_cluster.kit.env import Environment
+from nodes.definitions.files import PlainLoader
 from nodes.models import RoutePolicy, selectors
 
 LONGEST_MODEL = 255
@@ -53,7 +61,7 @@ class Rule:
         return ", ".join(assignments) or "no demands"
 
 
-def check(rule: Rule) -> None:
+def check_rule(rule: Rule) -> None:
     """Raise InvalidInput that names the first wrong field, in the order of http-2.12."""
     selectors.check(rule.node_selector)
     _check_name(rule.model_name)
@@ -89,3 +97,111 @@ def _check_range(name: str, value: float | None, least: int, most: int, alternat
 
 def _refuse(name: str, complaint: str) -> None:
     raise errors.InvalidInput(f"{name} {complaint}", field=name)
+
+
+INLINE, FILE = "LOCALAI_MODEL_SCHEDULING", "LOCALAI_MODEL_SCHEDULING_CONFIG"
+LARGEST = 1024 * 1024
+_FIX = "Correct it there; docs/configuration.md lists the fields of a rule."
+
+
+class BootRule(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of the list; null means the same as omitting a field."""
+
+    model_name: str | None = None
+    node_selector: dict[str, str] | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    replicas: Any = None
+    spread_all: bool | None = None
+    route_policy: str | None = None
+    balance_abs_threshold: int | None = None
+    balance_rel_threshold: float | None = None
+    min_prefix_match: float | None = None
+
+
+def rules_from_settings(environment: Environment) -> list[Rule]:
+    """Return the rules of both settings, inline ones first; wrong entries become problems."""
+    text, path = environment.text(INLINE), environment.text(FILE)
+    inline_rules = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
+    return inline_rules + (list(_rules(environment, FILE, lambda: _file(Path(path)))) if path else [])
+
+
+def _inline(text: str) -> Any:
+    if problem := untrusted.json_problem(text.encode()):
+        raise ValueError(f"is {problem}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
+
+
+def _file(path: Path) -> Any:
+    try:
+        content = untrusted.read_file(path, LARGEST)
+        if len(content) > LARGEST:
+            raise ValueError(f"{path} is larger than {LARGEST} bytes")
+        return untrusted.load_yaml(content.decode("utf-8"), PlainLoader)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text") from error
+    except untrusted.InvalidYAML as error:
+        raise ValueError(f"{path} {error}") from error
+
+
+def _rules(environment: Environment, setting: str, document: Callable[[], Any]) -> Iterator[Rule]:
+    try:
+        entries = document()
+    except ValueError as error:
+        environment.refuse(setting, str(error), "Give a list of rules.")
+        return
+    if entries is not None and not isinstance(entries, list):
+        environment.refuse(setting, "is not a list of rules", 'Give a list such as [{"model_name": …}].')
+        return
+    for number, entry in enumerate(entries or [], 1):
+        try:
+            yield parse_rule(entry)
+        except errors.InvalidInput as error:
+            environment.refuse(setting, f"entry {number}{_entry_label(entry)}: {error.message}", _FIX)
+
+
+def _entry_label(entry: Any) -> str:
+    name = entry.get("model_name") if isinstance(entry, dict) else None
+    return f" ({name[:80]!r})" if isinstance(name, str) and name else ""
+
+
+def parse_rule(entry: Any) -> Rule:
+    """Convert an entry to a rule with every field, since it replaces the stored rule (R4.48).
+
+    Raises InvalidInput, which names the field.
+    """
+    try:
+        boot_rule = msgspec.convert(entry, BootRule)
+    except msgspec.ValidationError as error:
+        raise errors.InvalidInput(str(error)) from error
+    rule = Rule(
+        model_name=boot_rule.model_name or "",
+        node_selector=boot_rule.node_selector or {},
+        min_replicas=boot_rule.min_replicas or 0,
+        max_replicas=boot_rule.max_replicas or 0,
+        spread_all=bool(boot_rule.spread_all) or _spreads(boot_rule.replicas),
+        route_policy=boot_rule.route_policy or "",
+        balance_abs_threshold=boot_rule.balance_abs_threshold or 0,
+        balance_rel_threshold=boot_rule.balance_rel_threshold or 0,
+        min_prefix_match=boot_rule.min_prefix_match or 0,
+    )
+    check_rule(rule)
+    return rule
+
+
+def _spreads(replicas: Any) -> bool:
+    """Return True if `replicas` requests one replica on every node (R4.46)."""
+    if replicas is None or isinstance(replicas, bool):
+        return bool(replicas)
+    word = replicas.strip().lower() if isinstance(replicas, str) else None
+    if word not in ("all", "auto", ""):
+        raise errors.InvalidInput(
+            'replicas must be "all" or "auto"; for a number use min_replicas and max_replicas',
+            field="replicas",
+        )
+    return word == "all"

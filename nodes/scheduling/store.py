@@ -1,25 +1,91 @@
-"""Write scheduling rules: set, replace, delete. Each change, its audit and its NOTIFY are one transaction.
+"""Scheduling rules in the database: their form on the wire (`contract/http-api.md` §2.12), and their writers.
 
-Setting a rule is one INSERT … ON CONFLICT, so two writers of one model's rule follow each other and both
-succeed. It never changes the flags of a cooldown (R1.85): `cooldowns` clears those.
+Each change, its audit and its NOTIFY are one transaction. Setting a rule is one INSERT … ON CONFLICT, so two
+writers of one model's rule follow each other and both succeed. It never changes the flags of a cooldown
+(R1.85): `passes.clear_cooldowns` does.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import QuerySet
+from django.db.models import Count, F, Model, OuterRef, QuerySet, Subquery
+from django.db.models.functions import Coalesce
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
-from localai_cluster.web.shapes import Row
-from nodes.models import ModelSchedulingConfig
-from nodes.scheduling.rules import Rule, check
-from nodes.scheduling.shape import CURRENT, LOADING, rows
+from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
+from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
+from nodes.scheduling.rules import Rule, check_rule
 from operations.changes.events import notify
+from operations.models import Operation
+
+LOAD_KIND = "model_load"
+"""Kind of the operation that loads a model (`nodes/loading/load.py`)."""
+NUMBER = {"type": "number", "minimum": 0}
+
+
+def _counted(rows: QuerySet[Model], model_column: str) -> Coalesce:
+    """Count the rows that belong to the rule's model."""
+    model_rows = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
+    return Coalesce(Subquery(model_rows.annotate(rows=Count("pk")).values("rows")), 0)
+
+
+CURRENT = _counted(NodeModel.objects.serving(), "model_name")
+LOADING = _counted(Operation.objects.active().filter(kind=LOAD_KIND), "element")
+STATE = Shape(
+    "SchedulingState",
+    "What the last pass aims at and did, and what is there now. A rule that only routes has none.",
+    [
+        column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
+        column("current", count(), "Loaded on healthy nodes now.", source=CURRENT),
+        column("loading", count(), "Loads under way now.", source=LOADING),
+        column("reason", TEXT, "What the pass did and why, or why it could not."),
+        column("at", TIME, "When that was.", source=Time("looked_at")),
+    ],
+)
+RULE = Shape(
+    "SchedulingRule",
+    "Where and how often a model shall run. What is left out is empty: no selector, or as the cluster does.",
+    [
+        column("id", UUID),
+        column("model_name", TEXT),
+        column(
+            "node_selector", TEXT, 'JSON of the labels a node must have: `{"tier":"fast"}`.', optional=True
+        ),
+        column("min_replicas", count()),
+        column("max_replicas", count(), "0 means no limit."),
+        column("spread_all", FLAG, "One replica on every node that matches.", optional=True),
+        column("route_policy", {"type": "string", "enum": RoutePolicy.values}, optional=True),
+        column("balance_abs_threshold", count(), optional=True),
+        column("balance_rel_threshold", NUMBER, optional=True),
+        column("min_prefix_match", NUMBER, optional=True),
+        column("unsatisfiable_until", TIME, "Nothing is tried for this model until then.", optional=True),
+        column("unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted."),
+        column("state", STATE.ref, source=STATE.read(unless_null="looked_at"), inner=STATE, optional=True),
+        column("created_at", TIME),
+        column("updated_at", TIME),
+    ],
+)
+
+
+def serialize_rules(rules: QuerySet[ModelSchedulingConfig]) -> list[Row]:
+    """Return the rules in wire form, by model name; one query."""
+    return [_serialize(row) for row in RULE.rows(rules.order_by("model_name"))]
+
+
+def _serialize(row: Row) -> Row:
+    if "node_selector" in row:
+        # The reference sends a text that holds JSON, with sorted keys and no blanks.
+        row["node_selector"] = json.dumps(
+            row["node_selector"], sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        )
+    return row
+
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +95,7 @@ CHANNEL = "cluster_rules"
 
 def set_rule(rule: Rule, now: datetime) -> Row:
     """Create or change the model's rule; return it as stored. Raise InvalidInput."""
-    check(rule)
+    check_rule(rule)
     columns = rule.given
     row = ModelSchedulingConfig(model_name=rule.model_name, created_at=now, updated_at=now, **columns)
     with transaction.atomic():
@@ -41,12 +107,12 @@ def set_rule(rule: Rule, now: datetime) -> Row:
             update_fields=[*columns, "updated_at", "reason", "looked_at"],
         )
         # That statement has locked the row: nobody has changed it since.
-        (stored,) = rows(_rules_of(rule.model_name))
+        (stored,) = serialize_rules(_rules_of(rule.model_name))
         _publish_change("scheduling_rule.set", stored["id"], rule.model_name, rule.summary, now)
     return stored
 
 
-def replace(rules: Iterable[Rule], now: datetime) -> int:
+def replace_rules(rules: Iterable[Rule], now: datetime) -> int:
     """Set all of these rules or none (R1.89); return their number. Other models' rules stay.
 
     The last rule of a model wins. Rules must set every field (R4.48). Raises InvalidInput.
@@ -70,12 +136,12 @@ def delete_rule(model_name: str, now: datetime) -> bool:
     return True
 
 
-def find(model_name: str) -> Row | None:
+def find_rule(model_name: str) -> Row | None:
     """Return the model's rule; None if it has none."""
-    return next(iter(rows(_rules_of(model_name))), None)
+    return next(iter(serialize_rules(_rules_of(model_name))), None)
 
 
-def revision() -> str:
+def rules_revision() -> str:
     """Return a fingerprint of all rules, their last results and the counts of their replicas; one query.
 
     It covers all rows, because clocks of processes differ: the latest time among them may stay while one

@@ -1,11 +1,10 @@
 """Executor of a queue: claims due items, runs each as a task, and renews their leases.
 
-A queue (`queue.py`) defines which items are due and how they run: operations are one queue
-(`operation_queue.py`), intents on nodes another. An executor claims at each wake-up, and at least once a
-second, and renews all its leases in one call, from a thread of its own (`leases.py`). When a lease is lost or
-the item was cancelled, the executor cancels the task, which writes nothing: the fence would refuse it anyway.
-If the database cannot be reached for a whole lease, the executor stops all its tasks, because by then another
-controller may have claimed them.
+A queue defines which items are due and how they run: operations are one queue (`operation_queue.py`), intents
+on nodes another. An executor claims at each wake-up, and at least once a second, and renews all its leases in
+one call, from a thread of its own. When a lease is lost or the item was cancelled, the executor cancels the
+task, which writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole
+lease, the executor stops all its tasks, because by then another controller may have claimed them.
 
 An item whose outcome could not be recorded stays claimed until its lease expires. Every executor reaps such
 items; the schedule does so too, but recovery must not depend on one process.
@@ -14,22 +13,134 @@ items; the schedule does so too, but recovery must not depend on one process.
 import asyncio
 import contextlib
 import logging
-from typing import Generic
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any, Generic, Protocol, TypeVar
 from uuid import UUID
 
+import psycopg
 from django.db import Error as DatabaseError
+from django.db import close_old_connections, connection
 
 from localai_cluster.kit import clock
-from operations.executor.leases import LeaseKeeper
-from operations.executor.queue import C, Queue
+from localai_cluster.kit.leases import Attempt, LeaseLost
+from localai_cluster.kit.periodic_task import PeriodicTask
 from operations.executor.work import in_thread
-from operations.ledger.fence import LeaseLost
-from operations.ledger.progress import Attempt
+
+
+class Claimed(Protocol):
+    """A claimed item under a lease; `str` names it in the log."""
+
+    @property
+    def id(self) -> UUID:
+        """Id of the leased row."""
+
+    @property
+    def fence(self) -> int:
+        """The attempt's number: it may write only while the row still has it."""
+
+
+C = TypeVar("C", bound=Claimed)
+
+
+class Queue(Protocol[C]):
+    """A queue of leased items. The calls that access rows run in threads."""
+
+    name: str
+    slots: int
+    """Number of items that one executor runs concurrently."""
+
+    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[C]:
+        """Claim up to `limit` due items under a lease of `lease` seconds."""
+
+    def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+        """Extend the leases of `owner` on `ids`; return the ids that it still holds, with their fences."""
+
+    def release(self, owner: str, *, now: datetime) -> int:
+        """Release all items of `owner`; return their number."""
+
+    def reap(self) -> None:
+        """Requeue the items whose lease has expired, of any process."""
+
+    async def carry_out(self, claimed: C, /) -> None:
+        """Run one attempt and record its outcome; raise LeaseLost or a DatabaseError if that fails."""
+
+    def on_lost(self, lost: Callable[[Attempt], None]) -> None:
+        """Set the callback for an attempt whose report is refused because it has lost its lease."""
+
+    def forget(self, attempt: Attempt) -> None:
+        """Drop the unwritten reports of an attempt that has ended."""
+
+    def close(self) -> None:
+        """Write no more reports, because the executor stops."""
+
+
+class LeaseKeeper:
+    """The thread that renews the leases of one owner, with a database connection of its own.
+
+    Nothing else runs in this thread, so that leases are renewed while the shared threads are busy or blocked.
+    A call that hangs is aborted: its socket is shut down, so the thread gets an error and reconnects at the
+    next call.
+    """
+
+    def __init__(self, owner: str, lease: float, renew: Callable[..., dict[UUID, int]]) -> None:
+        self._owner, self._lease, self._renew_rows = owner, lease, renew
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
+        self._link: Any = None
+
+    async def renew(self, fences: Mapping[UUID, int]) -> dict[UUID, int]:
+        """Extend the leases on these ids; return the ids that the owner still holds, with their fences.
+
+        Raises TimeoutError after half a lease.
+        """
+        call = asyncio.get_running_loop().run_in_executor(self._thread, self._renew, list(fences))
+        try:
+            async with asyncio.timeout(self._lease / 2):
+                return await call
+        except TimeoutError:
+            self._cut()
+            raise
+
+    async def close(self) -> None:
+        """Close the connection and end the thread."""
+        self._cut()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / 2):
+                    await asyncio.get_running_loop().run_in_executor(self._thread, _disconnect)
+        finally:
+            # The wait above may have timed out before the thread was free, which cancels that call.
+            self._thread.submit(_disconnect)
+            self._thread.shutdown(wait=False)
+
+    def _renew(self, ids: list[UUID]) -> dict[UUID, int]:
+        close_old_connections()  # a broken or an old one; Django then opens a new one
+        connection.ensure_connection()
+        self._link = connection.connection
+        try:
+            return self._renew_rows(self._owner, ids, now=clock.now(), lease=self._lease)
+        finally:
+            self._link = None
+
+    def _cut(self) -> None:
+        link = self._link
+        if link is None or link.closed:
+            return
+        with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(link.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+
+
+def _disconnect() -> None:
+    connection.close()
+
 
 log = logging.getLogger(__name__)
 
 
-LOOK_EVERY = 1.0
+POLL_EVERY = 1.0
 """Seconds between two polls of the rows without a wake-up."""
 CLAIMED_AT_ONCE = 1024
 _RENEWALS_PER_LEASE = 8
@@ -42,7 +153,14 @@ class Executor(Generic[C]):
     def __init__(self, owner: str, queue: Queue[C], *, lease: float) -> None:
         self._owner, self._queue, self._lease = owner, queue, lease
         self._tasks: dict[UUID, tuple[int, asyncio.Task[None]]] = {}
-        self._wake_up, self._renew = asyncio.Event(), asyncio.Event()
+        self._claims = PeriodicTask(
+            f"claims of {queue.name}", self._claim_due, interval=POLL_EVERY, retry_on=(DatabaseError,)
+        )
+        self._renewals = PeriodicTask(
+            f"leases of {queue.name}", self._renew_leases, interval=lease / _RENEWALS_PER_LEASE
+        )
+        self._keeper = LeaseKeeper(owner, lease, queue.renew)
+        self._good_until = clock.monotonic() + lease
         self._claiming = asyncio.Lock()
         self._terminating: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
@@ -53,22 +171,27 @@ class Executor(Generic[C]):
         """Return the number of running attempts. Thread-safe."""
         return len(self._tasks)
 
-    def hint(self, *, cancelled: bool = False) -> None:
+    def wake(self, *, cancelled: bool = False) -> None:
         """Wake the executor, because an item may be due or have been cancelled."""
-        self._wake_up.set()
+        self._claims.wake()
         if cancelled:
-            self._renew.set()
+            self._renewals.wake()
 
     async def run(self) -> None:
         """Claim and run items until `stop`; the loops are supervised together."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._claim_loop())
-            group.create_task(self._lease_loop())
+        self._good_until = clock.monotonic() + self._lease
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._claims.run())
+                group.create_task(self._renewals.run())
+        finally:
+            await self._keeper.close()
 
     async def stop(self) -> None:
         """Cancel the running attempts and release their operations at once."""
         self._stopping = True
-        self._wake_up.set()
+        self._claims.stop()
+        self._renewals.stop()
         async with self._claiming:  # a running claim commits first, so that it is released too
             await asyncio.gather(*self._cancel_attempts(list(self._tasks)), return_exceptions=True)
             self._queue.close()
@@ -77,19 +200,9 @@ class Executor(Generic[C]):
             except DatabaseError:
                 log.warning("leases could not be handed back; they run out by themselves", exc_info=True)
 
-    async def _claim_loop(self) -> None:
-        while not self._stopping:
-            self._wake_up.clear()
-            try:
-                await self._reap()
-                await self.claim_once()
-            except DatabaseError as error:
-                log.warning("cannot claim %s: %s", self._queue.name, error)
-            try:
-                async with asyncio.timeout(LOOK_EVERY):
-                    await self._wake_up.wait()
-            except TimeoutError:
-                continue
+    async def _claim_due(self) -> None:
+        await self._reap()
+        await self.claim_once()
 
     async def _reap(self) -> None:
         """Requeue expired items of any controller, twice per lease."""
@@ -111,7 +224,7 @@ class Executor(Generic[C]):
             for claim in claimed:
                 self._begin(claim)
             if len(claimed) == CLAIMED_AT_ONCE:
-                self._wake_up.set()  # more may be due; the claimed items start meanwhile
+                self._claims.wake()  # more may be due; the claimed items start meanwhile
             return len(claimed)
 
     def _begin(self, claim: C) -> None:
@@ -128,7 +241,7 @@ class Executor(Generic[C]):
         current = self._tasks.get(attempt[0])
         if current is not None and current[1] is task:
             del self._tasks[attempt[0]]
-        self._wake_up.set()
+        self._claims.wake()
 
     def _lost(self, attempt: Attempt) -> None:
         """Cancel an attempt whose report was refused, because it has lost its lease."""
@@ -141,31 +254,18 @@ class Executor(Generic[C]):
         current = self._tasks.get(attempt[0])
         return current is not None and current[0] == attempt[1]
 
-    async def _lease_loop(self) -> None:
-        keeper = LeaseKeeper(self._owner, self._lease, self._queue.renew)
+    async def _renew_leases(self) -> None:
+        renewed_at, fences = clock.monotonic(), {id: fence for id, (fence, _) in self._tasks.items()}
         try:
-            await self._keep_leases(keeper)
-        finally:
-            await keeper.close()
-
-    async def _keep_leases(self, keeper: LeaseKeeper) -> None:
-        good_until = clock.monotonic() + self._lease
-        while not self._stopping:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease / _RENEWALS_PER_LEASE):
-                    await self._renew.wait()
-            self._renew.clear()
-            renewed_at, fences = clock.monotonic(), {id: fence for id, (fence, _) in self._tasks.items()}
-            try:
-                held = await keeper.renew(fences)
-            except (DatabaseError, TimeoutError) as error:
-                log.warning("cannot renew leases: %s", error or "no answer from the database")
-                if clock.monotonic() >= good_until:
-                    self._cancel_attempts(list(self._tasks))
-                continue
-            good_until = renewed_at + self._lease
-            lost = [id for id, fence in fences.items() if held.get(id) != fence and self._runs((id, fence))]
-            self._cancel_attempts(lost)
+            held = await self._keeper.renew(fences)
+        except (DatabaseError, TimeoutError) as error:
+            log.warning("cannot renew leases: %s", error or "no answer from the database")
+            if clock.monotonic() >= self._good_until:
+                self._cancel_attempts(list(self._tasks))
+            return
+        self._good_until = renewed_at + self._lease
+        lost = [id for id, fence in fences.items() if held.get(id) != fence and self._runs((id, fence))]
+        self._cancel_attempts(lost)
 
     def _cancel_attempts(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
         """Cancel these attempts and stop renewing their leases.

@@ -1,6 +1,6 @@
 """The queue of operations with a single lease: loads, unloads, deletions of models.
 
-Progress is written in batches (`recorder.py`). A handler ends in one of four ways: it returns a result
+Progress is written in batches (`work.py`). A handler ends in one of four ways: it returns a result
 (completed), raises a ClusterError (failed), raises `Postpone` (requeued, with the reason), or raises
 `Abandoned` (cancelled).
 """
@@ -14,14 +14,12 @@ from uuid import UUID
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import controller as metrics
-from operations.executor.recorder import Batch, Recorder
-from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread
-from operations.ledger import lease as ledger_lease
-from operations.ledger import outcome, progress
-from operations.ledger.fence import LeaseLost
-from operations.ledger.progress import Attempt
+from operations.executor.work import Abandoned, Batch, Handler, Postpone, Recorder, Work, in_thread
+from operations.ledger import attempts, progress
+from operations.ledger import attempts as ledger_lease
 from operations.models import Operation
 from operations.reconcilers import tasks
 from operations.states import Event
@@ -116,7 +114,7 @@ class OperationQueue:
             said.get("error") or said.get("message") or "",
         )
         ticks = await self._recorder.take(work.attempt)
-        await in_thread(outcome.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
+        await in_thread(attempts.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
         return event
 
     async def _put_back(self, work: Work, pause: Postpone) -> Event:
@@ -131,7 +129,7 @@ class OperationQueue:
         ticks, now = await self._recorder.take(work.attempt), clock.now()
         event = Event.WAIT if pause.waiting else Event.POSTPONE
         await in_thread(
-            outcome.put_back,
+            attempts.put_back,
             work.id,
             work.operation.fence,
             event,

@@ -1,24 +1,118 @@
-"""The argument of an operation's handler, and the exceptions that the handler may raise."""
+"""Interface of an operation's handler: its argument, the exceptions that it may raise, and its reports."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from channels.db import database_sync_to_async
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, OperationalError
 
-from operations.executor.recorder import Recorder
-from operations.ledger import lease
-from operations.ledger.progress import Attempt, Tick
+from localai_cluster.kit import backoff
+from localai_cluster.kit.batching import Batcher
+from localai_cluster.kit.leases import Attempt
+from operations.ledger import attempts
+from operations.ledger.progress import Tick
 from operations.models import Operation
+
+log = logging.getLogger(__name__)
+
+BATCH_EVERY, BATCH_EVERY_AT_MOST = 0.1, 0.2
+"""Seconds between the beginnings of two batches: twice as long as the last one took, within these bounds."""
+WRITE_TIMEOUT = 5.0
+_UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)
+
+Batch = Mapping[Attempt, Collection[Tick]]
+
+
+class Recorder:
+    """Buffers the progress reports of running attempts and writes them in batches, one recorder per executor.
+
+    It keeps the latest report of each target, writes at once if no write is running, and starts at most ten
+    batches a second, five if they are slow: outcomes and leases need the same rows. A batch that cannot be
+    written is retried, merged with newer reports. A crash loses unwritten reports, never an outcome. `write`
+    returns the attempts that have lost their operation.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Batch], Awaitable[set[Attempt]]],
+        lost: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
+        self._write, self._lost = write, lost
+        self._batches: Batcher[Attempt, list[Tick]] = Batcher(
+            self._write_batch,
+            merge=lambda earlier, later: _merge([*earlier, *later]),
+            interval=(BATCH_EVERY, BATCH_EVERY_AT_MOST),
+            retry_on=_UNREACHABLE,
+        )
+
+    def add(self, attempt: Attempt, tick: Tick) -> None:
+        """Buffer a report for the next batch."""
+        self._batches.add(attempt, [tick])
+
+    async def take(self, attempt: Attempt) -> list[Tick]:
+        """Remove and return the unwritten reports of an attempt, to be written with its outcome.
+
+        A running batch with a report of this attempt ends first: it must not be written after the outcome.
+        """
+        return await self._batches.take(attempt) or []
+
+    def forget(self, attempt: Attempt) -> None:
+        """Drop the unwritten reports of an attempt that has ended."""
+        self._batches.discard(attempt)
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._batches.close()
+
+    async def _write_batch(self, batch: Mapping[Attempt, list[Tick]]) -> Mapping[Attempt, list[Tick]]:
+        try:
+            await self._write_reports(batch)
+        except _UNREACHABLE:
+            raise
+        except DatabaseError:
+            return await self._write_one_by_one(batch)
+        return {}
+
+    async def _write_reports(self, batch: Batch) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT):
+            for attempt in await self._write(batch):
+                self._lost(attempt)
+
+    async def _write_one_by_one(self, batch: Mapping[Attempt, list[Tick]]) -> Mapping[Attempt, list[Tick]]:
+        """Write the reports separately, so that one that the database refuses does not block the others."""
+        left = {}
+        for attempt, ticks in batch.items():
+            try:
+                await self._write_reports({attempt: ticks})
+            except _UNREACHABLE:
+                left[attempt] = ticks
+            except DatabaseError as refusal:
+                log.warning("a report of operation %s cannot be written: %s", attempt[0], refusal)
+        return left
+
+
+def _merge(ticks: Iterable[Tick]) -> list[Tick]:
+    """Merge the reports of one attempt: at most two for a node, in the order in which they came.
+
+    A report without bytes follows the last one with bytes, whose final figures it must not replace.
+    """
+    merged: dict[tuple[UUID | None, bool], Tick] = {}
+    for tick in ticks:
+        key = (tick.node_id, tick.total_bytes > 0)
+        earlier = merged.pop(key, None)
+        merged[key] = tick.after(earlier) if earlier else tick
+    return list(merged.values())
+
 
 P = ParamSpec("P")
 
 
 R = TypeVar("R")
-
-
-_RETRY_CAP = 30.0
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +160,7 @@ class Work:
     async def report(self, tick: Tick) -> None:
         """Report the attempt's next step; raise LeaseLost if the attempt has lost the operation."""
         self.recorder.add(self.attempt, tick)
-        await in_thread(lease.confirm, *self.attempt)
+        await in_thread(attempts.confirm, *self.attempt)
 
     def progress(self, tick: Tick) -> None:
         """Report progress, at any rate: the next batch writes the latest figures.
@@ -81,4 +175,4 @@ Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
 
 def retry_delay(attempts: int) -> float:
     """Return the seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
-    return float(min(2.0 ** min(attempts, 10), _RETRY_CAP))
+    return backoff.delay(attempts + 1, first=1.0, longest=30.0)

@@ -16,9 +16,9 @@ from localai_cluster.gallery_index import public_url
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import stand_in_line
+from localai_cluster.kit.rows import update_rows
 from operations import targets
 from operations.changes.publish import announce
-from operations.ledger.progress import update
 from operations.models import (
     ACTIVE,
     QUEUED,
@@ -248,7 +248,7 @@ def cancel(
             "waits_for_node",
             "overdue_since",
         ]
-        update(parts, columns)
+        update_rows(parts, columns)
         operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
         operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None
         operation.finished_at = operation.updated_at = now

@@ -11,15 +11,15 @@ from datetime import datetime
 from typing import Self
 from uuid import UUID
 
-from django.db import connection, models
+from django.db import connection
 
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import Attempt
+from localai_cluster.kit.rows import update_rows
 from operations import targets
 from operations.changes.publish import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
 
-Attempt = tuple[UUID, int]
-"""One attempt at an operation: id and fence."""
 REPORTED = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
     "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
@@ -89,8 +89,8 @@ def record(
             ticks = reports[operation.id, operation.fence]
             moved += _move(operation, parts.get(operation.id, ()), ticks, now)
             operation.updated_at = now
-        update(mine, REPORTED)
-        update(moved, _PART)
+        update_rows(mine, REPORTED)
+        update_rows(moved, _PART)
         announce(mine, parts, moved)
     return reports.keys() - rows.keys()
 
@@ -99,7 +99,7 @@ def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> No
     """Apply the last reports of an attempt to its operation, which the caller saves."""
     if not ticks:
         return
-    update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _PART)
+    update_rows(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _PART)
 
 
 def _move(
@@ -149,27 +149,3 @@ def move_part(part: OperationTarget, tick: Tick, now: datetime) -> None:
     reached = part.current_bytes if part.file_name == file_name else 0
     part.file_name, part.current_bytes = file_name, max(tick.current_bytes, reached)
     part.total_bytes = tick.total_bytes
-
-
-def update(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
-    """Write these columns of the rows: one UPDATE that joins arrays of values.
-
-    Django's `bulk_update` writes a CASE with a branch for each row into each column: its cost grows with the
-    square of the rows.
-    """
-    if not rows:
-        return
-    meta, quote = rows[0]._meta, connection.ops.quote_name
-    fields = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
-    names = [quote(field.column or field.name) for field in fields]
-    arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
-    changes = ", ".join(f"{name} = v.{name}" for name in names)
-    values = [
-        [field.get_db_prep_save(getattr(row, field.attname), connection) for row in rows] for field in fields
-    ]
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {quote(meta.db_table)} AS t SET {changes}"
-            f" FROM unnest({arrays}) AS v ({', '.join(names)}) WHERE t.id = v.id",
-            values,
-        )

@@ -15,9 +15,10 @@ from django.db import connection
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.rows import update_rows
 from operations import targets
 from operations.changes.publish import announce
-from operations.ledger.progress import Tick, move_part, update
+from operations.ledger.progress import Tick, move_part
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, storable
 
 Change = Callable[[OperationTarget, datetime], None]
@@ -80,8 +81,8 @@ def change(
                 apply(part, now)
                 moved.append(part)
         targets.adopt(operation, parts[operation.id], now)
-    update(moved, PART)
-    update(operations, STATE)
+    update_rows(moved, PART)
+    update_rows(operations, STATE)
     return Changed(operations, parts, moved)
 
 
@@ -188,5 +189,5 @@ def note(notes: Mapping[UUID, str], *, now: datetime) -> None:
     parts = list(cancelled.select_for_update(no_key=True))
     for part in parts:
         part.reason = storable(notes[part.intent_id]) if part.intent_id else part.reason
-    update(parts, ["reason"])
+    update_rows(parts, ["reason"])
     announce(operations)

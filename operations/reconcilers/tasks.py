@@ -6,7 +6,7 @@ from datetime import timedelta
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
-from operations.ledger import lease, retention
+from operations.ledger import attempts, retention
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def reap() -> None:
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
             return
-        requeued, failed = lease.reap(now=clock.now())
+        requeued, failed = attempts.reap(now=clock.now())
     if requeued or failed:
         log.warning("expired operation leases: %d requeued, %d given up", requeued, failed)
 

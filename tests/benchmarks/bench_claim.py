@@ -117,7 +117,7 @@ def main() -> None:
         from django.db import connection, connections
 
         from nodes.backends import intents
-        from operations.ledger import lease
+        from operations.ledger import attempts
 
         fill_operations(chosen.waiting, chosen.running)
         fill_intents(chosen.waiting, chosen.running)
@@ -125,7 +125,7 @@ def main() -> None:
             cursor.execute("ANALYZE")
         if chosen.plans:
             plans()
-        measure("operations", lease.claim)
+        measure("operations", attempts.claim)
         measure("intents", intents.claim)
         connections.close_all()
 

@@ -96,23 +96,23 @@ class Decisions:
     """One decision in each way; the models take turns."""
 
     def __init__(self, models: int) -> None:
-        from nodes.decisions.fleet_cache import Mirror
+        from nodes.decisions.fleet_cache import FleetCache
         from nodes.placement.choose import Need
         from nodes.placement.explain import FleetView
 
         self.chance = random.Random(2)
         needs = [Need(vram=self.chance.randrange(1, 40 * GIB)) for _ in range(models)]
         self.asked = {f"m{number}": FleetView((), need) for number, need in enumerate(needs)}
-        self.mirror = Mirror()
+        self.mirror = FleetCache()
         self.fleet = self._in_memory()
         self.beaten = clock.monotonic()
 
     def _in_memory(self) -> Any:
-        from nodes.decisions import placement_snapshot
-        from nodes.placement.ranking import StandingFleet
+        from nodes.decisions import fleet_queries
+        from nodes.placement.ranking import RankedFleet
 
-        fleet = StandingFleet()
-        for node in placement_snapshot.fleet("any"):
+        fleet = RankedFleet()
+        for node in fleet_queries.read_fleet("any"):
             fleet.put(node)
         return fleet
 
@@ -123,10 +123,10 @@ class Decisions:
 
     def plain(self) -> None:
         """All rows, all nodes."""
-        from nodes.decisions import placement_snapshot
+        from nodes.decisions import fleet_queries
 
         name, asked = self.turn()
-        replace(asked, nodes=placement_snapshot.fleet(name)).decide()
+        replace(asked, nodes=fleet_queries.read_fleet(name)).decide()
 
     def in_memory(self) -> None:
         """The chosen node has a request more, and a tenth of the nodes beats every second."""
@@ -141,22 +141,22 @@ class Decisions:
 
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
-        from nodes.decisions import decision_log, fleet_snapshots
-        from nodes.decisions.placement_snapshots import sections
-        from nodes.placement.load_decision import LoadQuestion, settle
+        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions.load_snapshots import encode_load
+        from nodes.placement.load_decision import LoadQuestion, decide_load
 
         (name, asked), load = self.turn(), uuid4()
         view, decision = self.mirror.decided(name, asked)
         question = LoadQuestion(view)
-        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
-        told = settle(question, decision)
-        decision_log.record(decision_log.Decided(name, load, told, seen), now=clock.now())
+        seen = snapshot_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
+        told = decide_load(question, decision)
+        decision_log.record(decision_log.DecisionRecord(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
-        from nodes.decisions import decision_log, fleet_snapshots
-        from nodes.decisions.placement_snapshots import sections
-        from nodes.placement.load_decision import LoadQuestion, settle
+        from nodes.decisions import decision_log, snapshot_log
+        from nodes.decisions.load_snapshots import encode_load
+        from nodes.placement.load_decision import LoadQuestion, decide_load
         from nodes.replicas import slots
         from nodes.replicas.lifecycle import AttemptId
 
@@ -164,8 +164,8 @@ class Decisions:
         view, decision = self.mirror.decided(name, asked)
         assert decision.node is not None
         question = LoadQuestion(view)
-        told = settle(question, decision)
-        seen = fleet_snapshots.remember(sections(str(load), name, question), now=clock.now())
+        told = decide_load(question, decision)
+        seen = snapshot_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
         slots.reserve(
             decision.node,
             name,
@@ -173,7 +173,7 @@ class Decisions:
             backend="b",
             now=clock.now(),
             need=asked.need,
-            why=decision_log.Decided(name, load, told, seen),
+            why=decision_log.DecisionRecord(name, load, told, seen),
         )
 
 

@@ -37,14 +37,14 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
     from django.db import transaction
 
     from operations.changes.publish import announce
-    from operations.ledger import admission, lease
+    from operations.ledger import admission, attempts
     from operations.ledger.admission import OperationRequest
     from operations.models import Operation
 
     for number in range(OPERATIONS):
         asked = OperationRequest("backend_install", key=f"k{number}", element=f"b{number}", actor="bench")
         admission.admit(asked, now=clock.now())
-    mine = lease.claim("bench", now=clock.now(), lease=3600, limit=OPERATIONS)
+    mine = attempts.claim("bench", now=clock.now(), lease=3600, limit=OPERATIONS)
     due = clock.monotonic()
     for first in itertools.cycle(range(0, OPERATIONS, BATCH)):
         if stop.wait(max(due - clock.monotonic(), 0)):

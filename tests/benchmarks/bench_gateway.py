@@ -26,7 +26,7 @@ import psycopg
 from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import Definition, load_options, read
+from nodes.definitions.files import Definition, load_options, read_definition
 from tests.benchmarks.bench_direct import measure as measure_direct
 from tests.benchmarks.counting import StatementCounter
 from tests.benchmarks.load import Figures
@@ -61,7 +61,7 @@ def engine(name: str, folder: Path) -> Iterator[str]:
 
 def definition(name: str) -> Definition:
     """The seeded definition that runs on the engine of this name."""
-    return read(ROOT / "examples" / "models" / f"{name}.yaml")
+    return read_definition(ROOT / "examples" / "models" / f"{name}.yaml")
 
 
 async def _load(running: backends.Backend, wanted: Definition) -> None:

@@ -64,13 +64,13 @@ def set_up(environment: dict[str, str]) -> None:
 def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
     """Another controller's change of an operation, again and again."""
     set_up(environment)
-    from operations.ledger import admission, lease, outcome
+    from operations.ledger import admission, attempts
 
     admission.admit(admission.OperationRequest("probe", key="probe", element="p", actor="b"), now=clock.now())
-    (mine,) = lease.claim("probe", now=clock.now(), lease=3600, limit=1)
+    (mine,) = attempts.claim("probe", now=clock.now(), lease=3600, limit=1)
     while not stop.wait(PROBE_EVERY):
         began = clock.monotonic()
-        outcome.progress(mine.id, mine.fence, _tick(), now=clock.now())
+        attempts.progress(mine.id, mine.fence, _tick(), now=clock.now())
         took.put(clock.monotonic() - began)
     took.put(None)
 
@@ -85,7 +85,7 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
     """(operation, node) of each part."""
     from uuid import uuid4
 
-    from operations.ledger import admission, lease
+    from operations.ledger import admission, attempts
 
     nodes = [(uuid4(), f"node-{number}") for number in range(parts)]
     for number, targets in enumerate([nodes] if together else [[node] for node in nodes]):
@@ -93,7 +93,7 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
             "backend_install", key=f"{uuid4()}{number}", element="x", actor="bench", targets=targets
         )
         admission.admit(asked, now=clock.now())
-    mine = lease.claim("bench", now=clock.now(), lease=3600, limit=parts)
+    mine = attempts.claim("bench", now=clock.now(), lease=3600, limit=parts)
     return [(operation, target.node_id) for operation in mine for target in operation.targets.all()]
 
 
@@ -115,10 +115,10 @@ async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..
 async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it was: a report is a transaction, and its attempt waits for it."""
     from operations.executor.work import in_thread
-    from operations.ledger import outcome
+    from operations.ledger import attempts
 
     async def tell(operation: Any, tick: Any) -> None:
-        await in_thread(outcome.progress, operation.id, operation.fence, tick, now=clock.now())
+        await in_thread(attempts.progress, operation.id, operation.fence, tick, now=clock.now())
         run.late.append(clock.monotonic() - float(tick.message))
 
     await report(parts, seconds, tell)
@@ -128,7 +128,7 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it is: the recorder writes the latest of every part together."""
     from operations.executor.operation_queue import write_batch
-    from operations.executor.recorder import Batch, Recorder
+    from operations.executor.work import Batch, Recorder
 
     async def write(batch: Batch) -> Any:
         lost = await write_batch(batch)

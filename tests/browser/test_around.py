@@ -14,7 +14,6 @@ ADMIN = (
     "/admin/",
     "/admin/nodes/backendnode/",
     "/admin/nodes/backendnode/{node}/change/",
-    "/admin/nodes/backendnode/{node}/drain/",
     "/admin/nodes/nodeevent/",
     "/admin/operations/operation/",
 )

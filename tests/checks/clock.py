@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOMS = ("localai_cluster", "nodes", "operations", "tests", "manage.py")
-ALLOWED = {"localai_cluster/kit/clock.py", "tests/checks/clock.py", "tests/unit/test_checks.py"}
+ALLOWED = {"localai_cluster/kit/clock.py", "tests/checks/clock.py", "tests/tooling/test_checks.py"}
 
 _SQL_CLOCK = re.compile(
     r"\b(now|clock_timestamp|statement_timestamp|transaction_timestamp|timeofday)\s*\(\s*\)"

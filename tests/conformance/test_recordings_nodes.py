@@ -28,7 +28,7 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import database_pool
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import NodeModel
-from nodes.registry import identity_cache
+from nodes.registry import heartbeats
 from tests.checks import trace
 from tests.support import api, hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -271,7 +271,7 @@ async def replay() -> list[str]:
         story = Story(client)
         for entry in exchanges():
             await story.before(entry.key, entry.recorded)
-            identity_cache.shared().forget("")  # a web process listens; here nothing does
+            heartbeats.identity_cache().forget("")  # a web process listens; here nothing does
             answer = await story.send(entry.recorded)
             await beats_written()
             found = set(story.differences(entry.recorded, answer))

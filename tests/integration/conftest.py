@@ -8,7 +8,7 @@ from django.db import connections
 
 from localai_cluster.kit.database_pool import Pool
 from nodes.api.heartbeats import HeartbeatApplication
-from nodes.registry.identity_cache import KnownNodes
+from nodes.registry.heartbeats import IdentityCache
 from operations.changes.events import conninfo
 from tests.support.beating import Counted
 
@@ -26,4 +26,4 @@ async def database() -> AsyncIterator[Counted]:
 @pytest.fixture
 def application(database: Counted) -> HeartbeatApplication:
     """The ASGI application over the test database."""
-    return HeartbeatApplication(lambda: database, KnownNodes())
+    return HeartbeatApplication(lambda: database, IdentityCache())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from localai_cluster.kit import clock
-from nodes.api import plain_commands
+from nodes.api import cluster_backends
 from nodes.api.models import ended
 from nodes.backends import catalogue, intents
 from nodes.backends.intents import Ended
@@ -257,7 +257,7 @@ def test_a_deletion_that_fails_is_a_502_with_the_nodes_and_their_reasons() -> No
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("http-4.2")
 def test_a_deletion_that_takes_long_goes_on_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_commands, "HOLD", 0.0)
+    monkeypatch.setattr(cluster_backends, "HOLD", 0.0)
     node("a", has="echo")
     answer = post(SYSTEM_DELETE, name="echo")
     assert (answer.status_code, answer.json()["success"]) == (202, False)
@@ -273,7 +273,7 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
         Operation.objects.all().delete()
         return ended(operation, seconds)
 
-    monkeypatch.setattr(plain_commands, "ended", cleared)
+    monkeypatch.setattr(cluster_backends, "ended", cleared)
     answer = post(SYSTEM_DELETE, name="echo")
     assert (answer.status_code, answer.json()["error"]) == (502, "the record of the operation was cleared")
 
@@ -283,7 +283,7 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
 def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plain_commands, "HOLD", 0.0)
+    monkeypatch.setattr(cluster_backends, "HOLD", 0.0)
     made = node("a")
     nowhere = post(SYSTEM_DELETE, name="other")
     assert (nowhere.status_code, nowhere.json()["message"]) == (200, "backend other is on no node")

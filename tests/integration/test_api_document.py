@@ -16,17 +16,17 @@ import pytest
 from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster.documents import SchemaView
+from localai_cluster.api_document import SchemaView
 from localai_cluster.kit import clock
 from nodes.backends import worker_logs
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.decisions.decision_log import record
-from nodes.definitions.files import parse
+from nodes.definitions.files import parse_definition
 from nodes.loading import load_explanation
 from nodes.loading.load_placement import LoadNeeds
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
-from nodes.placement.choose import NOTHING
-from nodes.registry import node_rows, samples
+from nodes.placement.choose import NO_NEED
+from nodes.registry import node_rows, resources
 from operations.ledger import admission
 from tests.support import api, deciding, worker_http
 from tests.support.worker_http import ENGINE_TOKEN, answers, silent
@@ -174,14 +174,14 @@ def reasons(read: Reader) -> None:
     for body in ({"need": {"vram": 8}, "replicas": 2, "nodes": [{"count": 1, "vram_gib": 1.5}]}, {}):
         read("POST", "/api/placement/plan", body)
     read("GET", "/api/placement/fit/nothing")
-    defined = parse({"name": "org/m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
-    with patch.object(load_explanation, "needs_of", return_value=LoadNeeds(defined, NOTHING)):
+    defined = parse_definition({"name": "org/m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    with patch.object(load_explanation, "needs_of", return_value=LoadNeeds(defined, NO_NEED)):
         read("GET", "/api/placement/fit/org/m")
 
 
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
-    for nodes in ([], placement_snapshot.fleet(model, only=[node.id])):
+    for nodes in ([], fleet_queries.read_fleet(model, only=[node.id])):
         record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 
@@ -247,7 +247,7 @@ def dispute(read: Reader) -> None:
     read("POST", f"{at}/identity/revoke", {"reason": "stolen"})
     read("POST", f"{at}/identity/revoke")
     read("GET", at)
-    samples.keep(now=clock.now())
+    resources.store_samples(now=clock.now())
     read("GET", f"{at}/memory")
     read("GET", f"{at}/events?limit=2")
     read("DELETE", at)

@@ -10,7 +10,7 @@ import pytest
 from localai_cluster.kit import clock
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeModel
-from nodes.registry.identity_cache import KnownNodes
+from nodes.registry.heartbeats import IdentityCache
 from nodes.replicas import checks
 from tests.support import api, hot
 from tests.support.beating import Counted, beat, made, now_of
@@ -44,7 +44,7 @@ async def test_a_report_puts_the_replica_in_question(application: HeartbeatAppli
 
 async def test_without_a_word_of_it_a_beat_costs_nothing_more(database: Counted) -> None:
     node = await node_with_replica()
-    application = HeartbeatApplication(lambda: database, KnownNodes())
+    application = HeartbeatApplication(lambda: database, IdentityCache())
     bodies: list[dict[str, Any]] = [{}, {"ended_processes": []}, {"ended_processes": None}]
     for body in bodies:
         assert (await beat(application, node.id, body))[0] == 200
@@ -100,5 +100,5 @@ async def test_what_cannot_be_noted_is_not_answered_well(database: Counted) -> N
                 raise psycopg.OperationalError("cut")
             return await super().rows(statement, parameters)
 
-    application = HeartbeatApplication(lambda: Cut(database.pool), KnownNodes())
+    application = HeartbeatApplication(lambda: Cut(database.pool), IdentityCache())
     assert (await beat(application, node.id, {"ended_processes": [REPORT]}))[0] == 503

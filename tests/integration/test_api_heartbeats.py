@@ -20,7 +20,7 @@ from localai_cluster.kit import clock, errors
 from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import heartbeats, services
-from nodes.registry.identity_cache import KnownNodes
+from nodes.registry.heartbeats import IdentityCache
 from operations.changes.events import NODES, conninfo
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
@@ -222,7 +222,7 @@ async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) ->
 async def test_beats_gather_into_one_statement(database: Counted) -> None:
     """docs/architecture.md: at most one UPDATE a second a process; the first after a quiet second at once."""
     nodes = [await made(name=f"w{i}", secret=f"{i:064x}") for i in range(40)]
-    application = HeartbeatApplication(lambda: database, KnownNodes())
+    application = HeartbeatApplication(lambda: database, IdentityCache())
     answers = await asyncio.gather(
         *(beat(application, n.id, {"available_ram": i}, secret=f"{i:064x}") for i, n in enumerate(nodes))
     )
@@ -256,7 +256,7 @@ async def test_an_answer_does_not_wait_for_the_batch(database: Counted) -> None:
     writer = BeatWriter(lambda: database, interval=0.3)
     writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
     await writer.settled()
-    gate = Gate(lambda: database, KnownNodes())
+    gate = Gate(lambda: database, IdentityCache())
     late = heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
     assert await gate.prove(late) is None
     writer.keep(late)
@@ -295,7 +295,7 @@ async def test_the_database_is_away() -> None:
         async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             raise psycopg.OperationalError("gone")
 
-    status, body = await beat(HeartbeatApplication(Away, KnownNodes()), uuid4())
+    status, body = await beat(HeartbeatApplication(Away, IdentityCache()), uuid4())
     assert (status, body["error"]["type"]) == (503, "node_error")
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from nodes.api import cluster_backends, installs
+from nodes.api import cluster_backends, node_backends
 from nodes.backends.intents import Ended, settle
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation
@@ -199,7 +199,7 @@ def test_without_the_database_it_is_503(monkeypatch: pytest.MonkeyPatch) -> None
     def away(*_: object, **__: object) -> None:
         raise OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr(installs, "ask", away)
+    monkeypatch.setattr(node_backends, "admit", away)
     answer = install(api.make_node().id, {"backend": "mock"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
 

@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation
 from tests.integration.test_api_document import document, fits
@@ -186,6 +186,6 @@ def test_nothing_can_be_paused_and_the_answer_says_what_to_do() -> None:
         answer = act("pause", operation)
         assert (answer.status_code, "cannot be paused" in answer.json()["error"]) == (409, True)
         assert Operation.objects.get(pk=operation.pk).status == "pending"
-    lease.claim("a", now=clock.now(), lease=60, limit=1)
+    attempts.claim("a", now=clock.now(), lease=60, limit=1)
     assert act("pause", operation).status_code == 409
     assert api.admin().post(f"/api/operations/{uuid4()}/pause").status_code == 404

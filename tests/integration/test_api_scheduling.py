@@ -1,4 +1,4 @@
-"""Scheduling rules over REST, from the settings and in the admin (`contract/http-api.md` §2.12)."""
+"""Scheduling rules over REST and from the settings (`contract/http-api.md` §2.12)."""
 
 import io
 import json
@@ -9,15 +9,12 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
-from django.contrib.admin.models import LogEntry
-from django.contrib.auth import get_user_model
 from django.core.management import CommandError, call_command
-from django.test import Client
 
 from localai_cluster.accounts.models import AuditEntry
 from localai_cluster.kit import clock, errors
 from nodes.models import ModelSchedulingConfig
-from nodes.scheduling import boot, store
+from nodes.scheduling import rules, store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, MOST_REPLICAS, Rule
 from operations.changes.events import conninfo
 from tests.support import api
@@ -227,7 +224,7 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
     results = at_once(
         *(lambda n=number: store.set_rule(Rule("m", {"n": str(n)}, n, n), now) for number in range(1, 7)),
         lambda: store.delete_rule("m", now),
-        lambda: store.replace([Rule("n"), Rule("m", {"n": "9"}, 9, 9)], now),
+        lambda: store.replace_rules([Rule("n"), Rule("m", {"n": "9"}, 9, 9)], now),
     )
     assert unexpected(results) == []
     row = ModelSchedulingConfig.objects.filter(model_name="m").first()
@@ -238,8 +235,8 @@ def test_writers_of_one_rule_at_once_all_succeed() -> None:
 
 
 def bootstrap(monkeypatch: pytest.MonkeyPatch, *entries: Any, file: str = "") -> str:
-    monkeypatch.setenv(boot.INLINE, json.dumps(entries))
-    monkeypatch.setenv(boot.FILE, file)
+    monkeypatch.setenv(rules.INLINE, json.dumps(entries))
+    monkeypatch.setenv(rules.FILE, file)
     said = io.StringIO()
     call_command("bootstrap", stdout=said)
     return said.getvalue()
@@ -269,7 +266,7 @@ def test_one_wrong_entry_ends_the_start_and_sets_nothing(monkeypatch: pytest.Mon
     """The error names setting, entry, reason and what to do."""
     with pytest.raises(CommandError) as failed:
         bootstrap(monkeypatch, {"model_name": "a"}, {"model_name": "m", "min_replicas": -1})
-    assert str(failed.value).startswith(f"{boot.INLINE}: entry 2 ('m'): min_replicas must be from 0 to")
+    assert str(failed.value).startswith(f"{rules.INLINE}: entry 2 ('m'): min_replicas must be from 0 to")
     assert "docs/configuration.md" in str(failed.value)
     assert not ModelSchedulingConfig.objects.exists()
 
@@ -277,68 +274,5 @@ def test_one_wrong_entry_ends_the_start_and_sets_nothing(monkeypatch: pytest.Mon
 def test_of_many_rules_all_are_set_or_none() -> None:
     """Also when one is refused at last."""
     with pytest.raises(errors.InvalidInput):
-        store.replace([Rule("a"), Rule("b", min_replicas=-1)], clock.now())
-    assert not ModelSchedulingConfig.objects.exists()
-
-
-# Django's admin
-
-PAGE = "/admin/nodes/modelschedulingconfig/"
-
-
-@pytest.fixture
-def root() -> Client:
-    """An admin's browser."""
-    browser = Client()
-    browser.force_login(get_user_model().objects.create_superuser("root", password="x"))
-    return browser
-
-
-def typed(**fields: Any) -> dict[str, Any]:
-    """What the form sends."""
-    numbers = dict.fromkeys(("min_replicas", "max_replicas", *ROUTING), 0)
-    return {"model_name": "m", "node_selector": "{}"} | numbers | {"route_policy": ""} | fields
-
-
-def test_the_admin_writes_rules_by_the_same_service(root: Client) -> None:
-    """Made, changed and deleted, singly and several; the audit says so, the model's name stays."""
-    assert root.post(f"{PAGE}add/", typed(min_replicas=1, node_selector="")).status_code == 302
-    made = shown()
-    assert demands() == {"min_replicas": 1, "max_replicas": 0}
-    page = f"{PAGE}{made['id']}/"
-    wanted = {"model_name": "other", "spread_all": "on", "node_selector": '{"a": "b"}'}
-    fields = typed(**wanted, route_policy="round_robin")
-    assert root.post(f"{page}change/", fields).status_code == 302
-    spread = {"spread_all": True, "route_policy": "round_robin", "node_selector": '{"a":"b"}'}
-    assert demands() == {"min_replicas": 0, "max_replicas": 0} | spread
-    assert shown()["id"] == made["id"]
-    assert LogEntry.objects.filter(object_id=made["id"]).count() == 2
-    assert root.post(f"{page}delete/", {"post": "yes"}).status_code == 302
-    for name in "ab":
-        put(model_name=name)
-    chosen = [str(pk) for pk in ModelSchedulingConfig.objects.values_list("pk", flat=True)]
-    several = {"action": "delete_selected", "_selected_action": chosen, "post": "yes"}
-    assert root.post(PAGE, several).status_code == 302
-    assert not ModelSchedulingConfig.objects.exists()
-    assert AuditEntry.objects.filter(kind="scheduling_rule.deleted", actor="root").count() == 3
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"min_replicas": 3, "max_replicas": 2},
-        {"spread_all": "on", "min_replicas": 1},
-        {"balance_rel_threshold": 0.5},
-        {"balance_rel_threshold": "nan"},
-        {"min_replicas": 10**12},
-        {"route_policy": "zz"},
-        {"node_selector": "[1]"},
-        {"node_selector": "{"},
-        {"model_name": "a\u202e"},
-    ],
-    ids=ascii,
-)
-def test_the_admin_refuses_what_rest_refuses(root: Client, wrong: dict[str, Any]) -> None:
-    """On the page, not with a 500."""
-    assert root.post(f"{PAGE}add/", typed(**wrong)).status_code == 200
+        store.replace_rules([Rule("a"), Rule("b", min_replicas=-1)], clock.now())
     assert not ModelSchedulingConfig.objects.exists()

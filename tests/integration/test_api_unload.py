@@ -15,11 +15,11 @@ from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
 from nodes.api import engines
 from nodes.definitions import folder
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas import drains
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event as State
 from tests.integration.test_api_document import document, fits
@@ -58,8 +58,8 @@ def a_controller(event: State, **said: Any) -> Iterator[None]:
     """Ends every operation that is asked for meanwhile in this way."""
 
     def work() -> None:
-        for operation in lease.claim("controller", now=clock.now(), lease=60, limit=9):
-            outcome.finish(operation.id, operation.fence, event, now=clock.now(), **said)
+        for operation in attempts.claim("controller", now=clock.now(), lease=60, limit=9):
+            attempts.finish(operation.id, operation.fence, event, now=clock.now(), **said)
 
     with meanwhile(work):
         yield
@@ -114,7 +114,7 @@ def test_a_lookup_that_fails_is_not_taken_for_absence(monkeypatch: pytest.Monkey
     def away(*_: Any, **__: Any) -> Any:
         raise OperationalError("the connection is lost")
 
-    monkeypatch.setattr(drains, "held", away)
+    monkeypatch.setattr(drains, "unloadable", away)
     answer = everywhere("unload", {"model_name": "echo"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
     assert not Operation.objects.exists()
@@ -242,7 +242,7 @@ def test_files_are_deleted_on_every_approved_node_whether_or_not_it_has_the_mode
 def test_a_model_that_is_being_loaded_is_not_unloaded_or_deleted_and_the_load_is_named() -> None:
     node = hot.node()
     now = clock.now()
-    wanted = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+    wanted = admission.OperationRequest(load_request.KIND, key=load_key("echo"), element="echo", actor="test")
     job = admission.admit(wanted, now=now).operation.id
     hot.replica(node, state="loading", owner=attempt(f"{job}:1"))
     for answer in (
@@ -275,7 +275,7 @@ class TestLoad:
         async def find(name: str) -> Any:
             return object() if name == "echo" else None
 
-        monkeypatch.setattr(folder, "find", find)
+        monkeypatch.setattr(folder, "find_definition", find)
 
     def post(self, body: Any) -> Any:
         return api.admin().post("/backend/load", body)
@@ -291,7 +291,7 @@ class TestLoad:
         with a_controller(State.COMPLETE):
             answer = self.post({"model": "echo"})
         operation = Operation.objects.get()
-        assert (operation.kind, operation.key) == (load.KIND, "model:echo#0")
+        assert (operation.kind, operation.key) == (load_request.KIND, "model:echo#0")
         assert (answer.status_code, answer.json()["loaded"]) == (200, ["echo"])
         assert answer.json()["jobID"] == str(operation.id)
 

@@ -12,11 +12,11 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster.accounts import principals
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
-from localai_cluster.websockets import websocket_application
+from localai_cluster.raw_routes import websocket_application
 from operations.changes import cursor, events, feed
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api
@@ -63,8 +63,8 @@ def admit(name: str = "mock") -> Operation:
 @sync_to_async
 def finish(operation: Operation) -> None:
     """Claims and completes what is due first."""
-    (work,) = lease.claim("t", now=clock.now(), lease=30, limit=1)
-    outcome.finish(work.id, work.fence, Event.COMPLETE, now=clock.now())
+    (work,) = attempts.claim("t", now=clock.now(), lease=30, limit=1)
+    attempts.finish(work.id, work.fence, Event.COMPLETE, now=clock.now())
 
 
 @sync_to_async

@@ -16,13 +16,13 @@ from django.test import Client
 from redis.exceptions import ConnectionError as RedisGone
 
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.registry import services
-from nodes.registry.identity_cache import KnownNodes
+from nodes.registry.heartbeats import IdentityCache
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -282,7 +282,7 @@ def test_a_requested_rotation_is_no_failure(failed_tokens: Failures) -> None:
 @pytest.mark.rule("http-1.2")
 async def test_heartbeats_count_too(exhausted: None) -> None:
     """In front of Django: a wrong secret is answered 429 from an exhausted address, 401 from another."""
-    application = HeartbeatApplication(Mock(), KnownNodes())
+    application = HeartbeatApplication(Mock(), IdentityCache())
 
     (over, headers), (other, _) = await asyncio.gather(
         beat_from(HERE, application), beat_from("192.0.2.8", application)

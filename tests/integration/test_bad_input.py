@@ -14,12 +14,11 @@ from pytest_django import Settings
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import Reply
 from nodes.dialects.audio_speech import SpeechBody
-from nodes.dialects.embeddings import EmbeddingsBody
-from nodes.dialects.images_generations import ImagesBody
-from nodes.dialects.openai_bodies import LARGEST_BODY
+from nodes.dialects.images import ImagesBody
 from nodes.dialects.openai_chat import ChatBody
+from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.openai_completions import CompletionBody
-from nodes.dialects.rerank import RerankBody
+from nodes.dialects.retrieval import EmbeddingsBody, RerankBody
 from nodes.dialects.tokens import DetokenizeBody, TokenizeBody
 from nodes.models import NodeModel
 from operations.models import Operation

@@ -9,14 +9,14 @@ from asgiref.sync import async_to_sync
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeaseLost
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeEvent, PendingBackendOp
 from nodes.registry import bulk, services
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import in_thread
-from operations.ledger import lease
-from operations.ledger.fence import LeaseLost
+from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
 from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim
@@ -40,7 +40,7 @@ def run(verb: str, on: list[BackendNode], **body: Any) -> Operation:
 async def run_controller() -> None:
     """Runs all operations that are due."""
     queue = OperationQueue(dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()))
-    for operation in await in_thread(lease.claim, "one", now=clock.now(), lease=60, limit=9):
+    for operation in await in_thread(attempts.claim, "one", now=clock.now(), lease=60, limit=9):
         await queue.carry_out(operation)
 
 
@@ -158,7 +158,7 @@ def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest
         run_controller()
     operation.refresh_from_db()
     assert (operation.status, sum(status == "healthy" for status in statuses(three))) == ("processing", after)
-    lease.release("one", now=clock.now())
+    attempts.release("one", now=clock.now())
     run_controller()
     operation.refresh_from_db()
     assert (operation.status, statuses(three)) == ("completed", ["healthy"] * 3)

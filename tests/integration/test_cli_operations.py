@@ -15,11 +15,11 @@ from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Failed
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger
-from operations.ledger import lease, outcome
+from operations.ledger import attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Waves
 from operations.states import Event
@@ -36,7 +36,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 def ask(*nodes: BackendNode, kind: str = INSTALL, backend: str = "echo", **more: Any) -> Operation:
     asked = Asked(list(nodes), actor="ann", client_address="10.0.0.9", **more)
-    return admission.ask(Wish(kind, backend), asked, now=clock.now()).operation
+    return admission.admit(Wish(kind, backend), asked, now=clock.now()).operation
 
 
 def settle(**outcomes: Any) -> None:
@@ -213,8 +213,8 @@ def test_an_operation_without_parts_is_followed_too(monkeypatch: pytest.MonkeyPa
     operation = load()
 
     def fail() -> None:
-        (mine,) = lease.claim("a", now=clock.now(), lease=60, limit=1)
-        outcome.finish(mine.id, mine.fence, Event.FAIL, now=clock.now(), error="no node has room")
+        (mine,) = attempts.claim("a", now=clock.now(), lease=60, limit=1)
+        attempts.finish(mine.id, mine.fence, Event.FAIL, now=clock.now(), error="no node has room")
 
     screen = Screen(("queued", fail))
     with pytest.raises(CommandError) as caught:

@@ -15,22 +15,22 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
-from nodes.decisions import fleet_cache, placement_snapshot
-from nodes.loading import delivery, load, transfer, wait
+from localai_cluster.messaging import messages
+from nodes.decisions import fleet_cache, fleet_queries
+from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
+from nodes.loading.load_attempts import attempt_id
 from nodes.loading.source_files import OpenedFile
 from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement import estimate
-from nodes.placement.choose import NOTHING, Need, Reason, refusal
+from nodes.placement import memory
+from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import load_ends, slots, staged_files
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from operations.states import Event
@@ -64,8 +64,8 @@ def files(stage: Stage, settings: Settings) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
-    monkeypatch.setattr(delivery, "REPORT_EVERY", 0.02)
-    monkeypatch.setattr(delivery, "_LOOK_AT_OTHER", 0.02)
+    monkeypatch.setattr(staging, "REPORT_EVERY", 0.02)
+    monkeypatch.setattr(staging, "_TURN_POLL", 0.02)
 
 
 @asynccontextmanager
@@ -83,10 +83,10 @@ async def states() -> list[tuple[str, int, str]]:
 
 
 async def holds(what: Callable[[], Any]) -> None:
-    async def look() -> bool:
+    async def check() -> bool:
         return bool(await in_thread(what))
 
-    assert await clock.wait_until(look, timeout=60, every=0.02)
+    assert await clock.wait_until(check, timeout=60, every=0.02)
 
 
 @pytest.mark.rule(
@@ -173,7 +173,7 @@ def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> 
     look = wait.status("echo", now)
     assert look is not None
     assert (look.current_bytes, wait.eta_seconds(look, now)) == (80, None)
-    outcome.finish(*attempt, Event.CANCEL, now=now)
+    attempts.finish(*attempt, Event.CANCEL, now=now)
     assert wait.status("echo", now) is None
 
 
@@ -211,7 +211,7 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
     assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
-    assert not stage.bus.asked[subjects.backend_install(str(stage.one.id))], "no engine was started for it"
+    assert not stage.bus.asked[messages.backend_install(str(stage.one.id))], "no engine was started for it"
 
 
 CLOSED = "127.0.0.1:1"
@@ -243,10 +243,10 @@ async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
 ) -> None:
     """And one with files waits, with the reason, while there is no other node (review R4)."""
     await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
-    nodes = await in_thread(placement_snapshot.fleet, "echo")
-    assert {refusal(node, need=Need(disk=1)) for node in nodes} == {None}
+    nodes = await in_thread(fleet_queries.read_fleet, "echo")
+    assert {find_refusal(node, need=Need(disk=1)) for node in nodes} == {None}
     decision = FleetView(nodes, Need(files=1)).decide()
-    assert decision.why_none() == "no node can take it: 2 with a file port that does not answer"
+    assert decision.describe_refusals() == "no node can take it: 2 with a file port that does not answer"
 
 
 @pytest.mark.rule("R2.57")
@@ -291,10 +291,10 @@ async def test_the_disk_is_looked_at_again_just_before(
     with pytest.raises(
         NodeRefused, match=r"0\.9 GiB of disk space free, 3 MiB of files and 1\.0 GiB to spare needed"
     ):
-        await in_thread(delivery._check_room, slot, SIZE)
-    await in_thread(delivery._check_room, slot, 0)
+        await in_thread(staging._check_disk_space, slot, SIZE)
+    await in_thread(staging._check_disk_space, slot, 0)
     settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)
-    await in_thread(delivery._check_room, slot, SIZE)
+    await in_thread(staging._check_disk_space, slot, SIZE)
 
 
 @pytest.mark.rule("R2.38")  # D-DISK-BROUGHT
@@ -302,14 +302,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path
 ) -> None:
     """A full disk keeps out a model that it has not, and takes one back that it has, also half of it."""
-    need = Need(disk=estimate.disk(40 * 2**30), disk_required=True)
+    need = Need(disk=memory.required_disk(40 * 2**30), disk_required=True)
 
     def refused() -> Any:
         looks = (
-            placement_snapshot.fleet("echo"),
-            fleet_cache.Mirror().decided("echo", FleetView((), need))[0].nodes,
+            fleet_queries.read_fleet("echo"),
+            fleet_cache.FleetCache().decided("echo", FleetView((), need))[0].nodes,
         )
-        first, second = ({one.id: refusal(one, need=need) for one in nodes} for nodes in looks)
+        first, second = ({one.id: find_refusal(one, need=need) for one in nodes} for nodes in looks)
         assert first == second
         return first[stage.one.pk]
 
@@ -321,14 +321,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
-        there = await in_thread(placement_snapshot.files_there, "echo")
+        there = await in_thread(fleet_queries.model_file_bytes, "echo")
         assert there == {stage.one.pk: SIZE + len(b"projector")}
         await in_thread(disk_of, stage.one, 2**30)
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
     await in_thread(staged_files.forget, stage.one.pk, "echo")
-    assert await in_thread(placement_snapshot.files_there, "echo") == {}
+    assert await in_thread(fleet_queries.model_file_bytes, "echo") == {}
 
 
 def disk_of(node: BackendNode, free: int) -> None:
@@ -338,23 +338,23 @@ def disk_of(node: BackendNode, free: int) -> None:
 def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
-    (view,) = [one for one in placement_snapshot.fleet("echo") if one.id == node.id]
+    (view,) = [one for one in fleet_queries.read_fleet("echo") if one.id == node.id]
     return slots.reserve(
-        view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
+        view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
     )
 
 
 def another_load() -> Work:
     now = clock.now()
     wanted = admission.OperationRequest(
-        load.KIND,
+        load_request.KIND,
         key=load_key("echo", "1"),
         element="echo",
         actor="test",
         needed_until=now + timedelta(hours=1),
     )
     admission.admit(wanted, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+    (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -365,18 +365,18 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=load.attempt_id(work))
+        return slots.begin_staging(slot, attempt=attempt_id(work))
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
+    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, attempt=load.attempt_id(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, attempt=load.attempt_id(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempt_id(stage.work)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -386,7 +386,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=load.attempt_id(works[number]))
+        return slots.begin_staging(places[number], attempt=attempt_id(works[number]))
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]
@@ -407,8 +407,8 @@ async def test_an_attempt_that_ends_leaves_what_has_arrived_and_the_next_one_goe
         assert await states() == [("one", 0, "staging")]
 
         def claimed_again() -> Work:
-            lease.release("controller", now=clock.now())
-            (operation,) = lease.claim("another", now=clock.now(), lease=60, limit=1)
+            attempts.release("controller", now=clock.now())
+            (operation,) = attempts.claim("another", now=clock.now(), lease=60, limit=1)
             return Work(operation, Recorder(write_batch))
 
         assert (await stage.handler(await in_thread(claimed_again)))["node"] == "one"
@@ -450,7 +450,7 @@ async def test_a_worker_that_started_again_is_no_node_that_refuses(
 async def test_a_token_that_stays_wrong_goes_to_the_next_node(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_REGISTERS", 0.0)
+    monkeypatch.setattr(staging, "_REGISTERS", 0.0)
     async with worker(tmp_path / "w", stage.one) as server:
         server.token = "another"
         await in_thread(stage.need_until)
@@ -480,7 +480,7 @@ async def test_a_folder_whose_server_does_not_answer_is_no_deadline(
     def late(*args: Any) -> Any:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
 
-    monkeypatch.setattr(OpenedFile, "_take", late)
+    monkeypatch.setattr(OpenedFile, "_read", late)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()
@@ -509,7 +509,7 @@ async def test_a_file_that_is_still_being_written_is_looked_at_again(
             file.write(b"more")
         return made
 
-    monkeypatch.setattr(delivery, "plan_files", then_longer)
+    monkeypatch.setattr(staging, "plan_files", then_longer)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()

@@ -15,23 +15,23 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.rpc.errors import BackendError
-from nodes.decisions import placement_snapshot
-from nodes.definitions.files import parse
+from nodes.decisions import fleet_queries
+from nodes.definitions.files import parse_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.free_memory import find_eviction
+from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.replicas import eviction, hooks, retire, slots, stops, terminations
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import Stopper
@@ -60,7 +60,7 @@ def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: A
 
 
 def asked(model: str, need: Need) -> LoadQuestion:
-    return LoadQuestion(FleetView(placement_snapshot.fleet(model), need))
+    return LoadQuestion(FleetView(fleet_queries.read_fleet(model), need))
 
 
 def placed(number: int, need: Need) -> Slot | Eviction | None:
@@ -158,24 +158,24 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
     """Free as it will be: while it stops, when it has gone, and with and without the new engine's share."""
     node = read_node("one", 2)
     victim = old(node, "a")
-    removed: list[Removed] = []
+    removed: list[RemovedReplica] = []
     hooks.on_removed.append(removed.append)
 
     def free(available: int) -> int:
         BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
-        return placement_snapshot.fleet("any")[0].free_vram // GB
+        return fleet_queries.read_fleet("any")[0].free_vram // GB
 
     try:
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
         assert isinstance(slot, Slot)
         assert free(2) == -8
-        assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
+        assert [one.vram for one in eviction.terminating_replicas(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
         assert stops.record_sent(engine_of(victim), now=clock.now())
         assert retire.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
-    assert removed == [Removed("a", node.pk, 0)]
+    assert removed == [RemovedReplica("a", node.pk, 0)]
     assert [free(available) for available in (2, 12, 7, 2)] == [2, 2, 2, 2]
 
 
@@ -203,7 +203,7 @@ def test_a_victim_that_got_a_request_stays() -> None:
 
 def enough(row: NodeModel) -> bool:
     with transaction.atomic():
-        return terminations.enough_besides(row)
+        return terminations.keeps_minimum(row)
 
 
 @pytest.mark.rule("R2.52", "R2.10")
@@ -220,7 +220,7 @@ def test_where_the_rule_lets_no_request_go_a_replica_counts_toward_no_minimum(se
     need = Need(vram=5 * GB, vram_required=True)
     refused = placed(1, need)
     assert isinstance(refused, Eviction)
-    assert not terminations.serves_besides(found)
+    assert not terminations.has_other_replica(found)
     assert not enough(found)
     ModelSchedulingConfig.objects.update(node_selector={})
     assert isinstance(placed(1, need), Slot)
@@ -244,14 +244,14 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
-    (view,) = placement_snapshot.fleet("m")
+    (view,) = fleet_queries.read_fleet("m")
     assert isinstance(
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
-    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
     assert retire.confirm(victim.pk, stop_sent=sent)
-    assert placement_snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
@@ -264,7 +264,7 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     with django_assert_num_queries(3):
         find_eviction("m", question, question.view.decide())
     with django_assert_num_queries(5):
-        found = placement_snapshot.fleet("m", conflicts={"a", "c"})
+        found = fleet_queries.read_fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 
@@ -291,7 +291,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
 ) -> None:
     """Controllers stop exactly that process; no engine is started before it has gone."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -308,7 +308,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
 ) -> None:
     """And the place that the load held is free again."""
     await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -347,9 +347,9 @@ async def test_another_node_is_tried_when_the_first_refuses_and_the_error_names_
 async def test_groups_are_read_from_the_definitions(tmp_path: Path) -> None:
     """Trimmed, without empty ones and doubles; not of a disabled model, and never in conflict with itself."""
     plain: dict[str, Any] = {"backend": "b", "parameters": {"model": "x"}}
-    one = parse(plain | {"name": "one", "concurrency_groups": [" gpu ", "", "gpu"]}, "one.yaml")
+    one = parse_definition(plain | {"name": "one", "concurrency_groups": [" gpu ", "", "gpu"]}, "one.yaml")
     assert one.groups == {"gpu"}
-    assert one.revision == parse(plain | {"name": "one"}, "one.yaml").revision
+    assert one.revision == parse_definition(plain | {"name": "one"}, "one.yaml").revision
     for name, more in {
         "one": "concurrency_groups: [gpu]",
         "two": "concurrency_groups: ['gpu ', other]",

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock, errors
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
-from operations.ledger import admission, lease
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.reconcilers.schedules import SCHEDULES
@@ -100,17 +100,17 @@ async def test_errors_end_the_operation_with_a_reason(raised: Exception, status:
 
 async def test_a_postponed_operation_says_why_and_is_tried_again() -> None:
     """Rule 4: reason and next look are in the row; the attempt is counted."""
-    attempts = []
+    fences = []
 
     async def handler(work: Work) -> None:
-        attempts.append(work.operation.fence)
-        if len(attempts) == 1:
+        fences.append(work.operation.fence)
+        if len(fences) == 1:
             raise Postpone("the worker is away", seconds=0.05, payload={"avoid": 1})
 
     operation = await admit()
     async with executor(handler):
         ended = await until(operation, Status.COMPLETED)
-    assert attempts == [1, 2]
+    assert fences == [1, 2]
     assert (ended.attempts, ended.payload) == (1, {"avoid": 1})
 
 
@@ -155,28 +155,28 @@ async def test_a_lost_lease_stops_the_attempt() -> None:
 
 async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None:
     """I3: after a pause the same executor may win the operation back; one attempt runs, and is renewed."""
-    attempts: list[int] = []
+    fences: list[int] = []
     ended = asyncio.Event()
 
     async def handler(work: Work) -> None:
-        attempts.append(work.operation.fence)
+        fences.append(work.operation.fence)
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
 
     async def again() -> bool:
-        return attempts == [1, 2]
+        return fences == [1, 2]
 
     async def begun() -> bool:
-        return attempts == [1]
+        return fences == [1]
 
     operation = await admit()
     async with executor(handler, lease=3) as running:
         assert await clock.wait_until(begun, timeout=60)
-        await in_thread(lease.reap, now=clock.now() + timedelta(seconds=60))
+        await in_thread(attempts.reap, now=clock.now() + timedelta(seconds=60))
         await in_thread(Operation.objects.filter(pk=operation.pk).update, next_attempt_at=clock.now())
-        running.hint()
+        running.wake()
         assert await clock.wait_until(again, timeout=60)
         await asyncio.wait_for(ended.wait(), 12)
         first = (await row(operation)).lease_until
@@ -190,9 +190,9 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
 
 async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A renewal that was asked for one attempt says nothing of the next one, which begins meanwhile."""
-    attempts: list[int] = []
+    fences: list[int] = []
     asked, second_begun, asked_again = threading.Event(), threading.Event(), threading.Event()
-    renew = lease.renew
+    renew = attempts.renew
 
     def slow_renew(*arguments: Any, **options: Any) -> Any:
         if second_begun.is_set():
@@ -202,18 +202,18 @@ async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: py
         return renew(*arguments, **options)
 
     async def handler(work: Work) -> None:
-        attempts.append(work.operation.fence)
-        if len(attempts) == 1:
+        fences.append(work.operation.fence)
+        if len(fences) == 1:
             await asyncio.to_thread(asked.wait, 60)
             raise Postpone("another node is tried", seconds=0, waiting=True)
         second_begun.set()
         await asyncio.to_thread(asked_again.wait, 60)
 
-    monkeypatch.setattr(lease, "renew", slow_renew)
+    monkeypatch.setattr(attempts, "renew", slow_renew)
     operation = await admit()
     async with executor(handler, lease=8):
         await until(operation, Status.COMPLETED)
-    assert attempts == [1, 2]
+    assert fences == [1, 2]
 
 
 async def test_a_stopped_executor_hands_back_at_once() -> None:
@@ -233,7 +233,7 @@ async def test_a_stopped_executor_hands_back_at_once() -> None:
 
 async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that commits while the controller stops must not leave a lease that no one keeps."""
-    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), lease.claim
+    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), attempts.claim
 
     def slow_claim(*arguments: Any, **options: Any) -> list[Operation]:
         asked.set()
@@ -246,7 +246,7 @@ async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPa
     async def handler(work: Work) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(lease, "claim", slow_claim)
+    monkeypatch.setattr(attempts, "claim", slow_claim)
     operation = await admit()
     async with executor(handler) as running:
         assert await asyncio.to_thread(asked.wait, 10)
@@ -273,7 +273,7 @@ async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.Monke
     def hang(*arguments: Any, **options: Any) -> None:
         go_on.wait(180)
 
-    monkeypatch.setattr(lease, "renew", hang)
+    monkeypatch.setattr(attempts, "renew", hang)
     await admit()
     async with executor(handler, lease=0.8):
         try:
@@ -285,17 +285,17 @@ async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.Monke
 
 async def test_an_attempt_cut_by_an_outage_is_made_again_by_the_executor_alone() -> None:
     """I2: what could not be recorded is taken back when its lease has run out, whether or not tasks run."""
-    attempts: list[int] = []
+    fences: list[int] = []
 
     async def handler(work: Work) -> None:
-        attempts.append(work.operation.fence)
-        if len(attempts) == 1:
+        fences.append(work.operation.fence)
+        if len(fences) == 1:
             raise OperationalError("server closed the connection unexpectedly")
 
     operation = await admit()
     async with executor(handler, lease=0.4):
         await until(operation, Status.COMPLETED)
-    assert attempts == [1, 2]
+    assert fences == [1, 2]
 
 
 @pytest.mark.rule("A70", "O88", "H5", "R2.19", "T-JOB-5")
@@ -307,7 +307,7 @@ async def test_what_a_dead_controller_left_is_taken_up_at_the_start() -> None:
         fences.append(work.operation.fence)
 
     operation = await admit()
-    assert len(await in_thread(lease.claim, "dead", now=clock.now(), lease=-60.0, limit=1)) == 1
+    assert len(await in_thread(attempts.claim, "dead", now=clock.now(), lease=-60.0, limit=1)) == 1
     async with executor(handler, lease=600.0):
         await until(operation, Status.COMPLETED)
     assert fences == [2]

@@ -11,7 +11,7 @@ import pytest
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.reconcilers.file_ports import FilePorts
@@ -64,7 +64,7 @@ async def test_the_port_is_tested_at_approval_and_a_failure_shows_until_it_answe
             rows = BackendNode.objects.filter(pk=node.pk)
             due = {"http_address": worker.address, "file_port_next_check_at": None}
             await in_thread(lambda: rows.update(**due))
-            ports.hint()
+            ports.wake()
             await until(node, file_port_error="", file_port_failures=0, file_port_failed_at=None)
             assert "authorization" not in worker.asked[0].headers
 
@@ -82,11 +82,11 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
     assert pauses[:4] == [FIRST_PAUSE * 2**times for times in range(4)]
     assert pauses[-1] == LONGEST_PAUSE
     assert stored(node).file_port_failed_at == began
-    (candidate,) = placement_snapshot.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
+    (candidate,) = fleet_queries.read_fleet("echo")
+    assert choose.find_refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
     record_check(node.id, "", now=now)
-    (candidate,) = placement_snapshot.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(files=1)) is None
+    (candidate,) = fleet_queries.read_fleet("echo")
+    assert choose.find_refusal(candidate, need=choose.Need(files=1)) is None
 
 
 def test_loads_that_fail_at_once_count_as_one_failure() -> None:
@@ -112,7 +112,7 @@ def test_a_check_belongs_to_one_controller_and_a_registration_begins_anew() -> N
     assert [due.node_name for due in file_port.claim_due(9, now=now)] == ["one"]
     assert file_port.claim_due(9, now=now) == []
     record_check(node.id, "refused", now=now)
-    assert file_port.seconds_until_due(now=now, at_most=30.0) == pytest.approx(FIRST_PAUSE)
+    assert file_port.next_due(now=now, at_most=30.0) == pytest.approx(FIRST_PAUSE)
     for error in ("refused", ""):
         api.register(api.registration("two", http_address=CLOSED))
         again = BackendNode.objects.get(name="two")

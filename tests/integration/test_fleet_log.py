@@ -12,11 +12,10 @@ from django.db import IntegrityError, OperationalError, transaction
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from nodes.decisions import decision_log, fleet_snapshots, placement_snapshot, snapshot_sections
-from nodes.decisions.fleet_snapshots import Seen
-from nodes.decisions.snapshot_sections import Section
+from nodes.decisions import decision_log, fleet_queries, snapshot_log
+from nodes.decisions.snapshot_log import Section, SnapshotRef
 from nodes.models import PlacementLog, PlacementRecord
-from nodes.reconcilers import recomputing, tasks
+from nodes.reconcilers import decision_replay, tasks
 from nodes.replicas import slots
 from tests.support import hot
 from tests.support.deciding import decided
@@ -28,12 +27,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 MINUTE = timedelta(minutes=1)
 
 
-def remember(now: datetime, **rows: Any) -> Seen:
-    return fleet_snapshots.remember({"nodes": Section(rows)}, now=now)
+def remember(now: datetime, **rows: Any) -> SnapshotRef:
+    return snapshot_log.store_snapshot({"nodes": Section(rows)}, now=now)
 
 
-def recalled(seen: Seen) -> Any:
-    state = fleet_snapshots.recall(seen)
+def recalled(seen: SnapshotRef) -> Any:
+    state = snapshot_log.read_snapshot(seen)
     return None if state is None else state["nodes"]
 
 
@@ -71,7 +70,7 @@ def test_a_clock_that_was_set_back_and_an_hour_begin_a_base() -> None:
 
 
 def test_a_log_that_has_grown_larger_than_its_base_ends() -> None:
-    now, large = clock.now(), "x" * fleet_snapshots.LEAST_LOG
+    now, large = clock.now(), "x" * snapshot_log.LEAST_LOG
     first = remember(now, a="")
     assert remember(now, a=large).base == first.base
     assert remember(now, a="").base != first.base
@@ -116,7 +115,7 @@ def test_an_answer_that_was_lost_begins_a_base() -> None:
         remember(now, a=2)
     again = remember(now, a=3)
     assert (again.base == first.base, recalled(again)) == (False, {"a": 3})
-    assert remember(now, a=4) == Seen(again.base, 1)
+    assert remember(now, a=4) == SnapshotRef(again.base, 1)
 
 
 @pytest.mark.rule("I14")
@@ -126,14 +125,14 @@ def test_a_kill_between_base_and_log_or_between_log_and_record_harms_no_other() 
     hot.node("a")
     decision_log.record(decided(), now=now)
     unused = remember(now, a=1)
-    fleet_snapshots.forget()  # as in a process that has just begun
+    snapshot_log.start_new_base()  # as in a process that has just begun
     hot.node("b")
     decision_log.record(decided(), now=now)
     bases = set(PlacementRecord.objects.values_list("base", flat=True))
     assert len(bases) == 2
     assert unused.base in bases
     for record in PlacementRecord.objects.all():
-        assert recomputing.recomputed(record) == recomputing.said(record)
+        assert decision_replay.replay(record) == decision_replay.recorded_decision(record)
 
 
 @pytest.mark.rule("I14")
@@ -144,12 +143,14 @@ def test_two_processes_write_at_once() -> None:
     for number in range(20):
         hot.node(f"n{number}")
         at = number % 2
-        fleet_snapshots._log = logs[at]
+        snapshot_log._log = logs[at]
         decision_log.record(decided(), now=now)
-        logs[at] = fleet_snapshots._log
+        logs[at] = snapshot_log._log
     assert PlacementLog.objects.values("base").distinct().count() == 2
     records = list(PlacementRecord.objects.order_by("id"))
-    assert [recomputing.recomputed(one) for one in records] == [recomputing.said(one) for one in records]
+    assert [decision_replay.replay(one) for one in records] == [
+        decision_replay.recorded_decision(one) for one in records
+    ]
 
 
 @pytest.mark.rule("I14")
@@ -191,13 +192,13 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, snapshot_retention=86400.0)
     now = clock.now()
     for age in (0, 23, 25):
-        fleet_snapshots.forget()
+        snapshot_log.start_new_base()
         told = decided(f"m{age}")
         assert told.seen is not None
         decision_log.record(told, now=now)
         PlacementLog.objects.filter(base=told.seen.base).update(at=now - timedelta(hours=age))
     tasks.prune_timeline()
-    found = {one.model_name: recomputing.recomputed(one) for one in PlacementRecord.objects.all()}
+    found = {one.model_name: decision_replay.replay(one) for one in PlacementRecord.objects.all()}
     assert {name: one is None for name, one in found.items()} == {"m0": False, "m23": False, "m25": True}
     PlacementRecord.objects.filter(model_name="m25").delete()
 
@@ -206,7 +207,7 @@ def test_a_thousand_nodes_are_bounded() -> None:
     """A base of a thousand nodes, and a decision after a beat of one of them."""
     now = clock.now()
     hot.node("a")
-    (view,) = placement_snapshot.fleet("m")
+    (view,) = fleet_queries.read_fleet("m")
     nodes = [dataclasses.replace(view, id=UUID(int=n), name=f"node-{n:04}") for n in range(1000)]
     decision_log.record(decided("m", nodes=nodes), now=now)
     nodes[7] = dataclasses.replace(nodes[7], free_vram=5)
@@ -214,4 +215,4 @@ def test_a_thousand_nodes_are_bounded() -> None:
     base, entry = (len(bytes(row.body)) for row in PlacementLog.objects.order_by("id"))
     assert base < 200_000
     assert entry < 1_000
-    assert snapshot_sections.restored([b"{}"]) == {}
+    assert snapshot_log.restored([b"{}"]) == {}

@@ -15,19 +15,18 @@ from django.db import OperationalError
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import placement_snapshot, reserved_memory
+from nodes.decisions import fleet_queries, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, progress_deadline
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.progress_deadline import ProgressDeadline
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading import load_request
+from nodes.loading.load_placement import find_eviction
+from nodes.loading.load_request import ProgressDeadline, request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import Need, choose
+from nodes.placement.choose import Need, choose_node
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas, stuck_replicas, tasks
@@ -41,9 +40,8 @@ from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease
+from operations.executor.work import Recorder, Work, in_thread
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.integration.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
@@ -58,12 +56,12 @@ TERMINATED = m.StopModelReply(matched=True, terminated=True)
 
 def bus_of(node: BackendNode, stop: Any = TERMINATED) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[subjects.model_stop(str(node.id))] = stop
+    bus.replies[messages.model_stop(str(node.id))] = stop
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    asked = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    asked = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
     return [(one.process_key, one.expected_address) for one in asked]
 
 
@@ -135,10 +133,10 @@ def test_while_the_brake_holds_what_does_not_answer_counts_as_there() -> None:
     terminations.lose_all([row.pk], now=clock.now())
     now = clock.now()
     held = MassSilence.objects.create(since=now, until=now + timedelta(minutes=5), nodes=[], of=9)
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 1
     held.delete()
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 0
 
 
@@ -148,13 +146,13 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     node = hot.node()
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
     stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
     assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
@@ -164,14 +162,14 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = placement_snapshot.fleet("echo", only=[node.pk])
+    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
     if started:
         assert slots.start(slot, attempt=mine, now=clock.now())
         slots.record_answer(slot, "127.0.0.1:7")
-    load_ends.give_up(slot, attempt=mine, now=clock.now())
+    load_ends.end_attempt(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -181,7 +179,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: placement_snapshot.fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_queries.read_fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -197,7 +195,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
     """Nothing to unload and nothing to return."""
     node = await in_thread(hot.node)
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: drains.held("echo").count()) == 0
+    assert await in_thread(lambda: drains.unloadable("echo").count()) == 0
     assert await in_thread(drains.return_abandoned) == []
     assert await in_thread(NodeModel.objects.count) == 1
 
@@ -206,7 +204,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return placement_snapshot.fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_queries.read_fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -244,7 +242,7 @@ def test_what_comes_back_stays_below_a_budget_and_adds_up() -> None:
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8))
     rows = [old(node, "echo", index) for index in range(2)]
     for row in rows:
-        reserved_memory.credit(row, stop_sent=clock.now())
+        reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 22
     BackendNode.objects.update(vram_budget_bytes=15 * GB)
@@ -261,7 +259,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     def lost(*_: Any, **__: Any) -> None:
         raise OperationalError("connection lost")
 
-    for name in ("credit", "release"):
+    for name in ("credit_stopped_engine", "release"):
         monkeypatch.setattr(reserved_memory, name, lost)
     node = read_node("one", 2)
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
@@ -269,7 +267,9 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     if state == "unloading":
         assert retire.confirm(row.pk, stop_sent=clock.now())
     else:
-        load_ends.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
+        load_ends.end_attempt(
+            Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now()
+        )
     assert not NodeModel.objects.exists()
 
 
@@ -279,7 +279,7 @@ def test_no_more_comes_back_than_the_node_has() -> None:
     node = read_node("one", 2)
     BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8), total_vram=24 * GB)
     row = old(node, "echo", size=40)
-    reserved_memory.credit(row, stop_sent=clock.now())
+    reserved_memory.credit_stopped_engine(row, stop_sent=clock.now())
     NodeModel.objects.all().delete()
     assert free(node) == 24
 
@@ -362,7 +362,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = placement_snapshot.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_queries.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -380,7 +380,7 @@ def evicts(number: int, need: Need) -> None:
 def gives_way(row: NodeModel) -> None:
     """To a successor, unless a request or an eviction was faster."""
     with contextlib.suppress(errors.Conflict):
-        replicas.give_way(row.pk, clock.now())
+        replicas.replace_replica(row.pk, clock.now())
 
 
 @pytest.mark.rule("R2.51", "R1.79", "R4.18")
@@ -413,15 +413,15 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{backends.free_port()}"))
     await in_thread(lambda: store.set_rule(Rule("echo", min_replicas=1), clock.now()))
     bus = PlayedBus()
-    for command in (subjects.backend_list, subjects.model_stop, subjects.models_running):
+    for command in (messages.backend_list, messages.model_stop, messages.models_running):
         bus.replies[command(str(frozen.id))] = NEVER
-    bus.replies[subjects.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
+    bus.replies[messages.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
     await lost(row)
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:
-        await in_thread(lambda: replicas.look(tick=False))
-        (operation,) = await in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
-        assert operation.kind == load.KIND
+        await in_thread(lambda: replicas.run_pass(tick=False))
+        (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
+        assert operation.kind == load_request.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
         rule = await in_thread(ModelSchedulingConfig.objects.get)
@@ -435,7 +435,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose(placement_snapshot.fleet("echo"))
+    decision = choose_node(fleet_queries.read_fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(
@@ -449,13 +449,13 @@ def placed_besides(frozen: BackendNode) -> Slot:
 def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> None:
     """It owns all of the model; it is carried out as any other one."""
     hot.replica(hot.node(), "m")
-    request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
+    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
         unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    joined = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
-    assert {one.id for one in lease.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
+    assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
 
 # --- what an operator asks for, and how long one more replica is wanted
@@ -481,7 +481,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
 async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
     """Requests move their own wish; without either it ends with what it waited for."""
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     assert asked.needed_until is not None
     assert asked.needed_until - asked.created_at == timedelta(minutes=25)
@@ -509,9 +509,9 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_deadline, "initial_seconds", lambda: 60.0)
+    monkeypatch.setattr(load_request, "initial_seconds", lambda: 60.0)
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
     await ProgressDeadline(Work(asked, Recorder(write_batch))).extend_on_progress(7)

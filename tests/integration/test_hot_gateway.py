@@ -405,7 +405,7 @@ def test_an_unexpected_error_stays_inside(
     def broken(_: Any) -> Any:
         raise RuntimeError("a secret detail")
 
-    monkeypatch.setattr("nodes.dialects.embeddings.parse", broken)
+    monkeypatch.setattr("nodes.dialects.retrieval.parse_request", broken)
 
     async def scenario(client: hot.Client, _: Any) -> hot.Reply:
         return await reply(

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from nodes.decisions import placement_snapshot
+from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.replicas import statements
@@ -237,7 +237,7 @@ def test_a_replica_outside_the_selector_gets_no_request() -> None:
         ModelSchedulingConfig.objects.filter(pk=rule.pk).update(node_selector=selector)
         picked = [pick() for _ in range(4)]
         assert {one.node_id for one in picked if one is not None} == expected
-        assert placement_snapshot.serving("echo") == bool(expected)
+        assert fleet_queries.is_served("echo") == bool(expected)
 
 
 def test_requests_with_different_wishes_share_a_statement() -> None:

@@ -17,11 +17,11 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from nodes.gateway import gateway
-from nodes.loading.load import KIND
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from nodes.registry import timeline
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.states import Event
@@ -57,7 +57,7 @@ def run(scenario: Callable[[hot.Client], Awaitable[Any]]) -> Any:
 
 def claim() -> Operation | None:
     """What a controller does first; None while there is nothing to do."""
-    return next(iter(lease.claim("controller", now=clock.now(), lease=30, limit=1)), None)
+    return next(iter(attempts.claim("controller", now=clock.now(), lease=30, limit=1)), None)
 
 
 async def claimed() -> Operation:
@@ -74,7 +74,7 @@ async def claimed() -> Operation:
 
 
 def end(operation: Operation, event: Event, **said: Any) -> None:
-    outcome.finish(operation.pk, operation.fence, event, now=clock.now(), **said)
+    attempts.finish(operation.pk, operation.fence, event, now=clock.now(), **said)
 
 
 async def ask_many(client: hot.Client, count: int) -> list[hot.Reply]:
@@ -127,7 +127,7 @@ def test_waiting_requests_go_on_when_the_load_changes_hands() -> None:
 
     def falls_silent() -> None:
         Operation.objects.update(lease_until=clock.now() - timedelta(seconds=1))
-        assert lease.reap(now=clock.now()) == (1, 0)
+        assert attempts.reap(now=clock.now()) == (1, 0)
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         asked = asyncio.create_task(ask_many(client, 5))
@@ -153,7 +153,7 @@ def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) 
         asked = asyncio.create_task(ask_many(client, 5))
         operation = await claimed()
         await hot.in_thread(
-            lambda: outcome.put_back(
+            lambda: attempts.put_back(
                 operation.pk, operation.fence, Event.WAIT, now=clock.now(),
                 until=clock.now() + timedelta(minutes=1), reason="no node is approved; 1 is pending",
             )
@@ -189,7 +189,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
             node_id=node.pk,
             node_name="w2",
         )
-        await hot.in_thread(lambda: outcome.progress(operation.pk, operation.fence, tick, now=clock.now()))
+        await hot.in_thread(lambda: attempts.progress(operation.pk, operation.fence, tick, now=clock.now()))
         return await asked
 
     (answered,) = run(scenario)
@@ -390,7 +390,7 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     operation = claim()
     assert operation is not None
     tick = Tick(phase="loading", node_id=hot.node("w2").pk, node_name="w2")
-    outcome.progress(operation.pk, operation.fence, tick, now=clock.now())
+    attempts.progress(operation.pk, operation.fence, tick, now=clock.now())
     code, body = status(user)
     assert 0 <= body.pop("progress") < 100
     del counters["progress"]

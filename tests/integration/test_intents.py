@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, errors, leases
 from localai_cluster.messaging.messages import InstalledBackend
 from nodes.backends import admission, intents, inventory
 from nodes.backends.intents import MOST_ATTEMPTS, PER_NODE, Ended, Failed, Intent, PutBack, Settlement
@@ -270,7 +270,7 @@ def test_an_attempt_that_lost_its_lease_changes_nothing() -> None:
 @pytest.mark.rule("A37", "O90", "H5", "R6.38")
 def test_an_intent_that_outlives_ten_controllers_ends() -> None:
     operation, _ = begun()
-    for _ in range(intents.MOST_LOST_LEASES):
+    for _ in range(leases.MOST_LOST_LEASES):
         PendingBackendOp.objects.update(lease_until=clock.now() - MINUTE)
         assert intents.reap(now=clock.now()) == (1, 0)
         assert len(claim()) == 1

@@ -13,9 +13,9 @@ from localai_cluster.kit import cancellation, clock
 from nodes.api.heartbeats import Gate, HeartbeatApplication
 from nodes.gateway import gateway
 from nodes.models import BackendNode
-from nodes.registry import heartbeats, identity_cache, services
+from nodes.registry import heartbeats, services
+from nodes.registry.heartbeats import IdentityCache
 from nodes.registry.identity import WrongCredential
-from nodes.registry.identity_cache import KnownNodes
 from operations.executor.wake_ups import WakeUps
 from tests.support import api
 from tests.support.beating import Counted, beat, made
@@ -29,7 +29,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("nodes.registry.identity_cache.clock.monotonic", lambda: self.now)
+        monkeypatch.setattr("nodes.registry.heartbeats.clock.monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -46,21 +46,21 @@ def beat_of(node: BackendNode, secret: str = api.SECRET, instance: str = "") -> 
 async def test_a_beat_of_a_known_node_costs_no_statement(database: Counted, hand: Hand) -> None:
     """One statement for the whole fleet every five seconds, however many beat."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
-    gate = Gate(lambda: database, KnownNodes())
+    gate = Gate(lambda: database, IdentityCache())
     for _ in range(4):
         found = [await gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet)]
         assert found == [None] * 20
         hand.now += 2.0
-    assert database.statements == [identity_cache.ALL] * 2
+    assert database.statements == [heartbeats.ALL_IDENTITIES] * 2
 
 
 @pytest.mark.rule("http-1.2")
 async def test_a_revoked_secret_is_refused_within_five_seconds(database: Counted, hand: Hand) -> None:
     """The NOTIFY is lost: memory proves the beat a little longer, and never after five seconds."""
-    node, gate = await made(), Gate(lambda: database, KnownNodes())
+    node, gate = await made(), Gate(lambda: database, IdentityCache())
     assert await gate.prove(beat_of(node)) is None
     await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
-    hand.now += identity_cache.MAX_AGE - 0.01
+    hand.now += heartbeats.IDENTITY_MAX_AGE - 0.01
     assert await gate.prove(beat_of(node)) is None
     hand.now += 0.01
     assert isinstance(await gate.prove(beat_of(node)), WrongCredential)
@@ -70,7 +70,7 @@ async def test_a_revoked_secret_is_refused_within_five_seconds(database: Counted
 @pytest.mark.parametrize("heard", ["its id", "news may be missing"])
 async def test_a_notify_ends_it_at_once(database: Counted, hand: Hand, heard: str) -> None:
     """Also after a lost connection, which may have swallowed the NOTIFY."""
-    node, memory = await made(), KnownNodes()
+    node, memory = await made(), IdentityCache()
     gate = Gate(lambda: database, memory)
     assert await gate.prove(beat_of(node)) is None
     await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
@@ -83,7 +83,7 @@ async def test_a_notify_ends_it_at_once(database: Counted, hand: Hand, heard: st
 async def test_what_memory_does_not_know_is_looked_up(database: Counted, hand: Hand) -> None:
     """Another process registered a node, restarted one and rotated a third: none of them is refused."""
     old = [await made(name=name, secret=secret * 64) for name, secret in (("w1", "a"), ("w2", "b"))]
-    gate = Gate(lambda: database, KnownNodes())
+    gate = Gate(lambda: database, IdentityCache())
     assert await gate.prove(beat_of(old[0])) is None
     new = await made(name="w3", secret="c" * 64)
     await BackendNode.objects.filter(pk=old[0].pk).aupdate(instance="1" * 32)
@@ -97,7 +97,7 @@ async def test_what_changes_while_it_is_read_is_not_remembered(
     database: Counted, hand: Hand, heard: str
 ) -> None:
     """The rows are read, then the secret is revoked and heard of, then the rows are stored: not this one."""
-    node, memory = await made(), KnownNodes()
+    node, memory = await made(), IdentityCache()
 
     class Late(Counted):
         async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
@@ -113,14 +113,14 @@ async def test_what_changes_while_it_is_read_is_not_remembered(
 async def test_a_fleet_that_changed_is_read_as_a_whole(database: Counted, hand: Hand) -> None:
     """An admin labels a thousand nodes: one statement, not one for each beat."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
-    memory = KnownNodes()
+    memory = IdentityCache()
     gate = Gate(lambda: database, memory)
     assert await gate.prove(beat_of(fleet[0], f"{0:064x}")) is None
     for node in fleet:
         memory.forget(str(node.id))
     for number, node in enumerate(fleet):
         assert await gate.prove(beat_of(node, f"{number:064x}")) is None
-    assert database.statements == [identity_cache.ALL] * 2
+    assert database.statements == [heartbeats.ALL_IDENTITIES] * 2
 
 
 @pytest.mark.rule("http-1.2")
@@ -138,16 +138,16 @@ async def test_a_revoked_secret_writes_nothing_meanwhile(application: HeartbeatA
 async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     """The first beats after a quiet time read the identities together."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
-    gate = Gate(lambda: database, KnownNodes())
+    gate = Gate(lambda: database, IdentityCache())
     calls = (gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet))
     assert await asyncio.gather(*calls) == [None] * 20
-    assert database.statements == [identity_cache.ALL]
+    assert database.statements == [heartbeats.ALL_IDENTITIES]
 
 
 async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
-    monkeypatch.setattr(identity_cache, "MAX_AGE", 600.0)
-    node, memory = await made(), identity_cache.shared()
+    monkeypatch.setattr(heartbeats, "IDENTITY_MAX_AGE", 600.0)
+    node, memory = await made(), heartbeats.identity_cache()
     listening = asyncio.create_task(gateway._listen(WakeUps()))
     try:
 

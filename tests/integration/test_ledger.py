@@ -9,10 +9,10 @@ from uuid import uuid4
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from localai_cluster.kit import errors
+from localai_cluster.kit import errors, leases
+from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed
-from operations.ledger import admission, lease, outcome
-from operations.ledger.fence import LeaseLost
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.states import TRANSITIONS, Event, Transition, allowed
@@ -29,7 +29,7 @@ def admit(key: str = "model:m", kind: str = "model_load", **more: Any) -> admiss
 
 
 def claim_one(owner: str = "a", now: datetime = NOW) -> Operation:
-    (operation,) = lease.claim(owner, now=now, lease=LEASE, limit=1)
+    (operation,) = attempts.claim(owner, now=now, lease=LEASE, limit=1)
     return operation
 
 
@@ -75,7 +75,7 @@ def test_two_claimers_never_share_an_operation() -> None:
     """Rule 2: claims skip what others lock; each operation goes to exactly one owner."""
     for number in range(8):
         admit(f"model:{number}")
-    batches = at_once(4, lambda: lease.claim("x", now=NOW, lease=LEASE, limit=3))
+    batches = at_once(4, lambda: attempts.claim("x", now=NOW, lease=LEASE, limit=3))
     claimed = [operation.id for batch in batches for operation in batch]
     assert len(claimed) == len(set(claimed)) == 8
 
@@ -85,13 +85,13 @@ def test_a_late_report_of_an_old_fence_changes_nothing() -> None:
     """I3, H15: after the lease was lost and taken again, the first owner's writes are refused."""
     admit()
     first = claim_one()
-    lease.reap(now=NOW + timedelta(seconds=LEASE + 1))
+    attempts.reap(now=NOW + timedelta(seconds=LEASE + 1))
     second = claim_one("b", NOW + timedelta(seconds=LEASE + 2))
     assert second.fence > first.fence
     with pytest.raises(LeaseLost):
-        outcome.progress(first.id, first.fence, Tick(percentage=50), now=NOW)
+        attempts.progress(first.id, first.fence, Tick(percentage=50), now=NOW)
     with pytest.raises(LeaseLost):
-        outcome.finish(first.id, first.fence, Event.COMPLETE, now=NOW)
+        attempts.finish(first.id, first.fence, Event.COMPLETE, now=NOW)
     assert Operation.objects.get(pk=first.id).status == Status.PROCESSING
 
 
@@ -100,8 +100,8 @@ def test_a_live_lease_is_not_reaped() -> None:
     """H5: only leases that ran out are taken back."""
     admit()
     held = claim_one()
-    lease.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
-    assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
+    attempts.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
+    assert attempts.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
 
 
 @pytest.mark.rule("I4", "A37", "A69", "A70", "A75", "O90", "O91", "H5", "T-JOB-9")
@@ -109,10 +109,10 @@ def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
     """I4: it ends with a reason instead of going round forever."""
     admit()
     at = NOW
-    for number in range(lease.MAX_LOST_LEASES + 1):
+    for number in range(leases.MOST_LOST_LEASES + 1):
         claim_one(now=at)
         at += timedelta(seconds=LEASE + 1)
-        assert lease.reap(now=at) == ((1, 0) if number < lease.MAX_LOST_LEASES else (0, 1))
+        assert attempts.reap(now=at) == ((1, 0) if number < leases.MOST_LOST_LEASES else (0, 1))
     ended = Operation.objects.get()
     assert ended.status == Status.FAILED
     assert "controllers fell silent" in ended.error
@@ -128,23 +128,23 @@ def test_what_only_waits_is_never_reaped_however_old() -> None:
     admit("model:b")
     first = claim_one()
     later = NOW + timedelta(days=365)
-    outcome.put_back(first.id, first.fence, Event.WAIT, now=NOW, until=later, reason="no node")
-    assert lease.reap(now=later) == (0, 0)
+    attempts.put_back(first.id, first.fence, Event.WAIT, now=NOW, until=later, reason="no node")
+    assert attempts.reap(now=later) == (0, 0)
     assert {entry["status"] for entry in feed.snapshot().operations} == {"pending", "waiting_for_nodes"}
     claim_one()
-    assert sorted(at_once(2, lambda: lease.reap(now=later))) == [(0, 0), (1, 0)]
+    assert sorted(at_once(2, lambda: attempts.reap(now=later))) == [(0, 0), (1, 0)]
 
 
 def test_postponed_attempts_are_no_lost_leases() -> None:
     """I4: an operation that waited long for its worker is not given up at the first lost lease."""
     admit()
     at = NOW
-    for _ in range(lease.MAX_LOST_LEASES + 1):
+    for _ in range(leases.MOST_LOST_LEASES + 1):
         held = claim_one(now=at)
         at += timedelta(seconds=1)
-        outcome.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")
+        attempts.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")
     claim_one(now=at)
-    assert lease.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
+    assert attempts.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
 @pytest.mark.rule("H10")
@@ -152,7 +152,7 @@ def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
     """A child's foreign key must not make it wait for its parent while it holds the counter."""
     parent = admit("model:parent").operation
     child = admit("node:1:backend", "backend_install", parent=parent).operation
-    claimed = {operation.id: operation for operation in lease.claim("a", now=NOW, lease=LEASE, limit=2)}
+    claimed = {operation.id: operation for operation in attempts.claim("a", now=NOW, lease=LEASE, limit=2)}
     turns = iter([claimed[parent.id], claimed[child.id]] * 3)
     lock = threading.Lock()
 
@@ -161,7 +161,7 @@ def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
             operation = next(turns)
         for current in range(30):
             tick = Tick(current_bytes=current, total_bytes=100)
-            outcome.progress(operation.id, operation.fence, tick, now=NOW)
+            attempts.progress(operation.id, operation.fence, tick, now=NOW)
 
     assert at_once(6, report) == [None] * 6
 
@@ -171,10 +171,10 @@ def test_only_named_leases_are_renewed() -> None:
     """H5: an operation whose attempt ended without an outcome must run out, though its owner lives on."""
     admit("model:a")
     admit("model:b")
-    first, _forgotten = lease.claim("a", now=NOW, lease=LEASE, limit=2)
+    first, _forgotten = attempts.claim("a", now=NOW, lease=LEASE, limit=2)
     later = NOW + timedelta(seconds=8)
-    assert lease.renew("a", [first.id], now=later, lease=LEASE) == {first.id: first.fence}
-    assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
+    assert attempts.renew("a", [first.id], now=later, lease=LEASE) == {first.id: first.fence}
+    assert attempts.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
 @pytest.mark.rule("I6", "R2.21", "T-JOB-7", "T-JOB-8")
@@ -184,7 +184,7 @@ def test_progress_never_goes_back() -> None:
     operation = claim_one()
     for current in (10, 90, 40, 100):
         tick = Tick(current_bytes=current, total_bytes=100, percentage=current)
-        outcome.progress(operation.id, operation.fence, tick, now=NOW)
+        attempts.progress(operation.id, operation.fence, tick, now=NOW)
     row = Operation.objects.get()
     assert (row.current_bytes, row.progress) == (100, 99)
 
@@ -205,7 +205,7 @@ def test_failures_stay_listed_until_a_new_request_supersedes_them() -> None:
     """O32, O34: a failed operation stays on the list; the next one of its key takes its place."""
     admit()
     operation = claim_one()
-    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
+    attempts.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
     listed = feed.snapshot().operations
     assert [(entry["status"], entry["error"]) for entry in listed] == [("failed", "no such file")]
     again = admit()
@@ -218,14 +218,14 @@ def test_a_waiting_operation_says_why_and_is_woken_but_a_back_off_is_not(event: 
     """Rule 4: both carry reason and next look; only the wait for a node ends before its time."""
     admit()
     operation = claim_one()
-    outcome.put_back(
+    attempts.put_back(
         operation.id, operation.fence, event, now=NOW, until=NOW + timedelta(hours=1), reason="no node"
     )
-    assert lease.claim("a", now=NOW, lease=LEASE, limit=1) == []
+    assert attempts.claim("a", now=NOW, lease=LEASE, limit=1) == []
     assert Operation.objects.get().message == "no node"
-    assert lease.wake([operation.id], now=NOW) == woken
-    assert lease.wake([operation.id], now=NOW) == 0
-    assert len(lease.claim("a", now=NOW, lease=LEASE, limit=1)) == woken
+    assert attempts.wake([operation.id], now=NOW) == woken
+    assert attempts.wake([operation.id], now=NOW) == 0
+    assert len(attempts.claim("a", now=NOW, lease=LEASE, limit=1)) == woken
 
 
 @pytest.mark.parametrize(("limit", "next_look"), [(None, 60), (30, 30), (90, 60), (-1, 60)])
@@ -237,7 +237,7 @@ def test_the_next_look_is_no_later_than_the_time_at_which_it_gives_up(
     admit(needed_until=wanted)
     operation = claim_one()
     until = NOW + timedelta(seconds=60)
-    outcome.put_back(operation.id, operation.fence, Event.WAIT, now=NOW, until=until, reason="no node")
+    attempts.put_back(operation.id, operation.fence, Event.WAIT, now=NOW, until=until, reason="no node")
     assert Operation.objects.get().next_attempt_at == NOW + timedelta(seconds=next_look)
 
 
@@ -250,9 +250,9 @@ def test_the_services_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         TRANSITIONS, Event.POSTPONE, Transition(frozenset({Status.WAITING}), row.target, row.sentence)
     )
     with pytest.raises(ValueError, match="postpone cannot happen to an operation that is processing"):
-        outcome.put_back(operation.id, operation.fence, Event.POSTPONE, now=NOW, until=NOW, reason="")
+        attempts.put_back(operation.id, operation.fence, Event.POSTPONE, now=NOW, until=NOW, reason="")
     with pytest.raises(ValueError, match="claim cannot happen"):
-        outcome.finish(operation.id, operation.fence, Event.CLAIM, now=NOW)
+        attempts.finish(operation.id, operation.fence, Event.CLAIM, now=NOW)
     assert Operation.objects.get().status == Status.PROCESSING
 
 
@@ -260,7 +260,7 @@ def test_a_stopping_controller_hands_back_at_once() -> None:
     """A clean stop costs no lease time."""
     admit()
     claim_one("a")
-    assert lease.release("a", now=NOW) == 1
+    assert attempts.release("a", now=NOW) == 1
     assert claim_one("b").lease_owner == "b"
 
 
@@ -292,4 +292,4 @@ def test_a_claim_of_many_costs_a_constant_number_of_statements(django_assert_max
     for number in range(20):
         admit(f"model:{number}")
     with django_assert_max_num_queries(9):
-        assert len(lease.claim("a", now=NOW, lease=LEASE, limit=50)) == 20
+        assert len(attempts.claim("a", now=NOW, lease=LEASE, limit=50)) == 20

@@ -9,15 +9,15 @@ from django.db import transaction
 
 from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
-from nodes.backends.upgrade_rules import Offered
-from nodes.live import topics
+from nodes.backends.installed import Offered
+from nodes.live import watch
 from nodes.live import watch as watching
 from nodes.registry import services
 from nodes.scheduling import passes, store
 from nodes.scheduling.rules import Rule
-from nodes.scheduling.snapshot import Ruling
+from nodes.scheduling.snapshot import RuleDecision
 from operations.changes import events, feed
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation
 from tests.support import api, live
@@ -67,7 +67,7 @@ async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
 
 async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page can tell a quiet cluster from a dead socket."""
-    monkeypatch.setattr(topics, "ALIVE_EVERY", 0.05)
+    monkeypatch.setattr(watch, "ALIVE_EVERY", 0.05)
     page = await tab()
     await page.until(lambda: len(page.told("alive")) > 2)
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
@@ -138,9 +138,9 @@ async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
     admitted = await sync_to_async(admission.admit)(asked, now=clock.now())
     id = str(admitted.operation.id)
     page = await (await tab()).greeted()
-    (work,) = await sync_to_async(lease.claim)("t", now=clock.now(), lease=30, limit=1)
+    (work,) = await sync_to_async(attempts.claim)("t", now=clock.now(), lease=30, limit=1)
     tick = Tick("downloading", current_bytes=3, total_bytes=12, percentage=25, node_id=nodes[1][0])
-    await sync_to_async(outcome.progress)(work.id, work.fence, tick, now=clock.now())
+    await sync_to_async(attempts.progress)(work.id, work.fence, tick, now=clock.now())
 
     def moved(tab: Tab) -> list[float]:
         return [part["percentage"] for part in tab.operations[id]["nodes"]]
@@ -148,7 +148,7 @@ async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
     await sees(page, lambda tab: moved(tab) == [0, 25, 0])
     late = await (await tab()).greeted()
     assert page.operations[id] == late.operations[id]
-    await sync_to_async(outcome.progress)(work.id, work.fence, replace(tick, percentage=50), now=clock.now())
+    await sync_to_async(attempts.progress)(work.id, work.fence, replace(tick, percentage=50), now=clock.now())
     for one in (page, late):
         await sees(one, lambda tab: moved(tab) == [0, 50, 0])
         (last,) = one.told("operations.delta")[-1]["operations"]
@@ -204,11 +204,11 @@ async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
     monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("rules"))
-    set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.record)
+    set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.write_results)
     await set_rule(Rule("m", min_replicas=1), clock.now())
     await page.until(lambda: len(page.told("rules")) == 2)
-    (demand,) = await sync_to_async(passes.demands)()
-    await record([Ruling("m", 1, 0, 0, "no node")], {"m": demand}, clock.now())
+    (demand,) = await sync_to_async(passes.read_desired_states)()
+    await record([RuleDecision("m", 1, 0, 0, "no node")], {"m": demand}, clock.now())
     await sync_to_async(events.notify)(events.NODES, "")  # as the next second would
     await page.until(lambda: len(page.told("rules")) == 3)
     await sync_to_async(store.delete_rule)("m", clock.now())

@@ -13,25 +13,28 @@ import pytest
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
-from nodes.decisions import placement_snapshot
-from nodes.definitions.files import Definition, parse
-from nodes.loading import load, load_placement
-from nodes.loading.load_request import SCALE_UP, request_of
-from nodes.loading.replacement import load_on_other_node
-from nodes.loading.scale_up import active_loads, request_scale_up
+from nodes.decisions import fleet_queries
+from nodes.definitions.files import Definition, parse_definition
+from nodes.loading import load_placement, load_request
+from nodes.loading.load_request import (
+    SCALE_UP,
+    active_loads,
+    load_on_other_node,
+    request_of,
+    request_scale_up,
+)
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.models.replica import load_key
-from nodes.placement.choose import NOTHING, choose
+from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease, outcome
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation
 from operations.states import Event
@@ -47,12 +50,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def another(model: str = "m", *only: UUID) -> Operation:
-    return request_scale_up(model, only=only or None, actor="system", reason="1 of 2 replicas")
+    return request_scale_up(model, allowed_nodes=only or None, actor="system", reason="1 of 2 replicas")
 
 
 def joined(model: str = "m") -> admission.Admission:
     """As a request asks."""
-    request = OperationRequest(load.KIND, key=load_key(model), element=model, actor="key")
+    request = OperationRequest(load_request.KIND, key=load_key(model), element=model, actor="key")
     return admit(request, now=clock.now())
 
 
@@ -131,7 +134,10 @@ class TestShares:
             results = at_once(*jobs)
             assert unexpected(results) == []
             active = Operation.objects.active()
-            assert set(active.values_list("kind", flat=True)) in ({load.KIND}, {unload_requests.UNLOAD})
+            assert set(active.values_list("kind", flat=True)) in (
+                {load_request.KIND},
+                {unload_requests.UNLOAD},
+            )
             expected = ["model:m#all"] if active.filter(kind=unload_requests.UNLOAD).exists() else load_keys()
             assert sorted(active.values_list("key", flat=True)) == expected
             for operation in active:
@@ -139,9 +145,9 @@ class TestShares:
 
     def test_a_failure_is_superseded_by_the_next_load_of_its_share_only(self) -> None:
         for operation in (another(), joined().operation):
-            (claimed,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+            (claimed,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
             assert claimed.id == operation.id
-            outcome.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
+            attempts.finish(claimed.id, claimed.fence, Event.FAIL, now=clock.now(), error="no")
         another()
         left = Operation.objects.filter(status="failed", dismissed_at=None)
         assert [one.key for one in left] == ["model:m#0"]
@@ -160,7 +166,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose(placement_snapshot.fleet("m")).node
+                chosen = choose_node(fleet_queries.read_fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -181,7 +187,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -198,7 +204,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -218,11 +224,11 @@ def labelled(name: str, **labels: str) -> BackendNode:
 
 
 def definition() -> Definition:
-    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    return parse_definition({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
 
 
 def claimed(operation: Operation) -> Work:
-    (mine,) = lease.claim("c", now=clock.now(), lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=clock.now(), lease=60, limit=1)
     assert mine.id == operation.id
     return Work(mine, Recorder(write_batch))
 
@@ -230,8 +236,8 @@ def claimed(operation: Operation) -> Work:
 async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
-        bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    wanted = load_placement.LoadNeeds(definition(), NOTHING)
+        bus.replies[messages.backend_list(str(id))] = m.ListReply(())
+    wanted = load_placement.LoadNeeds(definition(), NO_NEED)
     return await load_placement.reserve_slot(
         bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
     )
@@ -285,7 +291,7 @@ class TestPlacing:
         work = claimed(operation)
         hour = clock.now() + timedelta(hours=1)
         Operation.objects.update(needed_until=hour)
-        outcome.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
+        attempts.put_back(*work.attempt, Event.WAIT, now=clock.now(), until=hour, reason="no node matches")
         assert wake_ups.wake([node.id]) == 0
         NodeLabel.objects.create(node=other, key="tier", value="fast")
         assert wake_ups.wake([other.id]) == wake_ups.wake(None) == 0, "the load is not for this node"
@@ -301,8 +307,8 @@ class TestPlacing:
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
-                selector = placement_snapshot.selectors_of(["m", "n"])["m"]
-                seen = placement_snapshot.fleet("m", selector=selector)
+                selector = fleet_queries.selectors_of(["m", "n"])["m"]
+                seen = fleet_queries.read_fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

@@ -13,18 +13,17 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
-from nodes.backends.install import offered_to
-from nodes.definitions.files import Definition, load_options, read
+from nodes.backends.node_commands import offered_to
+from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
 from nodes.loading.failures import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger.progress import Tick
 from tests.support import hot
 from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage
@@ -53,11 +52,11 @@ def told(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def defined(stage: Stage) -> Definition:
     (stage.folder / "echo.yaml").write_text(DEFINITION)
-    return read(stage.folder / "echo.yaml")
+    return read_definition(stage.folder / "echo.yaml")
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:
-    sent = stage.bus.asked[subjects.backend_install(str(node.id))]
+    sent = stage.bus.asked[messages.backend_install(str(node.id))]
     return [decode(body, m.InstallRequest) for body in sent]
 
 
@@ -95,7 +94,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     loads.append(lambda: looked("loads"))
     assert (await stage.handler(stage.work))["node"] == "one"
     # Review L5: it was asked three times.
-    assert len(stage.bus.asked[subjects.backend_list(str(stage.one.id))]) == 1
+    assert len(stage.bus.asked[messages.backend_list(str(stage.one.id))]) == 1
     assert steps.said == [
         "installing",
         "loading",

@@ -11,12 +11,11 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_cache, placement_snapshot
-from nodes.decisions.fleet_cache import Mirror
+from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions.fleet_cache import FleetCache
 from nodes.models import BackendNode, NodeLabel, NodeModel
-from nodes.placement.choose import NOTHING, Need, choose
+from nodes.placement.choose import NO_NEED, Need, Selector, choose_node
 from nodes.placement.explain import FleetView
-from nodes.placement.selector import Selector
 from nodes.replicas.lifecycle import SERVES
 from tests.support import hot
 from tests.support.effort import EFFORT
@@ -25,18 +24,18 @@ from tests.support.replicas import columns
 pytestmark = pytest.mark.django_db(transaction=True)
 
 GB = 2**30
-ANYTHING = FleetView((), NOTHING)
+ANYTHING = FleetView((), NO_NEED)
 NEED = Need(vram=2 * GB, vram_required=True)
 SELECTOR = Selector("a", frozenset({("tier", "x")}))
 
 
-def seen_alike(kept: Mirror) -> None:
+def seen_alike(kept: FleetCache) -> None:
     for model, conflicts in (("a", frozenset({"b"})), ("b", frozenset[str]())):
         for selector in (Selector(model), SELECTOR):
             seen, decision = kept.decided(model, FleetView((), NEED, selector), conflicts=conflicts)
-            by_rows = placement_snapshot.fleet(model, selector=selector, conflicts=conflicts)
+            by_rows = fleet_queries.read_fleet(model, selector=selector, conflicts=conflicts)
             assert sorted(seen.nodes, key=lambda one: one.name) == sorted(by_rows, key=lambda one: one.name)
-            assert decision == choose(by_rows, need=NEED, selector=selector)
+            assert decision == choose_node(by_rows, need=NEED, selector=selector)
 
 
 def write(chance: random.Random) -> None:
@@ -81,7 +80,7 @@ def remove(node: BackendNode) -> None:
 @pytest.mark.parametrize("seed", range(2 * EFFORT))
 def test_it_sees_what_a_full_reading_sees(seed: int) -> None:
     """After each of many writes, one by one and several in one transaction, also rolled back."""
-    chance, kept = random.Random(seed), Mirror()
+    chance, kept = random.Random(seed), FleetCache()
     seen_alike(kept)
     hot.node("first")
     for _ in range(25):
@@ -96,7 +95,7 @@ def test_it_sees_what_a_full_reading_sees(seed: int) -> None:
 
 def test_a_transaction_that_ends_late_is_seen() -> None:
     """Its number is older than looks that came before its end."""
-    node, kept = hot.node("one", available_vram=8 * GB), Mirror()
+    node, kept = hot.node("one", available_vram=8 * GB), FleetCache()
     begun, looked = threading.Event(), threading.Event()
 
     def late() -> None:
@@ -122,16 +121,16 @@ def test_a_transaction_that_ends_late_is_seen() -> None:
 
 
 def test_a_look_is_one_statement_and_one_a_table_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, seen = Mirror(), list[Any]()
+    kept, seen = FleetCache(), list[Any]()
     for number in range(20):
         hot.replica(hot.node(f"n{number}", available_vram=8 * GB))
-    plain = placement_snapshot.candidate
+    plain = fleet_queries.candidate
 
     def counted(row: Any, *given: Any, **options: Any) -> Any:
         seen.append(row)
         return plain(row, *given, **options)
 
-    monkeypatch.setattr(placement_snapshot, "candidate", counted)
+    monkeypatch.setattr(fleet_queries, "candidate", counted)
     for changed, statements in ((20, 4), (0, 1), (1, 2)):
         seen.clear()
         if changed == 1:
@@ -144,7 +143,7 @@ def test_a_look_is_one_statement_and_one_a_table_that_has_changed(monkeypatch: p
 def test_it_begins_again_on_another_server_and_after_a_look_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, node = Mirror(), hot.node("one")
+    kept, node = FleetCache(), hot.node("one")
     seen_alike(kept)
     kept._mark = kept._mark._replace(xid=2**40) if kept._mark else None  # of a server that was ahead
     BackendNode.objects.filter(pk=node.pk).update(available_vram=GB)
@@ -160,13 +159,13 @@ def test_it_begins_again_on_another_server_and_after_a_look_that_failed(
 def test_some_nodes_only() -> None:
     nodes = [hot.node(f"n{number}", available_vram=8 * GB) for number in range(3)]
     ids = [node.pk for node in nodes]
-    seen, decision = Mirror().decided("a", ANYTHING, only=ids[1:], besides=ids[2:])
+    seen, decision = FleetCache().decided("a", ANYTHING, only=ids[1:], besides=ids[2:])
     assert [one.id for one in seen.nodes] == ids[1:2]
-    assert decision == choose(placement_snapshot.fleet("a", only=ids[1:], besides=ids[2:]))
+    assert decision == choose_node(fleet_queries.read_fleet("a", only=ids[1:], besides=ids[2:]))
 
 
 def test_what_may_be_rolled_back_is_not_followed() -> None:
-    kept, node = Mirror(), hot.node("one", available_vram=GB)
+    kept, node = FleetCache(), hot.node("one", available_vram=GB)
     seen_alike(kept)
     with transaction.atomic():
         BackendNode.objects.filter(pk=node.pk).update(available_vram=2 * GB)

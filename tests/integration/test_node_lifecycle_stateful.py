@@ -30,9 +30,9 @@ from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit.errors import ClusterError
-from nodes.decisions.placement_snapshot import fleet
+from nodes.decisions.fleet_queries import read_fleet
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
-from nodes.placement.choose import refusal
+from nodes.placement.choose import find_refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import identity, services
 from nodes.registry.heartbeats import Beat
@@ -506,7 +506,7 @@ class Fleet(RuleBasedStateMachine):
 
     def no_one_unapproved_is_a_target(self, approved: set[UUID]) -> None:
         """Neither of placement nor of selectors; replicas of what is no target are not served."""
-        targets = {view.id for view in fleet("m") if refusal(view) is None}
+        targets = {view.id for view in read_fleet("m") if find_refusal(view) is None}
         chosen = {node.pk for node in BackendNode.objects.matching({})}
         assert targets <= chosen <= approved
         assert chosen == {node.id for node in self.nodes.values() if node.status == "healthy"}

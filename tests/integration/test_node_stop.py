@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from nodes.backends import node_stop
 from nodes.commands import commands
@@ -20,9 +20,8 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import services
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work
-from operations.ledger import lease
+from operations.executor.work import Postpone, Recorder, Work
+from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -38,13 +37,13 @@ class Stage:
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node("one")
-        self.list = subjects.backend_list(str(self.node.id))
+        self.list = messages.backend_list(str(self.node.id))
         self.bus.replies[self.list] = HERE
 
     @property
     def told(self) -> int:
         """How often the worker was told to stop."""
-        assert {subject for subject, _ in self.bus.published} <= {subjects.stop(str(self.node.id))}
+        assert {subject for subject, _ in self.bus.published} <= {messages.stop(str(self.node.id))}
         return len(self.bus.published)
 
     def begins(self) -> Work:
@@ -53,7 +52,7 @@ class Stage:
         return self.claimed()
 
     def claimed(self) -> Work:
-        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         return Work(operation, Recorder(write_batch))
 
     async def stops(self, work: Work) -> Mapping[str, Any]:

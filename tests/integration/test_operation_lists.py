@@ -14,10 +14,10 @@ from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Ended, Failed, Settlement
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
-from operations.ledger import admission, lease, progress, retention
+from operations.ledger import admission, attempts, progress, retention
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
 from operations.reconcilers.tasks import prune_record
@@ -348,7 +348,7 @@ def test_the_list_offers_to_cancel_exactly_what_the_server_cancels(kind: str, ru
     request = admission.OperationRequest(kind, f"model:{kind}#all", "smollm2", actor="alice")
     operation = admission.admit(request, now=clock.now()).operation
     if running:
-        lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     (entry,) = api.admin().get("/api/operations").json()["operations"]
     assert entry["cancellable"] == (not running or kind != "model_delete")
     answer = api.admin().post(f"/api/operations/{operation.id}/cancel")
@@ -375,14 +375,14 @@ def test_a_load_says_the_limit_of_its_step_and_what_has_moved() -> None:
     request = admission.OperationRequest("model_load", "model:m#0", "m", actor="alice")
     operation = admission.admit(request, now=clock.now()).operation
     began = clock.now()
-    (claimed,) = lease.claim("controller", now=began, lease=60, limit=1)
+    (claimed,) = attempts.claim("controller", now=began, lease=60, limit=1)
     attempt, limit = (claimed.id, claimed.fence), began + timedelta(seconds=300)
     later, moved = began + timedelta(seconds=9), began + timedelta(seconds=2)
     progress.record({attempt: [Tick("staging", "sending", 5, 9, progress_at=moved)]}, now=later)
     assert times_of(operation) == [(moved, None)]
     progress.record({attempt: [Tick("loading", "loading m", time_limit_at=limit)]}, now=later)
     assert times_of(operation) == [(later, limit)]
-    lease.release("controller", now=later)
+    attempts.release("controller", now=later)
     assert times_of(operation) == [(None, None)]
 
 

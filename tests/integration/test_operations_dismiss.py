@@ -10,9 +10,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import errors
+from localai_cluster.kit.leases import LeaseLost
 from operations.changes import cursor, feed
-from operations.ledger import admission, lease, outcome
-from operations.ledger.fence import LeaseLost
+from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 from operations.states import Event
@@ -32,13 +32,13 @@ def admit(key: str = "node:1:mock", kind: str = "backend_install", **more: Any) 
 def claimed(now: datetime = NOW, **more: Any) -> Operation:
     """An operation that a controller works on."""
     admit(**more)
-    (operation,) = lease.claim("a", now=now, lease=LEASE, limit=1)
+    (operation,) = attempts.claim("a", now=now, lease=LEASE, limit=1)
     return operation
 
 
 def failed(**more: Any) -> Operation:
     operation = claimed(**more)
-    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
+    attempts.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
     return operation
 
 
@@ -68,7 +68,7 @@ def test_an_operation_that_succeeds_dismisses_the_failures_of_its_children(event
     """Review R9: a load that went to another node left its failed installation in the inbox."""
     load = claimed(kind="model_load", key="model:m#0")
     child, other = failed(key="node:a:echo", parent=load), failed(key="node:b:echo")
-    outcome.finish(load.id, load.fence, event, now=NOW, error="" if event is Event.COMPLETE else "no node")
+    attempts.finish(load.id, load.fence, event, now=NOW, error="" if event is Event.COMPLETE else "no node")
     dismissed = row(child).dismissed_at is not None
     assert dismissed is (event is Event.COMPLETE)
     assert (str(load.id) in row(child).dismissed_comment) is dismissed
@@ -103,7 +103,7 @@ def test_only_failures_are_dismissed() -> None:
         answer = dismiss(unknown)
         assert (answer.status_code, answer.json()) == (404, {"error": "no operation has this id"})
     waiting, running, done = admit(key="b"), claimed(key="a"), claimed(key="c")
-    outcome.finish(done.id, done.fence, Event.COMPLETE, now=NOW)
+    attempts.finish(done.id, done.fence, Event.COMPLETE, now=NOW)
     statuses = {}
     for operation in (waiting, running, done):
         answer = dismiss(operation.id)
@@ -142,11 +142,11 @@ def test_several_nodes_add_up_to_one_progress() -> None:
 
     def tell(node: UUID, percentage: float) -> tuple[float, str]:
         tick = Tick("downloading", "x", int(percentage), 100, percentage, "f", node)
-        outcome.progress(operation.id, operation.fence, tick, now=NOW)
+        attempts.progress(operation.id, operation.fence, tick, now=NOW)
         return row(operation).progress, row(operation).message
 
     def end(node: UUID, status: TargetStatus, error: str = "") -> tuple[float, str]:
-        outcome.target_done(operation.id, operation.fence, node, status, error, now=NOW)
+        attempts.target_done(operation.id, operation.fence, node, status, error, now=NOW)
         return row(operation).progress, row(operation).message
 
     assert tell(first, 80) == (20, "0 of 4 nodes done")
@@ -166,7 +166,7 @@ def test_several_nodes_add_up_to_one_progress() -> None:
     assert (entry["currentBytes"], entry["totalBytes"]) == (120, 200)
     end(fourth, TargetStatus.SUCCESS)
     assert row(operation).progress == 85
-    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="1 of 4 nodes failed")
+    attempts.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="1 of 4 nodes failed")
     errors_of = dict(OperationTarget.objects.values_list("node_name", "error"))
     assert errors_of == {"gpu-0": "", "gpu-1": "disk full", "gpu-2": "", "gpu-3": ""}
 
@@ -179,7 +179,7 @@ def test_a_late_report_takes_no_node_back() -> None:
 
     def tell(share: int, file: str) -> tuple[float, int]:
         tick = Tick("downloading", "x", share, 100, share, file, targets[0][0])
-        outcome.progress(operation.id, operation.fence, tick, now=NOW)
+        attempts.progress(operation.id, operation.fence, tick, now=NOW)
         part = OperationTarget.objects.get(node_id=targets[0][0])
         return part.percentage, part.current_bytes
 
@@ -193,7 +193,7 @@ def test_figures_of_workers_that_no_column_holds_together() -> None:
     operation = claimed(targets=targets)
     for node, _ in targets:
         tick = Tick("downloading", "x", 2**63 - 1, 2**63 - 1, 1, "f", node)
-        outcome.progress(operation.id, operation.fence, tick, now=NOW)
+        attempts.progress(operation.id, operation.fence, tick, now=NOW)
     assert (row(operation).current_bytes, row(operation).total_bytes) == (2**63 - 1, 2**63 - 1)
 
 
@@ -203,9 +203,9 @@ def test_the_last_node_does_not_make_it_a_hundred() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     for node, _ in targets:
-        outcome.target_done(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
+        attempts.target_done(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
     assert row(operation).progress == 99
-    outcome.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
+    attempts.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     assert (row(operation).progress, row(operation).message) == (100, "completed")
 
 
@@ -215,11 +215,11 @@ def test_an_end_keeps_what_has_ended_and_ends_the_rest() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     first = targets[0][0]
-    outcome.target_done(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
+    attempts.target_done(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
     before = feed.current_seq()
-    outcome.target_done(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
+    attempts.target_done(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
     assert feed.current_seq() == before
-    outcome.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
+    attempts.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     parts = list(OperationTarget.objects.values_list("status", "percentage", "error"))
     assert parts == [("error", 0, "disk full"), ("success", 100, "")]
 
@@ -231,11 +231,11 @@ def test_a_part_ends_under_the_fence_and_only_where_there_is_one() -> None:
     operation = claimed(targets=targets)
     node = targets[0][0]
     with pytest.raises(LeaseLost):
-        outcome.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
+        attempts.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(errors.NotFound):
-        outcome.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
+        attempts.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(ValueError, match="no end"):
-        outcome.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
+        attempts.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
     assert OperationTarget.objects.get().status == "queued"
 
 
@@ -245,11 +245,11 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
     targets = nodes(4)
     operation = claimed(targets=targets)
     tick = Tick("downloading", "x", 50, 100, 50.0, "f", targets[1][0])
-    outcome.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
-    outcome.progress(operation.id, operation.fence, tick, now=NOW)
+    attempts.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
+    attempts.progress(operation.id, operation.fence, tick, now=NOW)
     later = NOW + timedelta(seconds=LEASE + 1)
-    lease.reap(now=later)
-    (again,) = lease.claim("b", now=later, lease=LEASE, limit=1)
+    attempts.reap(now=later)
+    (again,) = attempts.claim("b", now=later, lease=LEASE, limit=1)
     assert (again.id, again.progress) == (operation.id, 25)
     parts = list(OperationTarget.objects.values_list("status", "percentage", "current_bytes"))
     assert parts == [("success", 100, 0), ("queued", 0, 0), ("queued", 0, 0), ("queued", 0, 0)]
@@ -260,11 +260,11 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
     """D-LIST-PURE, D-MORE-OF-OPERATIONS: what is always there, what only when known; order; nothing clean."""
     node = (uuid4(), "gpu-0")
     running = claimed(key="a", node=node, targets=[node])
-    outcome.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
+    attempts.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
     gone = claimed(key="b")
-    outcome.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="no request needs it")
+    attempts.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="no request needs it")
     clean = claimed(key="c")
-    outcome.finish(clean.id, clean.fence, Event.COMPLETE, now=NOW)
+    attempts.finish(clean.id, clean.fence, Event.COMPLETE, now=NOW)
     waiting = admit(key="d")
     entries = listed()
     assert [entry["jobID"] for entry in entries] == [str(waiting.id), str(running.id)]
@@ -317,14 +317,14 @@ def test_what_waits_is_listed_as_queued_with_its_reason(event: Event, status: st
     operation = claimed()
     assert (listed()[0]["isQueued"], "phase" in listed()[0]) == (False, False)
     until = NOW + timedelta(seconds=30)
-    outcome.put_back(operation.id, operation.fence, event, now=NOW, until=until, reason="no node has room")
+    attempts.put_back(operation.id, operation.fence, event, now=NOW, until=until, reason="no node has room")
     (entry,) = listed()
     assert (entry["isQueued"], entry["phase"], entry["status"]) == (True, "queued", status)
     assert (entry["message"], entry["nextLookAt"]) == ("no node has room", until.isoformat())
     assert "givesUpAt" not in entry
     Operation.objects.update(needed_until=NOW + timedelta(hours=1))
     assert listed()[0]["givesUpAt"] == (NOW + timedelta(hours=1)).isoformat()
-    lease.claim("a", now=until, lease=LEASE, limit=1)
+    attempts.claim("a", now=until, lease=LEASE, limit=1)
     assert row(operation).status == Status.PROCESSING
     assert "givesUpAt" not in listed()[0], "what runs is not given up"
 

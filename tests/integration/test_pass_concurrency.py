@@ -12,7 +12,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
-from nodes.decisions.placement_snapshot import fleet
+from nodes.decisions.fleet_queries import read_fleet
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def test_a_slot_against_deregistration() -> None:
     """A load reserves a slot on a node that is being removed: the slot goes with it, or is not given."""
     node = approved()
-    (view,) = fleet("m")
+    (view,) = read_fleet("m")
     results = at_once(
         lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
         *(
@@ -176,7 +176,7 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
 
 def reserve_row(node: BackendNode) -> None:
     """A replica that a load has published, if the slot is free."""
-    view = next(one for one in fleet("m") if one.id == node.pk)
+    view = next(one for one in read_fleet("m") if one.id == node.pk)
     slot = reserve(view, "m", attempt=attempt("x"), backend="b", now=NOW)
     if isinstance(slot, Slot):
         NodeModel.objects.filter(pk=slot.id).update(phase="serving", **SERVES, address="h:1")

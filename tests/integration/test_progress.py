@@ -14,14 +14,12 @@ import pytest
 from django.db import OperationalError, connection
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.leases import LeaseLost
 from operations.changes import events, feed
-from operations.executor.executor import Executor
-from operations.executor.leases import LeaseKeeper
+from operations.executor.executor import Executor, LeaseKeeper
 from operations.executor.operation_queue import OperationQueue
-from operations.executor.recorder import BATCH_EVERY
-from operations.executor.work import Work, in_thread
-from operations.ledger import admission, lease, outcome, progress
-from operations.ledger.fence import LeaseLost
+from operations.executor.work import BATCH_EVERY, Work, in_thread
+from operations.ledger import admission, attempts, progress
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Status
 from operations.states import Event
@@ -43,7 +41,7 @@ def admit(number: int = 0, targets: list[tuple[UUID, str]] | None = None) -> Ope
 def claimed(count: int, parts: int = 0) -> list[Operation]:
     for number in range(count):
         admit(number, [(uuid4(), f"n{part}") for part in range(parts)])
-    return lease.claim("a", now=clock.now(), lease=3600, limit=count)
+    return attempts.claim("a", now=clock.now(), lease=3600, limit=count)
 
 
 def nodes_of(operation: Operation) -> list[UUID]:
@@ -85,7 +83,7 @@ def test_a_batch_costs_the_same_number_of_statements_at_any_size(
 def test_a_batch_writes_what_is_still_owned_and_names_the_rest() -> None:
     """An old fence, an ended operation and one that is gone change nothing, and take no number."""
     kept, old, ended = claimed(3)
-    outcome.finish(ended.id, ended.fence, Event.FAIL, now=NOW, error="disk full")
+    attempts.finish(ended.id, ended.fence, Event.FAIL, now=NOW, error="disk full")
     before, gone = feed.current_seq(), uuid4()
     lost = {(old.id, old.fence - 1), (ended.id, ended.fence), (gone, 1)}
     reports = {attempt: [Tick("p", percentage=50)] for attempt in [*lost, (kept.id, kept.fence)]}
@@ -110,13 +108,13 @@ def test_an_outcome_contains_the_reports_before_it() -> None:
     failing, resting = claimed(2, parts=2)
     for operation in (failing, resting):
         node = nodes_of(operation)[0]
-        outcome.progress(operation.id, operation.fence, Tick(percentage=60, node_id=node), now=NOW)
+        attempts.progress(operation.id, operation.fence, Tick(percentage=60, node_id=node), now=NOW)
     ticks = [Tick("unpacking", "x", 7, 10, 40, "f", nodes_of(failing)[0])]
-    outcome.finish(failing.id, failing.fence, Event.FAIL, now=NOW, error="disk full", ticks=ticks)
+    attempts.finish(failing.id, failing.fence, Event.FAIL, now=NOW, error="disk full", ticks=ticks)
     ended = Operation.objects.get(pk=failing.pk)
     assert (ended.progress, ended.current_bytes, ended.phase, ended.error) == (30, 7, "", "disk full")
     ticks = [Tick("unpacking", "x", 7, 10, 80, "f", nodes_of(resting)[0])]
-    outcome.put_back(
+    attempts.put_back(
         resting.id, resting.fence, Event.WAIT, now=NOW, until=NOW, reason="no worker", ticks=ticks
     )
     waiting = Operation.objects.get(pk=resting.pk)
@@ -203,7 +201,7 @@ def test_a_row_that_is_being_written_does_not_hold_up_the_renewal_of_the_others(
     """It stays the owner's, and its turn comes again."""
     locked, free = claimed(2)
     with holding(f"SELECT id FROM operations WHERE id = '{locked.id}' FOR UPDATE"):
-        held = lease.renew("a", [locked.id, free.id], now=NOW + timedelta(days=900), lease=10)
+        held = attempts.renew("a", [locked.id, free.id], now=NOW + timedelta(days=900), lease=10)
     assert held == {locked.id: locked.fence, free.id: free.fence}
     moved = Operation.objects.filter(lease_until=NOW + timedelta(days=900, seconds=10))
     assert list(moved.values_list("pk", flat=True)) == [free.id]
@@ -259,7 +257,7 @@ async def test_leases_are_renewed_while_every_shared_thread_is_blocked() -> None
 async def test_a_renewal_that_hangs_is_cut_and_the_thread_connects_again() -> None:
     """The thread is the only one that keeps leases: a connection that hangs must not keep it forever."""
     (operation,) = await in_thread(claimed, 1)
-    keeper = LeaseKeeper("a", 2, lease.renew)
+    keeper = LeaseKeeper("a", 2, attempts.renew)
     held: dict[UUID, int] = {}
 
     async def renewed() -> bool:

@@ -19,11 +19,11 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
-from nodes.decisions import decision_log, placement_snapshot
-from nodes.definitions.files import Definition, parse
-from nodes.loading import load, load_placement
+from nodes.decisions import decision_log, fleet_queries
+from nodes.definitions.files import Definition, parse_definition
+from nodes.loading import load_placement, load_request
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -33,18 +33,17 @@ from nodes.models import (
     PlacementLog,
     PlacementRecord,
 )
-from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
-from nodes.placement.choose import NOTHING, Need
-from nodes.placement.explain import Ending
-from nodes.reconcilers import recomputing, tasks
-from nodes.reconcilers.recomputing import Found
+from nodes.models.scheduling import PlacementOutcome
+from nodes.placement.choose import NO_NEED, Need
+from nodes.placement.explain import DecisionOutcome
+from nodes.reconcilers import decision_replay, tasks
+from nodes.reconcilers.decision_replay import ReplayedDecision
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Abandoned, Postpone, Work
-from operations.ledger import admission, lease
+from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
@@ -68,23 +67,23 @@ def models(tmp_path: Path, settings: Any) -> Path:
 
 
 def definition() -> Definition:
-    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    return parse_definition({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
 
 
 def claimed() -> Work:
-    wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    wanted = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
-    (mine,) = lease.claim("c", now=now, lease=60, limit=1)
+    (mine,) = attempts.claim("c", now=now, lease=60, limit=1)
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> load_placement.Placement:
+async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_placement.Placement:
     bus = PlayedBus()
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
     return await load_placement.reserve_slot(
         bus, work, what, attempt=AttemptId(work.id, work.operation.fence)
@@ -97,7 +96,7 @@ def kept() -> list[PlacementRecord]:
 
 def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
     """Placement is pure and cannot ask the model."""
-    assert set(PlacementOutcome.values) == set(Ending)
+    assert set(PlacementOutcome.values) == set(DecisionOutcome)
 
 
 class TestRecords:
@@ -116,8 +115,12 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.replay, row)
+        assert (
+            again
+            == decision_replay.recorded_decision(row)
+            == ReplayedDecision("placed", row.reason, row.node_id)
+        )
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
 
     @pytest.mark.rule("R1.72", "I14")
@@ -138,8 +141,12 @@ class TestRecords:
             None,
             "the backend is not there yet: not installed against installed on b",
         ]
-        again = await hot.in_thread(recomputing.recomputed, row)
-        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
+        again = await hot.in_thread(decision_replay.replay, row)
+        assert (
+            again
+            == decision_replay.recorded_decision(row)
+            == ReplayedDecision("placed", row.reason, row.node_id)
+        )
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
         def given() -> Work:
@@ -187,7 +194,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -199,7 +206,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = placement_snapshot.fleet("m")
+        (view,) = fleet_queries.read_fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)

@@ -8,7 +8,7 @@ from django.test.utils import CaptureQueriesContext
 
 from nodes.models import NodeSample
 from nodes.reconcilers import tasks
-from nodes.registry import samples
+from nodes.registry import resources
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -27,18 +27,18 @@ def test_a_minute_has_one_sample_of_each_node_that_is_heard() -> None:
     tight = hot.node("tight", total_vram=24 * GIB, available_vram=5 * GIB, vram_budget_bytes=12 * GIB)
     hot.node("silent")
     api.make_node("pending", approved=False, total_vram=GIB)
-    assert samples.keep(now=AT) == 2
-    assert samples.keep(now=AT + timedelta(seconds=20)) == 0
-    assert samples.of_node(plain.id, now=AT) == [(MINUTE, 4 * GIB, 4 * GIB)]
-    assert samples.of_node(tight.id, now=AT) == [(MINUTE, 7 * GIB, None)]
+    assert resources.store_samples(now=AT) == 2
+    assert resources.store_samples(now=AT + timedelta(seconds=20)) == 0
+    assert resources.samples_of_node(plain.id, now=AT) == [(MINUTE, 4 * GIB, 4 * GIB)]
+    assert resources.samples_of_node(tight.id, now=AT) == [(MINUTE, 7 * GIB, None)]
 
 
 def test_what_is_older_than_an_hour_is_forgotten() -> None:
     node = hot.node("one", total_ram=2, available_ram=1)
     for minutes in (0, 1, 61):
-        samples.keep(now=AT + timedelta(minutes=minutes))
+        resources.store_samples(now=AT + timedelta(minutes=minutes))
     later = AT + timedelta(minutes=61)
-    assert [at for at, *_ in samples.of_node(node.id, now=later)] == [
+    assert [at for at, *_ in resources.samples_of_node(node.id, now=later)] == [
         MINUTE + timedelta(minutes=n) for n in (1, 61)
     ]
     assert NodeSample.objects.count() == 2
@@ -50,7 +50,7 @@ def test_the_number_of_statements_does_not_grow_with_the_fleet() -> None:
         for number in range(size):
             hot.node(f"{size}-{number}", total_ram=2, available_ram=1)
         with CaptureQueriesContext(connection) as queries:
-            samples.keep(now=AT + timedelta(minutes=size))
+            resources.store_samples(now=AT + timedelta(minutes=size))
         counts.append(len(queries))
     assert counts[0] == counts[1]
 

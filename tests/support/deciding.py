@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from uuid import UUID, uuid4
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_snapshots, placement_snapshot
-from nodes.decisions.decision_log import Decided
-from nodes.decisions.placement_snapshots import sections
-from nodes.placement.choose import NOTHING, Candidate
+from nodes.decisions import fleet_queries, snapshot_log
+from nodes.decisions.decision_log import DecisionRecord
+from nodes.decisions.load_snapshots import encode_load
+from nodes.placement.choose import NO_NEED, Candidate
 from nodes.placement.explain import FleetView
-from nodes.placement.load_decision import LoadQuestion, settle
+from nodes.placement.load_decision import LoadQuestion, decide_load
 
 
 def decided(
     model: str = "m", operation: UUID | None = None, nodes: Sequence[Candidate] | None = None
-) -> Decided:
+) -> DecisionRecord:
     """What a load that looks at all nodes, or at these, would decide; its snapshot is kept."""
-    fleet = placement_snapshot.fleet(model) if nodes is None else nodes
-    question, id = LoadQuestion(FleetView(fleet, NOTHING)), operation or uuid4()
-    seen = fleet_snapshots.remember(sections(str(id), model, question), now=clock.now())
-    return Decided(model, id, settle(question, question.view.decide()), seen)
+    fleet = fleet_queries.read_fleet(model) if nodes is None else nodes
+    question, id = LoadQuestion(FleetView(fleet, NO_NEED)), operation or uuid4()
+    seen = snapshot_log.store_snapshot(encode_load(str(id), model, question), now=clock.now())
+    return DecisionRecord(model, id, decide_load(question, question.view.decide()), seen)

@@ -11,14 +11,15 @@ import tempfile
 from pathlib import Path
 
 HOME = Path(tempfile.mkdtemp(prefix="lac-test-"))
+RUN = Path(os.environ.setdefault("CLUSTER_TESTS_OF_RUN", str(HOME)))
+"""Folder of the whole run: that of the process which started the others."""
 REGISTRATION_TOKEN = "test-registration-token"
 API_KEY = "test-static-admin-key"
 VALKEY_PASSWORD = "test-valkey-password"
 
 
 def _prepare() -> None:
-    from localai_cluster.embedded.postgres import EmbeddedPostgres
-    from localai_cluster.embedded.valkey import EmbeddedValkey
+    from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
     from localai_cluster.kit import nkeys
 
     models = HOME / "models"

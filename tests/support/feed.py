@@ -10,12 +10,12 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster.accounts import actors
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import services
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, live
@@ -75,8 +75,8 @@ admit = sync_to_async(admitted)
 @sync_to_async
 def end(event: Event = Event.FAIL, error: str = "no such file") -> Operation:
     """Claims what is due first and ends it."""
-    (work,) = lease.claim("t", now=clock.now(), lease=30, limit=1)
-    outcome.finish(work.id, work.fence, event, now=clock.now(), error=error)
+    (work,) = attempts.claim("t", now=clock.now(), lease=30, limit=1)
+    attempts.finish(work.id, work.fence, event, now=clock.now(), error=error)
     return work
 
 

@@ -8,8 +8,6 @@ from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
 from django.test import Client
 
-from nodes.models import NodeConflict
-
 LIST = "/admin/nodes/backendnode/"
 
 
@@ -33,14 +31,9 @@ def signed_in(user: Any) -> Client:
     return client
 
 
-def url(node_id: UUID, verb: str = "change") -> str:
-    """A node's page, or the page of a verb."""
-    return f"{LIST}{node_id}/{verb}/"
-
-
-def conflict_url(conflict: NodeConflict, verb: str) -> str:
-    """The page of a verb for a conflict."""
-    return f"/admin/nodes/nodeconflict/{conflict.pk}/{verb}/"
+def url(node_id: UUID, page: str = "change") -> str:
+    """Return the URL of a node's page."""
+    return f"{LIST}{node_id}/{page}/"
 
 
 class Forms(HTMLParser):
@@ -72,11 +65,19 @@ class Forms(HTMLParser):
 
 
 def form_of(page: Any) -> tuple[str, dict[str, str]]:
-    """Where the page's own form goes, and what it would send untouched."""
+    """Return the target of the page's own form, and what it would send untouched."""
     parser = Forms()
     parser.feed(page.content.decode())
-    ((action, fields),) = parser.found
+    ((action, fields),) = [form for form in parser.found if form[0] != LIST]
     return action or page.wsgi_request.get_full_path(), fields
+
+
+def form_with(page: Any, action: str) -> dict[str, str]:
+    """Return what the button of an action on a node's page would send."""
+    parser = Forms()
+    parser.feed(page.content.decode())
+    (fields,) = [fields for _, fields in parser.found if fields.get("action") == action]
+    return fields
 
 
 def load(browser: Client, node_id: UUID) -> dict[str, str]:

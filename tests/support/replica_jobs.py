@@ -13,10 +13,11 @@ from django.db import connection, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import placement_snapshot
-from nodes.loading import load
+from nodes.decisions import fleet_queries
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
@@ -29,8 +30,7 @@ from nodes.replicas.stopper import Stopper
 from nodes.replicas.unload import UnloadModel
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
-from operations.ledger import admission, lease, outcome
-from operations.ledger.fence import LeaseLost
+from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
@@ -57,7 +57,7 @@ class Cluster:
 
     def works(self, controller: str) -> None:
         """A controller claims an operation and carries it out."""
-        for operation in call(lease.claim, controller, now=clock.now(), lease=60, limit=1):
+        for operation in call(attempts.claim, controller, now=clock.now(), lease=60, limit=1):
             self.world.note(f"  {controller} has {operation.kind} {str(operation.id)[:4]}:{operation.fence}")
             with suppress(LeaseLost):
                 self._carry_out(operation)
@@ -65,23 +65,28 @@ class Cluster:
     def _carry_out(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
         try:
-            if operation.kind == load.KIND:
+            if operation.kind == load_request.KIND:
                 self._load(operation)
             else:
                 asyncio.run(UnloadModel(self.world)(Work(operation, SilentRecorder())))
         except (LoadFailed, CommandFailed) as error:
             failure = str(error) or "failed"
-        if failure and self.world.are_faults_on and operation.attempts < 2 and operation.kind == load.KIND:
+        if (
+            failure
+            and self.world.are_faults_on
+            and operation.attempts < 2
+            and operation.kind == load_request.KIND
+        ):
             until = clock.now() + timedelta(seconds=1)
-            call(outcome.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
+            call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
             return
         event = Event.FAIL if failure else Event.COMPLETE
-        call(outcome.finish, *attempt, event, now=clock.now(), error=failure)
+        call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
-        call(load_ends.end_abandoned, model, now=clock.now())
-        views = call(placement_snapshot.fleet, model, only=[UUID(operation.payload["node"])])
+        call(load_ends.end_abandoned_loads, model, now=clock.now())
+        views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -101,14 +106,14 @@ class Cluster:
         self.world.note(f"  slot {model}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}")
         try:
             for _ in range(6):
-                if not call(eviction.not_gone([one.id for one in victims]).exists):
+                if not call(eviction.remaining_rows([one.id for one in victims]).exists):
                     break
                 pause("sleep")
             else:
                 raise LoadFailed("no room")
             self._publish(operation, slot, attempt)
         except LoadFailed:
-            call(load_ends.give_up, slot, attempt=attempt, now=clock.now())
+            call(load_ends.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
     def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
@@ -116,12 +121,12 @@ class Cluster:
             if not call(slots.begin_staging, slot, attempt=attempt):
                 raise LoadFailed("another load sends the files")
             call(slots.end_staging, slot, attempt=attempt)
-        call(lease.confirm, operation.id, operation.fence)
+        call(attempts.confirm, operation.id, operation.fence)
         if not slots_started(slot, attempt):
             raise LoadFailed("the slot was lost")
         address = self._start(operation, slot)
         call(slots.record_answer, slot, address)
-        call(retire.retire_at, address, node_id=slot.node_id, but=slot.id)
+        call(retire.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
         replaces = operation.payload["replaces"]
         if not call(
@@ -143,7 +148,7 @@ class Cluster:
             try:
                 address = self.world.start(slot.node_id, slot.id, key)
             except RequestTimeout:
-                call(lease.confirm, operation.id, operation.fence)
+                call(attempts.confirm, operation.id, operation.fence)
             except BusError as error:
                 raise LoadFailed("no worker") from error
             except ValueError as refused:
@@ -160,7 +165,7 @@ class Cluster:
 
     def reaps(self) -> None:
         """A controller takes back leases that ran out."""
-        call(lease.reap, now=clock.now())
+        call(attempts.reap, now=clock.now())
 
     # --- people and web processes
 
@@ -180,7 +185,7 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load.KIND, key=load_key(model), element=model, actor="test", payload=payload
+            load_request.KIND, key=load_key(model), element=model, actor="test", payload=payload
         )
         admission.admit_one_more(request, now=clock.now())
 

@@ -16,8 +16,7 @@ from localai_cluster.kit.errors import (
     Unavailable,
 )
 from nodes.dialects import blocks
-from nodes.dialects.anthropic_answers import DIALECT, refused
-from nodes.dialects.anthropic_requests import read
+from nodes.dialects.anthropic import DIALECT, parse_request, render_error
 from nodes.dialects.blocks import BlockKind
 from nodes.gateway.endpoint import TooLarge
 from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, folded
@@ -74,14 +73,14 @@ def of_user(*content: Any) -> dict[str, Any]:
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as told:
-        read(ASK | change)
+        parse_request(ASK | change)
     assert told.value.field == field
-    assert field in json.loads(refused(told.value).body)["error"]["message"]
+    assert field in json.loads(render_error(told.value).body)["error"]["message"]
 
 
 def conversation(change: dict[str, Any]) -> Conversation:
     """What an engine is told."""
-    (prompt,) = read(ASK | change).prompts
+    (prompt,) = parse_request(ASK | change).prompts
     assert isinstance(prompt, Conversation)
     return prompt
 
@@ -145,11 +144,11 @@ def test_how_tokens_are_chosen_reaches_the_engine() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"}
     more = {"temperature": 1, "top_p": 0.5, "top_k": 3, "stop_sequences": ["x"], "output_config": form}
     ignored = {"thinking": {"type": "enabled"}, "metadata": {"user_id": "x"}, "service_tier": "auto"}
-    asked = read(ASK | more | ignored)
+    asked = parse_request(ASK | more | ignored)
     chosen = asked.sampling
     assert (chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k) == (5, 1, 0.5, 3)
     assert (chosen.stop, chosen.grammar, asked.stream) == (("x",), '{"type":"object"}', False)
-    assert read(ASK | {"stream": True}).stream
+    assert parse_request(ASK | {"stream": True}).stream
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -189,7 +188,7 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
     for block in built:
         arguments = block.pop("json")
         if block["type"] == "tool_use":
-            block["input"] = blocks.arguments(arguments)
+            block["input"] = blocks.parse_arguments(arguments)
     assert message | {"content": built, "usage": end["usage"]} | end["delta"] == whole
 
 
@@ -197,7 +196,7 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
 def test_blocks_are_the_answer(deltas: list[TextDelta]) -> None:
     """Nothing is lost and nothing is said twice; each call is one block."""
     (choice,) = folded(deltas, 1)
-    made = blocks.of(deltas)
+    made = blocks.collect_blocks(deltas)
 
     def all_of(kind: BlockKind) -> str:
         return "".join(block.content for block in made if block.kind is kind)
@@ -238,7 +237,7 @@ def test_why_it_ended_and_what_it_took(finish: str, reason: str) -> None:
     ids=["400", "401", "403", "404", "413", "503", "500"],
 )
 def test_refusals_have_anthropics_envelope(error: ClusterError, status: int, kind: str) -> None:
-    told = refused(error)
+    told = render_error(error)
     body = json.loads(told.body)
     assert (told.status, body["type"], body["error"]["type"]) == (status, "error", kind)
     assert set(body["error"]) == {"type", "message"}

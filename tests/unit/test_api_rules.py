@@ -9,13 +9,12 @@ from django.db import IntegrityError, InterfaceError, OperationalError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.accounts.credentials import offered
-from localai_cluster.accounts.principals import hash_secret, same
+from localai_cluster.accounts.principals import hash_secret, offered_credential, secrets_equal
 from localai_cluster.kit import errors
 from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
-from localai_cluster.web.parsers import is_json, parse_json
+from localai_cluster.web.rest import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures
-from nodes.registry import budget
+from nodes.registry import resources
 from nodes.registry.identity import (
     UNKNOWN,
     MustRotate,
@@ -46,7 +45,7 @@ from nodes.registry.identity import (
 )
 def test_budget_grammar(text: str, limit: int) -> None:
     """R1.49, against a total of 1000 bytes; the ceiling is clamped to it."""
-    assert budget.ceiling(text, 1000) == limit
+    assert resources.budget_ceiling(text, 1000) == limit
 
 
 @pytest.mark.rule("R1.49", "http-1.1")
@@ -54,17 +53,17 @@ def test_budget_grammar(text: str, limit: int) -> None:
 def test_unreadable_budgets(text: str) -> None:
     """R1.49: an error for anyone who types it, no cap where a worker sends it."""
     with pytest.raises(ValueError, match="budget"):
-        budget.ceiling(text, 1000)
-    assert budget.ceiling_or_none(text, 1000) == 0
+        resources.budget_ceiling(text, 1000)
+    assert resources.budget_ceiling_or_none(text, 1000) == 0
 
 
 @pytest.mark.rule("R1.36", "R1.49")
 @given(text=st.text(max_size=12) | st.from_regex(r"\d{1,5}(\.\d)?\s?(%|[kmgt]i?b)?", fullmatch=True))
 def test_a_ceiling_lies_within_the_total(text: str) -> None:
     """R1.36: and what it leaves is never more than there was."""
-    limit = budget.ceiling_or_none(text, 10_000)
+    limit = resources.budget_ceiling_or_none(text, 10_000)
     assert 0 <= limit <= 10_000
-    assert budget.cap(9_000, limit) <= 9_000
+    assert resources.cap_to_ceiling(9_000, limit) <= 9_000
 
 
 ID, OTHER_ID = UUID(int=1), UUID(int=2)
@@ -174,9 +173,9 @@ def test_what_can_be_a_nodes_secret(text: str) -> None:
 
 def test_nothing_matches_an_unset_secret() -> None:
     """An empty setting opens nothing."""
-    assert not same("", "")
-    assert not same("x", "")
-    assert same("\udcff x", "\udcff x")
+    assert not secrets_equal("", "")
+    assert not secrets_equal("x", "")
+    assert secrets_equal("\udcff x", "\udcff x")
 
 
 @pytest.mark.rule("http-0.2")
@@ -194,7 +193,7 @@ def test_nothing_matches_an_unset_secret() -> None:
 )
 def test_where_a_credential_may_stand(headers: dict[str, str], credential: str | None) -> None:
     """§0.2; a malformed Authorization header is a wrong credential, not an absent one."""
-    assert offered(lambda name: headers.get(name, "")) == credential
+    assert offered_credential(lambda name: headers.get(name, "")) == credential
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.registry import budget
+from nodes.registry import resources
 
 GB = 10**9
 
@@ -40,7 +40,7 @@ GB = 10**9
     ],
 )
 def test_the_ceiling_of_a_budget(text: str, total: int, expected: int) -> None:
-    assert budget.ceiling(text, total) == expected
+    assert resources.budget_ceiling(text, total) == expected
 
 
 @pytest.mark.rule("R1.49")
@@ -50,17 +50,17 @@ def test_the_ceiling_of_a_budget(text: str, total: int, expected: int) -> None:
 def test_what_is_no_budget(text: str) -> None:
     """Refused here; where the registry reads one from a worker it means "no cap"."""
     with pytest.raises(ValueError, match="budget"):
-        budget.ceiling(text, 1000)
-    assert budget.ceiling_or_none(text, 1000) == 0
+        resources.budget_ceiling(text, 1000)
+    assert resources.budget_ceiling_or_none(text, 1000) == 0
 
 
 @pytest.mark.rule("R1.49")
 @given(st.text("0123456789.%kmgtibKMGTIB -", max_size=32), st.integers(0, 2**63 - 1))
 def test_a_ceiling_never_exceeds_the_total(text: str, total: int) -> None:
     """And nothing but a ValueError comes of what cannot be read."""
-    assert 0 <= budget.ceiling_or_none(text, total) <= total
+    assert 0 <= resources.budget_ceiling_or_none(text, total) <= total
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_a_cap_of_zero_is_none(available: int, ceiling: int) -> None:
-    assert budget.cap(available, ceiling) == (min(available, ceiling) if ceiling else available)
+    assert resources.cap_to_ceiling(available, ceiling) == (min(available, ceiling) if ceiling else available)

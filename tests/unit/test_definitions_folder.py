@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from localai_cluster.kit import clock
-from nodes.definitions.files import Definition, Unusable, load_options, read
-from nodes.definitions.folder import Folder, FolderHangs
+from nodes.definitions.files import Definition, UnusableDefinition, load_options, read_definition
+from nodes.definitions.folder import Folder, FolderUnresponsive
 from tests.conftest import eventually
 from tests.support.definitions import PLAIN, write
 from tests.support.hostile_yaml import HOSTILE_SCALARS
@@ -152,8 +152,8 @@ def test_only_regular_files_are_read(
     odd(tmp_path / "b.yaml", kind)
     with caplog.at_level(logging.WARNING):
         assert [one.name for one in every(Folder(tmp_path))] == ["mini"]
-    with pytest.raises(Unusable, match="cannot be read"):
-        read(tmp_path / "b.yaml")
+    with pytest.raises(UnusableDefinition, match="cannot be read"):
+        read_definition(tmp_path / "b.yaml")
     if kind != "loop":
         assert "Model definition b.yaml cannot be read: not a regular file" in caplog.messages
 
@@ -172,8 +172,8 @@ def test_a_file_that_becomes_a_fifo_while_it_is_opened_is_not_waited_for(
         return found
 
     monkeypatch.setattr(os, "stat", swapped)
-    with pytest.raises(Unusable, match="not a regular file"):
-        read(path)
+    with pytest.raises(UnusableDefinition, match="not a regular file"):
+        read_definition(path)
 
 
 class Stuck:
@@ -225,7 +225,7 @@ def test_a_folder_that_hangs_stops_nothing_that_is_known(
         for _ in range(20):
             now.now += 2
             assert [one.name for one in await folder.all()] == ["mini"]
-            with pytest.raises(FolderHangs) as refused:
+            with pytest.raises(FolderUnresponsive) as refused:
                 await folder.find("other")
             assert (refused.value.status, tmp_path.name in refused.value.message) == (503, True)
         return turns
@@ -249,7 +249,7 @@ def test_a_folder_that_never_answered_is_a_503(mount: Stuck, tmp_path: Path) -> 
     mount.hangs.set()
     folder = Folder(tmp_path, limit=0.05)
     for ask in (folder.all, lambda: folder.find("mini")):
-        with pytest.raises(FolderHangs):
+        with pytest.raises(FolderUnresponsive):
             asyncio.run(ask())
 
 

@@ -15,28 +15,17 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
-from nodes.definitions.files import Definition, parse
-from nodes.dialects import (
-    anthropic_answers,
-    anthropic_requests,
-    audio_speech,
-    images_generations,
-    ollama_answers,
-    ollama_requests,
-    openai_chat,
-    openai_completions,
-    responses_answers,
-    responses_requests,
-)
-from nodes.dialects.anthropic_requests import MessagesBody
+from nodes.definitions.files import Definition, parse_definition
+from nodes.dialects import anthropic, audio_speech, images, ollama, openai_chat, openai_completions, responses
+from nodes.dialects.anthropic import MessagesBody
 from nodes.dialects.audio_speech import SpeechBody
-from nodes.dialects.images_generations import ImagesBody
-from nodes.dialects.ollama_embed import EmbedBody, OlderEmbedBody
-from nodes.dialects.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
+from nodes.dialects.images import ImagesBody
+from nodes.dialects.ollama import GenerateBody, OllamaChatBody, OllamaOptions
 from nodes.dialects.openai_chat import ChatBody
 from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
-from nodes.dialects.responses_requests import ResponsesBody
+from nodes.dialects.responses import ResponsesBody
+from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
 from nodes.gateway.generate import Reading, named, sampling_options, with_prompt
 from nodes.gateway.generation import (
     Conversation,
@@ -154,7 +143,7 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 )
 def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_chat.read(CHAT | change)
+        openai_chat.parse_request(CHAT | change)
     assert refused.value.field == field
     assert len(refused.value.message) < 500
 
@@ -178,7 +167,7 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
 )
 def test_a_wrong_field_of_a_completion_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        openai_completions.read(COMPLETION | change)
+        openai_completions.parse_request(COMPLETION | change)
     assert refused.value.field == field
 
 
@@ -194,16 +183,16 @@ NAMED = {
         COMPLETION,
         (*CompletionBody.__struct_fields__, *openai_completions.REFUSED, "best_of"),
     ),
-    anthropic_answers.DIALECT: (
+    anthropic.DIALECT: (
         CHAT | {"max_tokens": 5},
-        (*MessagesBody.__struct_fields__, *anthropic_requests.REFUSED),
+        (*MessagesBody.__struct_fields__, *anthropic.REFUSED),
     ),
-    responses_answers.DIALECT: (
+    responses.DIALECT: (
         {"model": "m", "input": "hello"},
-        (*ResponsesBody.__struct_fields__, *responses_requests.REFUSED),
+        (*ResponsesBody.__struct_fields__, *responses.REFUSED),
     ),
-    ollama_answers.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
-    ollama_answers.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama_requests.REFUSED)),
+    ollama.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
+    ollama.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama.REFUSED)),
 }
 
 
@@ -227,11 +216,13 @@ def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
             with_prompt(options, prompt, 0).SerializeToString()
 
 
-DEFINITION: Definition = parse({"name": "m", "backend": "b", "parameters": {"model": "file"}}, "m.yaml")
+DEFINITION: Definition = parse_definition(
+    {"name": "m", "backend": "b", "parameters": {"model": "file"}}, "m.yaml"
+)
 
 
 def test_what_a_chat_says_reaches_the_engine() -> None:
-    asked = openai_chat.read(
+    asked = openai_chat.parse_request(
         CHAT
         | {
             "messages": [
@@ -271,7 +262,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
 @pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
 def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
     """As large as one may be: a look that began again at each sign would run into the test's time limit."""
-    openai_chat.read(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+    openai_chat.parse_request(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
 
 
 @pytest.mark.parametrize("where", ["request", "definition"])
@@ -279,13 +270,13 @@ def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None
     """As the reference has it: many definitions say -1."""
     says = {"seed": -1}
     parameters = {"model": "file"} | (says if where == "definition" else {})
-    definition = parse({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
-    asked = openai_chat.read(CHAT | (says if where == "request" else {}))
+    definition = parse_definition({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
+    asked = openai_chat.parse_request(CHAT | (says if where == "request" else {}))
     assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 
 
 def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
-    prompt = openai_chat.read(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
+    prompt = openai_chat.parse_request(CHAT | {"tools": [TOOL], "tool_choice": "none"}).prompts[0]
     assert isinstance(prompt, Conversation)
     assert (prompt.tools, prompt.tool_choice) == ("", "")
 
@@ -300,12 +291,12 @@ def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
     ids=["text", "object", "schema"],
 )
 def test_a_format_of_the_answer_is_a_schema_for_the_engine(format: dict[str, Any], grammar: str) -> None:
-    assert openai_chat.read(CHAT | {"response_format": format}).sampling.grammar == grammar
+    assert openai_chat.parse_request(CHAT | {"response_format": format}).sampling.grammar == grammar
 
 
 def test_parentheses_in_texts_and_classes_are_characters() -> None:
     grammar = 'root ::= "\\"' + "(" * 500 + '" [' + "(" * 500 + "\\]] ((x)) # " + "(" * 500
-    assert openai_chat.read(CHAT | {"grammar": grammar}).sampling.grammar == grammar
+    assert openai_chat.parse_request(CHAT | {"grammar": grammar}).sampling.grammar == grammar
 
 
 def two(name: str) -> dict[str, Any]:
@@ -315,11 +306,11 @@ def two(name: str) -> dict[str, Any]:
 
 def test_a_schema_may_name_a_part_twice_but_not_without_end() -> None:
     shared = {"type": "object", "properties": two("x"), "$defs": {"x": {}}}
-    openai_chat.read(CHAT | with_schema(shared))
+    openai_chat.parse_request(CHAT | with_schema(shared))
     levels = {f"x{n}": {"properties": two(f"x{n + 1}")} for n in range(40)}
     doubling = {"$ref": "#/$defs/x0", "$defs": {**levels, "x40": {}}}
     with pytest.raises(InvalidInput, match="parts"):
-        openai_chat.read(CHAT | with_schema(doubling))
+        openai_chat.parse_request(CHAT | with_schema(doubling))
 
 
 # Deltas ---------------------------------------------------------------------------------------------------
@@ -439,7 +430,9 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True}))).told([delta])
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).told(
+        [delta]
+    )
     assert delta.size > len(told) / 2
 
 
@@ -462,11 +455,11 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert named(Rejected(text), openai_completions.read(COMPLETION)).field == field
+    assert named(Rejected(text), openai_completions.parse_request(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
-    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT)))
+    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT)))
     failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
@@ -474,18 +467,18 @@ def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
 
 TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
     "Fields": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
-    "Anthropic's fields": [(MessagesBody, anthropic_requests.REFUSED)],
-    "Fields of OpenAI's Responses": [(ResponsesBody, responses_requests.REFUSED)],
+    "Anthropic's fields": [(MessagesBody, anthropic.REFUSED)],
+    "Fields of OpenAI's Responses": [(ResponsesBody, responses.REFUSED)],
     "Ollama's fields": [
         (OllamaChatBody, ()),
-        (GenerateBody, ollama_requests.REFUSED),
+        (GenerateBody, ollama.REFUSED),
         (OllamaOptions, ()),
         (EmbedBody, ()),
         (OlderEmbedBody, ()),
     ],
     "Sound and images": [
         (SpeechBody, audio_speech.REFUSED),
-        (ImagesBody, images_generations.REFUSED),
+        (ImagesBody, images.REFUSED),
     ],
 }
 
@@ -510,11 +503,11 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
     chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
-    (item,) = json.loads(responses_answers.DIALECT.whole(head, deltas))["output"]
+    (item,) = json.loads(responses.DIALECT.whole(head, deltas))["output"]
     assert item["arguments"] == arguments
-    (block,) = json.loads(anthropic_answers.DIALECT.whole(head, deltas))["content"]
+    (block,) = json.loads(anthropic.DIALECT.whole(head, deltas))["content"]
     assert block["input"] == {}
-    for dialect in (openai_chat.DIALECT, responses_answers.DIALECT, anthropic_answers.DIALECT):
+    for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
         told = dialect.events(head).told(deltas)
         pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
         assert pieces is bool(arguments)

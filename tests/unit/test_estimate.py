@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.definitions import gguf, sizes
-from nodes.definitions.files import Definition, parse
-from nodes.definitions.gguf import header
-from nodes.definitions.sizes import ModelFiles, Sizes, located, measure
-from nodes.placement import estimate
+from nodes.definitions import sizes
+from nodes.definitions.files import Definition, parse_definition
+from nodes.definitions.sizes import ModelFiles, Sizes, measure, read_header, with_file_paths
+from nodes.placement import memory
 
 GIB = 2**30
 TEXT, LIST, U8, U32, I32, F32, U64 = 8, 9, 0, 4, 5, 6, 10
@@ -64,21 +63,21 @@ def test_the_figures_of_a_gguf_are_found_wherever_they_stand(written: Path, vers
     """Before or after a vocabulary, which is stepped over."""
     first, *rest = figures(FIGURES)
     written.write_bytes(made_of(NAME, first, VOCABULARY, SCORES, *rest, version=version) + bytes(64))
-    assert header(written) == FIGURES
+    assert read_header(written) == FIGURES
 
 
 @pytest.mark.rule("R2.41")
 def test_the_largest_layer_counts_where_they_differ(written: Path) -> None:
     heads = pair("gemma.attention.head_count_kv", LIST, list_of(I32, 3, struct.pack("<3i", 4, 16, 8)))
     written.write_bytes(made_of(heads))
-    assert header(written) == {"attention.head_count_kv": 16}
+    assert read_header(written) == {"attention.head_count_kv": 16}
 
 
 def test_a_file_of_another_kind_has_no_header(written: Path) -> None:
     written.write_bytes(b"GGML" + bytes(100))
-    assert header(written) is None
+    assert read_header(written) is None
     written.write_bytes(b"")
-    assert header(written) is None
+    assert read_header(written) is None
 
 
 HOSTILE = {
@@ -102,25 +101,25 @@ HOSTILE = {
 def test_a_hostile_header_says_nothing(written: Path, content: bytes) -> None:
     """It neither raises nor makes the reader allocate what it asks for."""
     written.write_bytes(content)
-    assert header(written) == {}
+    assert read_header(written) == {}
 
 
 def test_a_header_that_goes_on_and_on_is_left(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found until then counts."""
-    monkeypatch.setattr(gguf, "MOST_STEPS", 50)
+    monkeypatch.setattr(sizes, "MOST_STEPS", 50)
     (layers, *rest) = figures(FIGURES)
     endless = pair("tokenizer.ggml.tokens", LIST, list_of(TEXT, 100, text("") * 100))
     written.write_bytes(made_of(layers, endless, *rest))
-    assert header(written) == {"block_count": 32}
+    assert read_header(written) == {"block_count": 32}
 
 
 @given(st.binary(max_size=300))
 def test_no_bytes_break_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 5) + content)
-    found = header(path)
+    found = read_header(path)
     assert found is not None
-    assert set(found) <= set(gguf.WANTED)
+    assert set(found) <= set(sizes.WANTED)
 
 
 KV = 2 * 4096 * 8 * 8192
@@ -148,28 +147,28 @@ FORMULAS: list[tuple[Any, ...]] = [
 def test_the_estimate_of_a_file_of_8_gib(
     said: dict[str, int] | None, options: dict[str, Any], expected: int
 ) -> None:
-    assert estimate.vram(8 * GIB, said, options) == expected
+    assert memory.estimate_vram(8 * GIB, said, options) == expected
 
 
 @pytest.mark.rule("R2.40")
 def test_what_is_not_known_needs_nothing() -> None:
-    assert estimate.vram(0, FIGURES, {}) == 0
-    absurd = dict.fromkeys(FIGURES, gguf.LARGEST_FIGURE)
-    assert estimate.vram(2**62, absurd, {"ContextSize": 2**31 - 1}) == estimate.LARGEST
+    assert memory.estimate_vram(0, FIGURES, {}) == 0
+    absurd = dict.fromkeys(FIGURES, sizes.LARGEST_FIGURE)
+    assert memory.estimate_vram(2**62, absurd, {"ContextSize": 2**31 - 1}) == memory.LARGEST
 
 
 @pytest.mark.rule("R2.37", "C38", "T-DSK-1", "T-DSK-2", "T-DSK-13")
 def test_disk_space_for_a_payload() -> None:
     """A margin of 5 %, at least 1 GiB; 2 GiB for what is not known."""
-    assert 70 * 10**9 < estimate.disk(70 * 10**9) < 80 * 10**9
-    assert estimate.disk(70 * 10**9) == 70 * 10**9 * 105 // 100
-    assert estimate.disk(GIB) == 2 * GIB
-    assert estimate.disk(0) == estimate.disk(-1) == 2 * GIB
+    assert 70 * 10**9 < memory.required_disk(70 * 10**9) < 80 * 10**9
+    assert memory.required_disk(70 * 10**9) == 70 * 10**9 * 105 // 100
+    assert memory.required_disk(GIB) == 2 * GIB
+    assert memory.required_disk(0) == memory.required_disk(-1) == 2 * GIB
 
 
 def defined(model: str, **settings: Any) -> Definition:
     document = {"name": "m", "backend": "b", "parameters": {"model": model}, **settings}
-    return parse(document, "m.yaml")
+    return parse_definition(document, "m.yaml")
 
 
 def put(folder: Path, name: str, size: int) -> None:
@@ -268,7 +267,7 @@ def test_an_error_is_nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_load_names_the_models_file(tmp_path: Path) -> None:
     """As the reference does, as an absolute path; a name that leads out of the folder gives none."""
-    told = located(tmp_path, "org/model.gguf", {"Model": "org/model.gguf"})
+    told = with_file_paths(tmp_path, "org/model.gguf", {"Model": "org/model.gguf"})
     assert told["Model"] == "org/model.gguf"
     assert (told["ModelFile"], told["ModelPath"]) == (str(tmp_path / "org/model.gguf"), str(tmp_path))
-    assert located(tmp_path, "../model.gguf", {"Threads": 2}) == {"Threads": 2}
+    assert with_file_paths(tmp_path, "../model.gguf", {"Threads": 2}) == {"Threads": 2}

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from nodes.loading import failures
 from nodes.loading.failures import NodeReason
-from nodes.placement.choose import Candidate, Need, Reason, choose, refusal
-from nodes.placement.evict import JUST_LOADED, Guard, Resident, choose_victims, short_of_memory
-from nodes.placement.selector import Selector
+from nodes.placement.choose import Candidate, Need, Reason, Selector, choose_node, find_refusal
+from nodes.placement.evict import (
+    JUST_LOADED,
+    ProtectionRules,
+    Resident,
+    choose_victims,
+    nodes_short_of_memory,
+)
 from tests.unit.test_placement import nodes, view
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -22,7 +27,7 @@ IDS = [UUID(int=number) for number in range(1, 4)]
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[list[Candidate], list[Resident], Guard, Need]:
+def clusters(draw: st.DrawFn) -> tuple[list[Candidate], list[Resident], ProtectionRules, Need]:
     """Up to three nodes, the replicas on them, rules, and a need that is required."""
     fleet = [replace(draw(nodes), id=id, name=str(id)) for id in IDS[: draw(st.integers(1, 3))]]
     fleet = [replace(node, free_vram=node.free_vram % 5, status="healthy") for node in fleet]
@@ -47,20 +52,20 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], list[Resident], Guard, N
     loaded = Counter(one.model_name for one in found if not one.leaving)
     minimums = draw(st.dictionaries(st.sampled_from(MODELS), st.integers(0, 2)))
     spread = draw(st.frozensets(st.sampled_from(MODELS), max_size=1))
-    guard = Guard("m", NOW, loaded, minimums, spread)
+    guard = ProtectionRules("m", NOW, loaded, minimums, spread)
     return fleet, found, guard, Need(vram=draw(st.integers(1, 12)), vram_required=True)
 
 
 @pytest.mark.rule("R1.75", "R2.34", "R2.35", "R2.45", "R2.51", "R2.52", "R2.53")
 @given(clusters(), st.booleans())
 def test_victims_are_idle_unprotected_on_one_candidate_and_no_more_than_it_needs(
-    cluster: tuple[list[Candidate], list[Resident], Guard, Need], matches: bool
+    cluster: tuple[list[Candidate], list[Resident], ProtectionRules, Need], matches: bool
 ) -> None:
     """A node outside the selector, of agents, without a slot or resting gets none of it."""
     fleet, found, guard, need = cluster
     selector = Selector("m", frozenset() if matches else frozenset({("tier", "a")}))
-    refused = choose(fleet, need=need, selector=selector).refused
-    short = short_of_memory(fleet, refused)
+    refused = choose_node(fleet, need=need, selector=selector).refused
+    short = nodes_short_of_memory(fleet, refused)
     chosen = choose_victims(short, found, guard, need)
     if chosen.node is None:
         return
@@ -75,7 +80,7 @@ def test_victims_are_idle_unprotected_on_one_candidate_and_no_more_than_it_needs
         assert guard.loaded[model] - count >= least
     leaving = sum(one.vram for one in found if one.leaving and one.node_id == chosen.node.id)
     after = chosen.node.free_vram + leaving + sum(one.vram for one in chosen.victims)
-    assert refusal(replace(chosen.node, free_vram=after), need=need, selector=selector) is None
+    assert find_refusal(replace(chosen.node, free_vram=after), need=need, selector=selector) is None
     for one in chosen.victims:
         assert after - one.vram < need.vram, "no victim too many"
     again = choose_victims(short[::-1], found[::-1], guard, need)
@@ -96,7 +101,7 @@ def resident(number: int, **given_values: object) -> Resident:
     return Resident(**{**plain, **given_values})  # type: ignore[arg-type]
 
 
-GUARD = Guard("m", NOW, loaded={"a": 4}, minimums={})
+GUARD = ProtectionRules("m", NOW, loaded={"a": 4}, minimums={})
 NEED = Need(vram=10, vram_required=True)
 
 
@@ -136,11 +141,11 @@ def test_what_leaves_already_is_waited_for_and_claimed_once() -> None:
 def test_nothing_is_evicted_for_a_node_that_only_rests_or_lacks_a_slot() -> None:
     short, full = view(), view(id=IDS[1], name="b", taken=frozenset({0}))
     rests = view(id=IDS[2], name="c", free_vram=10)
-    decision = choose([short, full, rests], need=NEED, resting={rests.id})
-    assert short_of_memory([short, full, rests], decision.refused) == []
-    decision = choose([short, full], need=NEED)
-    assert short_of_memory([short, full], decision.refused) == [short]
-    assert short_of_memory([short, full], decision.refused, {short.id}) == []
+    decision = choose_node([short, full, rests], need=NEED, backed_off={rests.id})
+    assert nodes_short_of_memory([short, full, rests], decision.refused) == []
+    decision = choose_node([short, full], need=NEED)
+    assert nodes_short_of_memory([short, full], decision.refused) == [short]
+    assert nodes_short_of_memory([short, full], decision.refused, {short.id}) == []
 
 
 @pytest.mark.rule("R2.65")
@@ -165,7 +170,7 @@ def test_a_node_with_a_model_of_its_groups_comes_last_but_is_taken(
         )
         for id, one in zip(IDS, shared, strict=False)
     ]
-    decision = choose(fleet, selector=Selector("m", labels if narrowed else frozenset()))
+    decision = choose_node(fleet, selector=Selector("m", labels if narrowed else frozenset()))
     assert [bool(node.conflicts) for node in decision.ranked] == sorted(shared)
     assert decision.node is not None
 
@@ -179,7 +184,7 @@ def test_no_replica_goes_for_a_load_that_the_node_cannot_hold_when_it_is_empty()
         Resident(UUID(int=9 + number), node.id, f"{model}#0", model, False, 0, idle, vram=30)
         for number, model in enumerate("abc")
     ]
-    guard = Guard("m", NOW, loaded={"a": 1, "b": 1, "c": 1}, minimums={})
+    guard = ProtectionRules("m", NOW, loaded={"a": 1, "b": 1, "c": 1}, minimums={})
     fits, too_large = (Need(vram=vram, vram_required=True) for vram in (70, 71))
     assert len(choose_victims([node], found, guard, fits).victims) == 2
     told = choose_victims([node], found, guard, too_large)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import explain, plan
-from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
+from nodes.placement import explain, load_decision
+from nodes.placement.choose import ANY_NODE, NO_NEED, Candidate, Need, Rank, Reason, Selector
 from nodes.placement.explain import AROUND, MOST_BYTES, FleetView
 from nodes.placement.load_decision import LoadQuestion
-from nodes.placement.node_backoff import Setback
-from nodes.placement.selector import ANY, Selector
+from nodes.placement.node_backoff import NodeBackoff
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
 
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -25,7 +24,7 @@ def explained(snapshot: FleetView) -> explain.Explanation:
     return explain.explain(snapshot, snapshot.decide())
 
 
-def fleet(*nodes: Mapping[str, object], need: Need = NOTHING, **more: object) -> FleetView:
+def fleet(*nodes: Mapping[str, object], need: Need = NO_NEED, **more: object) -> FleetView:
     views = [view(**{"id": UUID(int=n), "name": "abcdefgh"[n % 8], **one}) for n, one in enumerate(nodes)]
     return FleetView(views, need, **more)  # type: ignore[arg-type]
 
@@ -34,16 +33,16 @@ snapshots = st.builds(
     FleetView,
     nodes=fleets,
     need=needs,
-    selector=selectors | st.just(ANY),
+    selector=selectors | st.just(ANY_NODE),
     restricted=st.booleans(),
 ).flatmap(
     lambda one: st.builds(
         lambda failed, resting: replace(
             one,
-            setbacks={one.nodes[at % len(one.nodes)].id: Setback(n, LATER) for at, n in failed.items()}
+            backoffs={one.nodes[at % len(one.nodes)].id: NodeBackoff(n, LATER) for at, n in failed.items()}
             if one.nodes
             else {},
-            resting=frozenset(one.nodes[at % len(one.nodes)].id for at in resting)
+            backed_off=frozenset(one.nodes[at % len(one.nodes)].id for at in resting)
             if one.nodes
             else frozenset(),
         ),
@@ -95,7 +94,7 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
             "the only node that can take it; the others: 2 offline, 1 no free slot for this model",
         ),
         (
-            fleet({}, {}, setbacks={UUID(int=0): Setback(2, LATER)}),
+            fleet({}, {}, backoffs={UUID(int=0): NodeBackoff(2, LATER)}),
             "fewest failures of load or backend: 0 against 2 on a",
         ),
         (
@@ -148,7 +147,7 @@ def test_the_nearest_misses_come_first_with_their_figures() -> None:
             {"status": "pending"},
             {"free_vram": 9 * GIB},
             need=Need(vram=4 * GIB, vram_required=True),
-            resting=frozenset({UUID(int=6)}),
+            backed_off=frozenset({UUID(int=6)}),
         )
     )
     assert [(one["node"], one["code"]) for one in told.facts["misses"]] == [
@@ -159,7 +158,7 @@ def test_the_nearest_misses_come_first_with_their_figures() -> None:
         ("a", "offline"),
     ]
     assert told.facts["misses"][1]["free_vram"] == 2 * GIB
-    assert {explain.code(reason) for reason in Reason} >= {"memory", "disk", "selector"}
+    assert {explain.reason_code(reason) for reason in Reason} >= {"memory", "disk", "selector"}
 
 
 def test_those_behind_say_what_put_them_there() -> None:
@@ -176,7 +175,7 @@ def test_those_behind_say_what_put_them_there() -> None:
 @given(fleets, needs, st.integers(1, 9))
 def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: Need, replicas: int) -> None:
     """As the loads would, one after another; only the last decision may find no node."""
-    told = list(plan.successive(LoadQuestion(FleetView(nodes, need)), [None] * replicas))
+    told = list(load_decision.simulate_placements(LoadQuestion(FleetView(nodes, need)), [None] * replicas))
     places = [(one.node.id, one.replica_index) for one in told if one.node is not None]
     assert len(set(places)) == len(places) >= len(told) - 1
     assert len(told) == replicas or told[-1].node is None

@@ -12,21 +12,36 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
-from nodes.decisions.placement_snapshots import known, sections
+from nodes.decisions.load_snapshots import decode_load, encode_load
 from nodes.decisions.reserved_memory import GpuShare
-from nodes.decisions.snapshot_sections import changes, encoded, restored
-from nodes.definitions.files import parse
+from nodes.decisions.snapshot_log import changes, encoded, restored
+from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
-from nodes.loading import gpu_pinning, needs
+from nodes.loading import needs, node_options
 from nodes.loading.failures import NodeRefused
-from nodes.placement.choose import Candidate, Need, Reason, choose, refusal, shares_of
-from nodes.placement.evict import Guard, Resident, choose_victims, short_of_memory, without
+from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal, gpu_shares
+from nodes.placement.evict import (
+    ProtectionRules,
+    Resident,
+    choose_victims,
+    free_memory_of,
+    nodes_short_of_memory,
+)
 from nodes.placement.explain import TERMS, FleetView, explain
-from nodes.placement.gpus import SPLIT_OVERHEAD, Rooms, filled, fit, given_back, total
-from nodes.placement.load_decision import LoadQuestion
-from nodes.placement.plan import successive
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu
-from nodes.registry import gpus, heartbeats
+from nodes.placement.load_decision import LoadQuestion, simulate_placements
+from nodes.placement.memory import (
+    NEVER,
+    SPLIT_OVERHEAD,
+    FreeByGpu,
+    MemoryReading,
+    Reservation,
+    add_free_bytes,
+    fill_gpus,
+    fit_gpus,
+    total_bytes,
+    unallocated_on_gpu,
+)
+from nodes.registry import heartbeats, resources
 from nodes.replicas.slots import Slot
 from tests.unit.test_placement import view
 
@@ -38,7 +53,7 @@ rooms = st.dictionaries(st.integers(0, 9), st.integers(-GIB, 49 * GIB), max_size
 amounts = st.integers(1, 120 * GIB)
 
 
-def of(*sizes: float) -> Rooms:
+def of(*sizes: float) -> FreeByGpu:
     """GPUs 0, 1 … with so many GiB free."""
     return frozenset((index, int(size * GIB)) for index, size in enumerate(sizes))
 
@@ -69,10 +84,12 @@ fleets = st.lists(machines, max_size=6, unique_by=lambda node: node.id)
 
 @pytest.mark.rule("R1.51", "R2.43")
 @given(rooms, amounts)
-def test_a_fit_holds_the_load_on_the_fewest_gpus_and_none_is_over_what_it_has(told: Rooms, need: int) -> None:
+def test_a_fit_holds_the_load_on_the_fewest_gpus_and_none_is_over_what_it_has(
+    told: FreeByGpu, need: int
+) -> None:
     """Under any free memory of the node: with all of it a fit exists exactly if some set of GPUs has room."""
     by_index = dict(told)
-    shares = fit(10**15, told, need)
+    shares = fit_gpus(10**15, told, need)
     if not told:
         assert shares == {}
         return
@@ -97,14 +114,14 @@ def test_a_fit_holds_the_load_on_the_fewest_gpus_and_none_is_over_what_it_has(to
         ((index, _),) = shares.items()
         left = [room - need for room in by_index.values() if room >= need]
         assert by_index[index] - need == min(left), "best fit"
-    assert fit(sum(shares.values()), told, need) == shares
-    assert fit(sum(shares.values()) - 1, told, need) is None, "a budget of the node holds too"
+    assert fit_gpus(sum(shares.values()), told, need) == shares
+    assert fit_gpus(sum(shares.values()) - 1, told, need) is None, "a budget of the node holds too"
 
 
 @given(rooms, amounts)
-def test_what_fits_nowhere_fills_what_there_is(told: Rooms, need: int) -> None:
+def test_what_fits_nowhere_fills_what_there_is(told: FreeByGpu, need: int) -> None:
     """Under `prefer`: never more than is free on a GPU, and no more than the load needs."""
-    shares = filled(told, need)
+    shares = fill_gpus(told, need)
     assert all(0 < share <= dict(told)[index] for index, share in shares.items())
     assert sum(shares.values()) == min(need, sum(room for _, room in told if room > 0))
 
@@ -118,23 +135,23 @@ def test_under_require_no_gpu_is_over_its_budget_whatever_the_order(
 ) -> None:
     """What was chosen has room on its GPUs; what was refused for them has the memory, but not on GPUs."""
     need = Need(vram=amount, vram_required=required)
-    decision, other = (choose(fleet, need=need) for fleet in both)
+    decision, other = (choose_node(fleet, need=need) for fleet in both)
     assert decision == other
-    assert decision.why_none() == other.why_none()
+    assert decision.describe_refusals() == other.describe_refusals()
     if decision.node is not None and required:
-        shares = shares_of(decision.node, need)
+        shares = gpu_shares(decision.node, need)
         assert shares is not None
         assert all(share <= dict(decision.node.gpus)[index] for index, share in shares.items())
     for node in both[0]:
         reason = decision.refused.get(node.id)
-        assert (reason is Reason.GPUS) <= (node.free_vram >= amount and shares_of(node, need) is None)
+        assert (reason is Reason.GPUS) <= (node.free_vram >= amount and gpu_shares(node, need) is None)
         assert (reason is Reason.MEMORY) <= (node.free_vram < amount)
 
 
 def read_back(view: FleetView) -> FleetView:
     """The view as the log has it."""
-    state = restored([encoded(changes({}, sections("1", "m", LoadQuestion(view))))])
-    seen = known(state, "1", "m")
+    state = restored([encoded(changes({}, encode_load("1", "m", LoadQuestion(view))))])
+    seen = decode_load(state, "1", "m")
     assert seen is not None
     return seen.question.view
 
@@ -146,46 +163,46 @@ def test_a_plan_puts_no_gpu_below_zero(fleet: list[Candidate], amount: int) -> N
     snapshot = FleetView(fleet, Need(vram=amount, vram_required=True))
     assert read_back(snapshot).decide().node == snapshot.decide().node
     left = {node.id: dict(node.gpus) for node in fleet}
-    for told in successive(LoadQuestion(snapshot), [None] * 12):
+    for told in simulate_placements(LoadQuestion(snapshot), [None] * 12):
         if told.node is None:
             break
-        for index, share in (shares_of(told.node, snapshot.need) or {}).items():
+        for index, share in (gpu_shares(told.node, snapshot.need) or {}).items():
             left[told.node.id][index] -= share
             assert left[told.node.id][index] >= 0
 
 
 def test_one_gpu_before_a_split_and_the_fullest_that_has_room() -> None:
-    assert fit(10**15, of(24, 12, 16), 10 * GIB) == {1: 10 * GIB}
-    assert fit(10**15, of(24, 12, 16), 20 * GIB) == {0: 20 * GIB}
-    assert fit(10**15, of(24, 24), 20 * GIB) == {0: 20 * GIB}, "of equal ones the first"
-    split = fit(10**15, of(24, 12, 16), 30 * GIB)
+    assert fit_gpus(10**15, of(24, 12, 16), 10 * GIB) == {1: 10 * GIB}
+    assert fit_gpus(10**15, of(24, 12, 16), 20 * GIB) == {0: 20 * GIB}
+    assert fit_gpus(10**15, of(24, 24), 20 * GIB) == {0: 20 * GIB}, "of equal ones the first"
+    split = fit_gpus(10**15, of(24, 12, 16), 30 * GIB)
     assert split is not None
     assert split.keys() == {0, 2}
     assert split[0] > split[2]
-    assert 31 * GIB <= total(split, 30 * GIB) <= 31 * GIB + 1, "rounded up"
+    assert 31 * GIB <= total_bytes(split, 30 * GIB) <= 31 * GIB + 1, "rounded up"
 
 
 def test_halves_are_not_one_gpu() -> None:
     """Two half-full cards are no free one: a split costs its overhead, so the last byte does not fit."""
-    assert fit(24 * GIB, of(12, 12), 24 * GIB) is None
-    assert fit(24 * GIB, of(12, 12), 23 * GIB) == {0: 12 * GIB, 1: 12 * GIB}
-    assert fit(24 * GIB, frozenset(), 24 * GIB) == {}, "what is not known cannot refuse"
-    assert fit(24 * GIB, of(12, 12), 0) == {}
+    assert fit_gpus(24 * GIB, of(12, 12), 24 * GIB) is None
+    assert fit_gpus(24 * GIB, of(12, 12), 23 * GIB) == {0: 12 * GIB, 1: 12 * GIB}
+    assert fit_gpus(24 * GIB, frozenset(), 24 * GIB) == {}, "what is not known cannot refuse"
+    assert fit_gpus(24 * GIB, of(12, 12), 0) == {}
 
 
 def test_the_reason_names_what_each_gpu_has() -> None:
     """R2.39's words, for GPUs."""
     need = Need(vram=24 * GIB, vram_required=True)
     node = machine("a", 12, 11.5, 0.5)
-    assert refusal(node, need=need) is Reason.GPUS
-    said = choose([node], need=need).why_none()
+    assert find_refusal(node, need=need) is Reason.GPUS
+    said = choose_node([node], need=need).describe_refusals()
     assert said == (
         "no node can take it: 1 without a GPU, or GPUs together, that have the room it needs"
         " (24.0 GiB: a has 12.0 GiB + 11.5 GiB + 0.5 GiB free)"
     )
     many = machine("b", *[4] * 8)
-    assert "+ 3 GPUs less free" in choose([many], need=replace(need, vram=30 * GIB)).why_none()
-    assert refusal(node, need=replace(need, own_gpus=True)) is None, "its definition says where"
+    assert "+ 3 GPUs less free" in choose_node([many], need=replace(need, vram=30 * GIB)).describe_refusals()
+    assert find_refusal(node, need=replace(need, own_gpus=True)) is None, "its definition says where"
 
 
 def test_a_node_that_needs_no_split_comes_first_and_the_record_says_so() -> None:
@@ -200,7 +217,7 @@ def test_a_node_that_needs_no_split_comes_first_and_the_record_says_so() -> None
     assert (first["gpus"], second["gpus"]) == ([0], [0, 1])
     assert (first["terms"]["gpus"], second["terms"]["gpus"]) == (1, 2)
     # Whether the backend is there is looked up only where nothing else decides.
-    assert set(TERMS) - {"lacks_backend"} == set(first["terms"]) - {"has_memory"} | {"lacks"}
+    assert set(TERMS) - {"lacks_backend"} == set(first["terms"]) - {"has_memory"} | {"lacks_memory"}
     assert read_back(snapshot).decide() == snapshot.decide()
 
 
@@ -228,8 +245,8 @@ def resident(number: int, index: int, size: float, **more: object) -> Resident:
 
 def room_by(residents: Sequence[Resident], need: Need, *sizes: float) -> list[str] | None:
     node = machine("a", *sizes)
-    short = short_of_memory([node], choose([node], need=need).refused)
-    found = choose_victims(short, residents, Guard("m", NOW, {}, {}), need)
+    short = nodes_short_of_memory([node], choose_node([node], need=need).refused)
+    found = choose_victims(short, residents, ProtectionRules("m", NOW, {}, {}), need)
     return None if found.node is None else [one.name for one in found.victims]
 
 
@@ -258,15 +275,15 @@ def test_after_its_victims_have_gone_the_load_fits_and_none_goes_in_vain(
         resident(number, index, size, leaving=leaving) for number, (index, size, leaving) in enumerate(told)
     ]
     node = machine("a", *sizes)
-    short = short_of_memory([node], choose([node], need=need).refused)
-    chosen = choose_victims(short, found, Guard("m", NOW, {}, {}), need)
+    short = nodes_short_of_memory([node], choose_node([node], need=need).refused)
+    chosen = choose_victims(short, found, ProtectionRules("m", NOW, {}, {}), need)
     if chosen.node is None:
         return
     leaving = [one for one in found if one.leaving]
-    assert refusal(without(node, [*leaving, *chosen.victims]), need=need) is None
+    assert find_refusal(free_memory_of(node, [*leaving, *chosen.victims]), need=need) is None
     for one in chosen.victims:
         others = [other for other in chosen.victims if other is not one]
-        assert refusal(without(node, [*leaving, *others]), need=need) is not None
+        assert find_refusal(free_memory_of(node, [*leaving, *others]), need=need) is not None
 
 
 def test_what_loads_reserve_counts_on_its_gpu_only() -> None:
@@ -274,18 +291,22 @@ def test_what_loads_reserve_counts_on_its_gpu_only() -> None:
     split = Reservation(9, 48, NOW, gpus={0: (6, 24), 1: (3, 24)})
     for allocated in (0, 3, 6):
         reading = MemoryReading(24 - allocated, NOW + timedelta(seconds=10))
-        assert on_gpu([split], 0, reading) == 6 - allocated
-    assert on_gpu([split], 1, MemoryReading(24, NOW)) == 3
-    assert on_gpu([split], 2, MemoryReading(24, NOW)) == 0
+        assert unallocated_on_gpu([split], 0, reading) == 6 - allocated
+    assert unallocated_on_gpu([split], 1, MemoryReading(24, NOW)) == 3
+    assert unallocated_on_gpu([split], 2, MemoryReading(24, NOW)) == 0
     anywhere = Reservation(5, 48, NEVER)
-    assert [on_gpu([split, anywhere], index, MemoryReading(24, NOW)) for index in (0, 1, 2)] == [11, 8, 5]
+    assert [unallocated_on_gpu([split, anywhere], index, MemoryReading(24, NOW)) for index in (0, 1, 2)] == [
+        11,
+        8,
+        5,
+    ]
     read = replace(split, loaded_at=NOW)
-    assert on_gpu([read], 0, MemoryReading(18, NOW + timedelta(seconds=1))) == 0
+    assert unallocated_on_gpu([read], 0, MemoryReading(18, NOW + timedelta(seconds=1))) == 0
 
 
 def test_rooms_change_on_the_gpus_that_are_named() -> None:
-    assert given_back(of(1, 2), [(1, GIB), (7, GIB)]) == of(1, 3)
-    assert given_back(of(1, 2), [(0, -GIB)]) == of(0, 2)
+    assert add_free_bytes(of(1, 2), [(1, GIB), (7, GIB)]) == of(1, 3)
+    assert add_free_bytes(of(1, 2), [(0, -GIB)]) == of(0, 2)
 
 
 def slot(*shares: GpuShare) -> Slot:
@@ -299,34 +320,34 @@ def test_an_engine_is_told_its_split_and_a_worker_must_say_what_it_did() -> None
     """No split for one GPU; a worker that names other GPUs, or none, has not done it."""
     plain = {"Model": "m.gguf"}
     two = slot(GpuShare("GPU-b", 12 * GIB), GpuShare("GPU-a", 6 * GIB))
-    assert gpu_pinning.reserved_gpus(two) == ("GPU-b", "GPU-a")
-    assert gpu_pinning.with_gpu_split(plain, two)["TensorSplit"] == "12288,6144"
-    assert gpu_pinning.with_gpu_split(plain, slot(GpuShare("GPU-b", GIB))) == plain
-    gpu_pinning.check_gpus(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
-    gpu_pinning.check_gpus(InstallReply(True), slot())
-    gpu_pinning.check_gpus(InstallReply(True, gpus=("GPU-b",)), slot())
+    assert node_options.reserved_gpus(two) == ("GPU-b", "GPU-a")
+    assert node_options.with_gpu_split(plain, two)["TensorSplit"] == "12288,6144"
+    assert node_options.with_gpu_split(plain, slot(GpuShare("GPU-b", GIB))) == plain
+    node_options.check_gpus(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
+    node_options.check_gpus(InstallReply(True), slot())
+    node_options.check_gpus(InstallReply(True, gpus=("GPU-b",)), slot())
     wrong: list[tuple[str, ...]] = [(), ("GPU-a", "GPU-b"), ("GPU-b",), ("GPU-b", "GPU-a", "GPU-c")]
     for told in wrong:
         with pytest.raises(NodeRefused, match="GPUs chosen"):
-            gpu_pinning.check_gpus(InstallReply(True, gpus=told), two)
+            node_options.check_gpus(InstallReply(True, gpus=told), two)
 
 
 @pytest.mark.parametrize("key", ["main_gpu", "tensor_split"])
 def test_a_definition_that_says_its_gpus_sees_all_of_them(key: str) -> None:
     """Its numbers would mean other GPUs if it saw only some."""
     files = ModelFiles()
-    assert not needs.estimate_need(parse(DEFINITION, "m.yaml"), files).own_gpus
-    assert needs.estimate_need(parse({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
+    assert not needs.estimate_need(parse_definition(DEFINITION, "m.yaml"), files).own_gpus
+    assert needs.estimate_need(parse_definition({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
 
 
 GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free_vram": 20, "utilization": 7}
 
 
 def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
-    assert gpus.read(None) is None
-    assert gpus.read([]) == []
+    assert resources.parse_gpus(None) is None
+    assert resources.parse_gpus([]) == []
     second = {"index": 1, "total_vram": 24, "free_vram": 24, "new": [1]}
-    assert gpus.read([second, GPU]) == [
+    assert resources.parse_gpus([second, GPU]) == [
         GPU,
         {"index": 1, "uuid": "", "name": "", "total_vram": 24, "free_vram": 24, "utilization": None},
     ]
@@ -352,7 +373,7 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "told"), WRONG, ids=range(len(WRONG)))
 def test_what_is_no_gpu_is_refused_by_its_field(field: str, told: object) -> None:
     with pytest.raises(errors.InvalidInput) as refused:
-        gpus.read(told)
+        resources.parse_gpus(told)
     assert refused.value.field == field
 
 

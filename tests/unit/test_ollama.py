@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects import blocks
-from nodes.dialects.ollama_answers import CHAT, GENERATE, refused
-from nodes.dialects.ollama_requests import REFUSED, read_chat, read_generate
+from nodes.dialects.ollama import CHAT, GENERATE, REFUSED, parse_chat, parse_generate, render_error
 from nodes.gateway.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 
@@ -49,9 +48,9 @@ RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 )
 def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as told:
-        read_chat(ASK | change)
+        parse_chat(ASK | change)
     assert told.value.field == field
-    assert field in json.loads(refused(told.value).body)["error"]
+    assert field in json.loads(render_error(told.value).body)["error"]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +66,14 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
 )
 def test_a_wrong_field_of_a_prompt_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as told:
-        read_generate(PROMPT | change)
+        parse_generate(PROMPT | change)
     assert told.value.field == field
 
 
 def test_messages_reach_the_engine() -> None:
     """Results of tools have no ids of their own: they come in the order of the calls."""
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
-    asked = read_chat(
+    asked = parse_chat(
         {
             "model": "m",
             "messages": [
@@ -99,12 +98,12 @@ def test_messages_reach_the_engine() -> None:
 
 
 def test_a_prompt_reaches_the_engine() -> None:
-    (told,) = read_generate(PROMPT | {"system": "Be brief.", "images": [PNG], "stream": False}).prompts
+    (told,) = parse_generate(PROMPT | {"system": "Be brief.", "images": [PNG], "stream": False}).prompts
     assert isinstance(told, Conversation)
     assert [(one.role, one.content) for one in told.messages] == [("system", "Be brief."), ("user", "hello")]
     assert told.images == (PNG,)
-    assert read_generate(PROMPT | {"raw": True}).prompts == ("hello",)
-    assert not read_generate(PROMPT | {"stream": False}).stream
+    assert parse_generate(PROMPT | {"raw": True}).prompts == ("hello",)
+    assert not parse_generate(PROMPT | {"stream": False}).stream
 
 
 def test_options_reach_the_engine() -> None:
@@ -120,14 +119,14 @@ def test_options_reach_the_engine() -> None:
         "frequency_penalty": 1,
         "presence_penalty": -1,
     }
-    told = read_chat(ASK | {"options": options | {"num_ctx": 4096, "num_gpu": 1}, "format": "json"}).sampling
+    told = parse_chat(ASK | {"options": options | {"num_ctx": 4096, "num_gpu": 1}, "format": "json"}).sampling
     assert (told.max_tokens, told.temperature, told.top_k, told.top_p) == (5, 0, 3, 0.5)
     assert (told.min_p, told.seed, told.stop, told.repeat_penalty) == (0.1, 7, ("x",), 1.1)
     assert (told.frequency_penalty, told.presence_penalty) == (1, -1)
     assert told.grammar == '{"type":"object"}'
-    assert read_chat(ASK | {"format": {"type": "array"}}).sampling.grammar == '{"type":"array"}'
-    assert read_chat(ASK | {"format": "", "options": {"num_predict": -1}}).sampling.max_tokens is None
-    asked = read_chat(ASK | {"logprobs": True, "top_logprobs": 2}).sampling
+    assert parse_chat(ASK | {"format": {"type": "array"}}).sampling.grammar == '{"type":"array"}'
+    assert parse_chat(ASK | {"format": "", "options": {"num_predict": -1}}).sampling.max_tokens is None
+    asked = parse_chat(ASK | {"logprobs": True, "top_logprobs": 2}).sampling
     assert (asked.logprobs, asked.top_logprobs) == (True, 2)
 
 
@@ -159,7 +158,7 @@ def test_a_stream_says_what_the_whole_answer_says(
         calls = [call for one in told for call in one.get("tool_calls", ())]
         assert calls == mine.get("tool_calls", [])
         said = [call["function"]["arguments"] for call in calls]
-        assert said == [blocks.arguments(piece.arguments) for piece in choice.tools]
+        assert said == [blocks.parse_arguments(piece.arguments) for piece in choice.tools]
 
 
 def test_what_it_took_is_in_nanoseconds() -> None:
@@ -177,6 +176,6 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     stream = CHAT.events(HEAD)
     told = stream.told([TextDelta(0, "Half")]) + CHAT.keep_alive + stream.failed(Unavailable("gone"))
     assert [line.get("error") for line in lines(told)] == [None, "gone"]
-    answer = refused(Unavailable("gone", retry_after=7))
+    answer = render_error(Unavailable("gone", retry_after=7))
     assert (answer.status, json.loads(answer.body)) == (503, {"error": "gone"})
     assert (b"retry-after", b"7") in answer.headers

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.intents import MOST_ATTEMPTS, backoff
+from nodes.backends.intents import MOST_ATTEMPTS, retry_delay
 from operations import targets
 from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status, TargetStatus
 from operations.targets import state_of
@@ -120,15 +120,15 @@ def test_it_succeeds_where_all_nodes_did_and_names_those_that_did_not(kind: str)
 
 @pytest.mark.rule("A15", "R1.116", "C12")
 def test_the_pauses_between_attempts() -> None:
-    assert [backoff(failures) for failures in range(1, 8)] == [30, 60, 120, 240, 480, 900, 900]
+    assert [retry_delay(failures) for failures in range(1, 8)] == [30, 60, 120, 240, 480, 900, 900]
 
 
 @given(failures=st.integers(1, 10**9))
 @pytest.mark.rule("R1.116")
 def test_a_pause_never_shrinks_and_never_outgrows_a_quarter_of_an_hour(failures: int) -> None:
-    assert 30 <= backoff(failures) <= backoff(failures + 1) <= 900
+    assert 30 <= retry_delay(failures) <= retry_delay(failures + 1) <= 900
 
 
 @pytest.mark.rule("A8", "C11", "R4.30")
 def test_ten_failures_take_more_than_an_hour() -> None:
-    assert sum(backoff(failures) for failures in range(1, MOST_ATTEMPTS)) > 3600
+    assert sum(retry_delay(failures) for failures in range(1, MOST_ATTEMPTS)) > 3600

@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import estimate, node_backoff
-from nodes.placement.choose import Candidate, Need, Reason, choose, disk_words, free_index, refusal
-from nodes.placement.node_backoff import Setback
-from nodes.placement.selector import ANY, Selector
+from nodes.placement import memory, node_backoff
+from nodes.placement.choose import (
+    ANY_NODE,
+    Candidate,
+    Need,
+    Reason,
+    Selector,
+    choose_node,
+    describe_disk_need,
+    find_refusal,
+    free_index,
+)
+from nodes.placement.node_backoff import NodeBackoff
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
@@ -62,9 +71,9 @@ def test_only_healthy_backend_nodes_that_match_and_have_a_free_slot_are_chosen(
 
     Nor on one outside the selector, and a selector that cannot be read matches nothing.
     """
-    decision = choose(fleet, resting=resting, selector=selector)
+    decision = choose_node(fleet, backed_off=resting, selector=selector)
     if decision.node is None:
-        assert all(refusal(node, resting, selector=selector) is not None for node in fleet)
+        assert all(find_refusal(node, resting, selector=selector) is not None for node in fleet)
         return
     assert selector.labels is not None
     assert selector.labels <= decision.node.labels
@@ -79,8 +88,8 @@ def test_only_healthy_backend_nodes_that_match_and_have_a_free_slot_are_chosen(
 @given(fleets)
 def test_every_refused_node_keeps_its_reason(fleet: list[Candidate]) -> None:
     """Lesson 12: feasible and refused together are the whole fleet."""
-    decision = choose(fleet)
-    assert set(decision.refused) == {node.id for node in fleet if refusal(node) is not None}
+    decision = choose_node(fleet)
+    assert set(decision.refused) == {node.id for node in fleet if find_refusal(node) is not None}
     assert {node.id for node in decision.ranked} == {node.id for node in fleet} - set(decision.refused)
 
 
@@ -90,11 +99,13 @@ def test_the_choice_does_not_depend_on_the_order_of_the_fleet(
 ) -> None:
     """A placement that re-computes to another answer could not be explained (I14)."""
     one, other = (
-        choose([Candidate(**{**node.__dict__, "name": str(node.id)}) for node in fleet], selector=selector)
+        choose_node(
+            [Candidate(**{**node.__dict__, "name": str(node.id)}) for node in fleet], selector=selector
+        )
         for fleet in fleets
     )
     assert one == other
-    assert one.why_none() == other.why_none()
+    assert one.describe_refusals() == other.describe_refusals()
 
 
 @pytest.mark.rule("R1.63", "T-REG-68")
@@ -118,7 +129,7 @@ GIB = 2**30
 @given(fleets, needs)
 def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate], need: Need) -> None:
     """R2.32 under `require`, R2.38: what was chosen has the room; what was refused for it has not."""
-    decision = choose(fleet, need=need)
+    decision = choose_node(fleet, need=need)
     for node in decision.ranked:
         assert node.free_vram >= need.vram or not need.vram_required or not need.vram
         assert not node.total_disk or node.available_disk >= need.disk or not need.disk_required
@@ -133,7 +144,7 @@ def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate
 @given(fleets, st.integers(1, 2**40))
 def test_lack_of_memory_alone_keeps_no_node_out_by_default(fleet: list[Candidate], vram: int) -> None:
     """R2.32: it only ranks lower than every node that has the memory and failed no more often."""
-    decision, plain = choose(fleet, need=Need(vram=vram)), choose(fleet)
+    decision, plain = choose_node(fleet, need=Need(vram=vram)), choose_node(fleet)
     assert decision.refused == plain.refused
     fits = [node.free_vram >= vram for node in decision.ranked]
     assert fits == sorted(fits, reverse=True)
@@ -150,7 +161,7 @@ def test_the_order_with_and_without_an_estimate() -> None:
     ]
 
     def order(vram: int) -> list[str]:
-        return [node.name for node in choose(nodes, need=Need(vram=vram)).ranked]
+        return [node.name for node in choose_node(nodes, need=Need(vram=vram)).ranked]
 
     assert order(8) == ["idle-large", "idle-small", "quiet", "busy"]
     assert order(40) == ["idle-large", "quiet", "busy", "idle-small"]
@@ -170,7 +181,7 @@ def test_the_order_with_and_without_an_estimate() -> None:
 )
 def test_the_disk_space_that_is_needed_is_explained(payload: int, said: str) -> None:
     """Review X10: a load of a model of 100 bytes was refused for want of "2.0 GiB"."""
-    assert disk_words(payload, estimate.disk(payload)) == said
+    assert describe_disk_need(payload, memory.required_disk(payload)) == said
 
 
 @pytest.mark.rule("R2.38", "R2.39", "T-DSK-3", "T-DSK-4", "T-DSK-5", "T-DSK-7", "T-DSK-9")
@@ -180,16 +191,16 @@ def test_a_node_without_the_disk_space_is_refused() -> None:
     full = view(id=UUID(int=2), name="full", total_disk=50 * GIB, available_disk=0)
     silent = view(id=UUID(int=3), name="silent", total_disk=0)
     large, little = Need(disk=70 * GIB, disk_required=True), Need(disk=2 * GIB, disk_required=True)
-    assert choose([small, full, silent], need=large).node == silent
-    assert choose([small, full], need=little).node == small
-    decision = choose([small, full], need=large)
+    assert choose_node([small, full, silent], need=large).node == silent
+    assert choose_node([small, full], need=little).node == small
+    decision = choose_node([small, full], need=large)
     assert decision.refused == {small.id: Reason.DISK, full.id: Reason.DISK}
-    assert decision.why_none() == (
+    assert decision.describe_refusals() == (
         "no node can take it: 2 without the disk space it needs"
         " (70.0 GiB: small has 20.0 GiB of 100.0 GiB free, full has 0.0 GiB of 50.0 GiB free)"
     )
-    assert choose([full], need=Need(disk=70 * GIB)).node == full, "the switch is off"
-    away = choose([view(status="offline")], need=large).why_none()
+    assert choose_node([full], need=Need(disk=70 * GIB)).node == full, "the switch is off"
+    away = choose_node([view(status="offline")], need=large).describe_refusals()
     assert away == "no node can take it: 1 offline", "that is no matter of disks"
 
 
@@ -197,7 +208,7 @@ def test_a_node_without_the_disk_space_is_refused() -> None:
 def test_a_refusal_for_memory_says_how_much_is_missing() -> None:
     """The nodes with most come first, and only some are named."""
     fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n * GIB) for n in range(7)]
-    said = choose(fleet, need=Need(vram=8 * GIB, vram_required=True)).why_none()
+    said = choose_node(fleet, need=Need(vram=8 * GIB, vram_required=True)).describe_refusals()
     assert said == (
         "no node can take it: 7 without the VRAM it needs (8.0 GiB: n6 has 6.0 GiB free, n5 has 5.0 GiB"
         " free, n4 has 4.0 GiB free, n3 has 3.0 GiB free, n2 has 2.0 GiB free, and 2 more)"
@@ -209,45 +220,45 @@ def test_an_idle_node_wins_then_the_one_with_more_free_memory() -> None:
     """R1.70: idle first, most effectively free memory among equals."""
     busy = view(id=UUID(int=1), loaded=1, available_vram=100)
     small, large = view(id=UUID(int=2), available_vram=1), view(id=UUID(int=3), available_vram=50)
-    assert choose([busy, small, large]).node == large
+    assert choose_node([busy, small, large]).node == large
 
 
 def test_a_node_that_failed_this_load_comes_after_those_that_did_not() -> None:
     """Its rest is over, so it is the last resort: another node is tried first, however full that one is."""
     failed, other = view(id=UUID(int=1), free_vram=9), view(id=UUID(int=2), loaded=2)
-    known = {failed.id: Setback(1, NOW)}
-    assert choose([failed, other], setbacks=known).node == other
-    assert choose([failed], setbacks=known).node == failed
+    known = {failed.id: NodeBackoff(1, NOW)}
+    assert choose_node([failed, other], backoffs=known).node == other
+    assert choose_node([failed], backoffs=known).node == failed
 
 
 def test_a_resting_node_is_not_chosen_and_the_reason_is_kept() -> None:
     """A load says that it waits for a node which did not answer, instead of asking it all the time."""
     silent = view()
-    decision = choose([silent], resting={silent.id})
+    decision = choose_node([silent], backed_off={silent.id})
     assert decision.node is None
     assert decision.refused == {silent.id: Reason.SILENT}
-    assert decision.why_none() == "no node can take it: 1 not answering or failed a moment ago"
+    assert decision.describe_refusals() == "no node can take it: 1 not answering or failed a moment ago"
 
 
 def test_a_nodes_rest_doubles_up_to_a_limit_and_delays_no_other() -> None:
     """The back-off belongs to the node: another one that fails for the first time starts at the beginning."""
-    one, other, known, rests = UUID(int=1), UUID(int=2), dict[UUID, Setback](), []
+    one, other, known, rests = UUID(int=1), UUID(int=2), dict[UUID, NodeBackoff](), []
     for _ in range(12):
-        known = node_backoff.after_failure(known, one, NOW)
+        known = node_backoff.add_failure(known, one, NOW)
         rests.append((known[one].until - NOW).total_seconds())
     assert rests == [1, 2, 4, 8] + [15] * 8
-    known = node_backoff.after_failure(known, other, NOW)
-    assert (known[other].times, node_backoff.next_end(known, NOW)) == (1, 1)
+    known = node_backoff.add_failure(known, other, NOW)
+    assert (known[other].times, node_backoff.seconds_until_retry(known, NOW)) == (1, 1)
     later = NOW + timedelta(seconds=1)
-    assert node_backoff.resting(known, NOW) == {one, other}
-    assert node_backoff.resting(known, later) == {one}
-    assert node_backoff.next_end(known, later) == pytest.approx(14)
-    assert node_backoff.next_end({}, NOW) is None
+    assert node_backoff.backed_off_nodes(known, NOW) == {one, other}
+    assert node_backoff.backed_off_nodes(known, later) == {one}
+    assert node_backoff.seconds_until_retry(known, later) == pytest.approx(14)
+    assert node_backoff.seconds_until_retry({}, NOW) is None
 
 
 def test_setbacks_survive_the_payload() -> None:
     """The next attempt may be another controller's; what else the payload says stays."""
-    known = node_backoff.after_failure({}, UUID(int=1), NOW)
+    known = node_backoff.add_failure({}, UUID(int=1), NOW)
     payload = node_backoff.into_payload({"model": "m"}, known)
     assert node_backoff.from_payload(payload) == known
     assert payload["model"] == "m"
@@ -256,11 +267,11 @@ def test_setbacks_survive_the_payload() -> None:
 
 def test_the_reason_names_what_to_do() -> None:
     """The caller learns whether to add a node, approve one or wait."""
-    assert choose([]).why_none() == "no node is registered"
-    assert choose([view(status="pending")]).why_none() == "only pending nodes (1): approve one"
-    mixed = choose([view(status="offline"), view(id=UUID(int=2), status="draining")]).why_none()
+    assert choose_node([]).describe_refusals() == "no node is registered"
+    assert choose_node([view(status="pending")]).describe_refusals() == "only pending nodes (1): approve one"
+    mixed = choose_node([view(status="offline"), view(id=UUID(int=2), status="draining")]).describe_refusals()
     assert mixed == "no node can take it: 1 draining, 1 offline"
-    assert refusal(view(taken=frozenset({0}))) is Reason.FULL
+    assert find_refusal(view(taken=frozenset({0}))) is Reason.FULL
 
 
 @pytest.mark.rule("R2.5", "R1.68", "R1.69")
@@ -282,13 +293,13 @@ def test_a_selector_that_nothing_matches_is_named_with_its_model(
         view(id=UUID(int=2), status="offline", labels=frozenset({("gpu", "a")})),
         view(id=UUID(int=3), node_type="agent"),
     ]
-    assert choose(fleet, selector=demanded).why_none() == f"no node matches {said}"
+    assert choose_node(fleet, selector=demanded).describe_refusals() == f"no node matches {said}"
 
 
 @pytest.mark.rule("R2.5")
 def test_a_node_that_does_not_match_is_one_reason_among_others() -> None:
     slow, full = view(), view(id=UUID(int=2), labels=frozenset({("tier", "fast")}), taken=frozenset({0}))
     fast = Selector("m", frozenset({("tier", "fast")}))
-    said = choose([slow, full], selector=fast).why_none()
+    said = choose_node([slow, full], selector=fast).describe_refusals()
     assert said == "no node can take it: 1 no free slot for this model, 1 not matching the rule's selector"
-    assert choose([slow, full], selector=ANY).node == slow
+    assert choose_node([slow, full], selector=ANY_NODE).node == slow

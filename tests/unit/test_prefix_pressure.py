@@ -6,7 +6,7 @@ import pytest
 
 from localai_cluster.kit.cluster_settings import MOST_PRESSURE
 from nodes.gateway.prefix_routing import Pressure
-from nodes.scheduling.pressure import MOST_AHEAD, WINDOW, counted
+from nodes.scheduling.pressure import MOST_AHEAD, WINDOW, count_pressure
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
@@ -55,6 +55,6 @@ def test_what_the_rows_come_to() -> None:
         ("n", [seconds(-20).isoformat()]),
         ("old", [seconds(-90).isoformat()]),
     ]
-    assert counted(rows, {}, NOW) == {"m": 4, "n": 1}
-    assert counted(rows, {"m": seconds(-20)}, NOW) == {"m": 2, "n": 1}
-    assert counted(rows, {"m": seconds(-20), "n": None}, NOW + MOST_AHEAD) == {"m": 2, "n": 1}
+    assert count_pressure(rows, {}, NOW) == {"m": 4, "n": 1}
+    assert count_pressure(rows, {"m": seconds(-20)}, NOW) == {"m": 2, "n": 1}
+    assert count_pressure(rows, {"m": seconds(-20), "n": None}, NOW + MOST_AHEAD) == {"m": 2, "n": 1}

@@ -9,8 +9,9 @@ import pytest
 from django.db import DataError, OperationalError
 
 from localai_cluster.kit import clock
-from operations.executor.recorder import BATCH_EVERY, Batch, Recorder
-from operations.ledger.progress import Attempt, Tick
+from localai_cluster.kit.leases import Attempt
+from operations.executor.work import BATCH_EVERY, Batch, Recorder
+from operations.ledger.progress import Tick
 
 ONE: Attempt = (UUID(int=1), 1)
 TWO: Attempt = (UUID(int=2), 1)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from nodes.scheduling.plan import plan
 from nodes.scheduling.snapshot import (
-    Demand,
+    DesiredState,
+    EvictReplica,
     Failure,
     Fleet,
-    GiveWay,
-    Host,
-    LoadAnother,
-    Placed,
-    Retire,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    LoadReplica,
+    RetireReplica,
+    RuleDecision,
     Unsatisfiable,
 )
 
@@ -27,33 +27,33 @@ NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 OLD, NEW = "a" * 64, "b" * 64
 
 
-def host(number: int = 1, *, slots: int = 1, **labels: str) -> Host:
-    return Host(UUID(int=number), f"n{number}", labels, slots)
+def host(number: int = 1, *, slots: int = 1, **labels: str) -> FleetNode:
+    return FleetNode(UUID(int=number), f"n{number}", labels, slots)
 
 
-def row(on: Host, index: int = 0, **fields: Any) -> Placed:
+def row(on: FleetNode, index: int = 0, **fields: Any) -> FleetReplica:
     """A loaded replica of the former definition, in use a moment ago."""
     values = {"model": "m", "state": "loaded", "in_flight": 0, "idle_since": NOW, "revision": OLD, **fields}
-    return Placed(UUID(int=1000 * on.id.int + index), on.id, index=index, **values)
+    return FleetReplica(UUID(int=1000 * on.id.int + index), on.id, index=index, **values)
 
 
-def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> Demand:
+def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
     values = {"model": "m", "selector": {}, "looked_at": NOW - timedelta(seconds=30), **fields}
-    return Demand(minimum=minimum, maximum=maximum, **values)
+    return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: Demand, *, tick: bool = True, **fleet: Any) -> Ruling:
+def decided(demand: DesiredState, *, tick: bool = True, **fleet: Any) -> RuleDecision:
     fleet.setdefault("revisions", {"m": NEW})
     (ruling,) = plan(Fleet(**fleet), [demand], NOW, tick=tick)
     return ruling
 
 
-def replaced(ruling: Ruling) -> list[UUID | None]:
-    return [one.replaces for one in ruling.actions if isinstance(one, LoadAnother)]
+def replaced(ruling: RuleDecision) -> list[UUID | None]:
+    return [one.replaces for one in ruling.actions if isinstance(one, LoadReplica)]
 
 
-def gone_first(ruling: Ruling) -> list[UUID]:
-    return [one.replica_id for one in ruling.actions if isinstance(one, GiveWay)]
+def gone_first(ruling: RuleDecision) -> list[UUID]:
+    return [one.replica_id for one in ruling.actions if isinstance(one, EvictReplica)]
 
 
 @pytest.mark.rule("R1.94", "R1.98")
@@ -120,7 +120,7 @@ def test_without_room_one_goes_first_if_others_serve_or_nothing_runs_on_it() -> 
 def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not() -> None:
     a, b = host(1), host(2)
     (load,) = decided(rule(spread=True), hosts=[a], replicas=[row(a)]).actions
-    assert isinstance(load, LoadAnother)
+    assert isinstance(load, LoadReplica)
     assert (load.only, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
     waits: dict[str, Any] = {
         "loads": {"m": 1},
@@ -128,7 +128,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
         "replacing": {row(a).id: True},
     }
     (bare,) = decided(rule(spread=True), hosts=[a, b], replicas=[row(a)], **waits).actions
-    assert isinstance(bare, LoadAnother)
+    assert isinstance(bare, LoadReplica)
     assert (bare.only, bare.replaces) == (frozenset({b.id}), None)
 
 
@@ -149,7 +149,7 @@ def test_idle_ones_that_are_too_many_are_retired_instead() -> None:
     on = host(1, slots=9)
     idle = [row(on, index, idle_since=NOW - timedelta(minutes=9)) for index in range(3)]
     found = decided(rule(1), hosts=[on], replicas=idle)
-    assert [type(one) for one in found.actions] == [Retire, Retire]
+    assert [type(one) for one in found.actions] == [RetireReplica, RetireReplica]
 
 
 @pytest.mark.rule("R1.95", "R4.11", "T-REG-126")
@@ -165,19 +165,19 @@ def test_an_idle_one_of_a_former_definition_is_idle() -> None:
 class Played:
     """A fleet in which loads are placed if there is room, and what leaves is gone at the next step."""
 
-    hosts: list[Host]
-    rows: list[Placed]
-    demand: Demand
-    wishes: list[LoadAnother] = field(default_factory=list)
+    hosts: list[FleetNode]
+    rows: list[FleetReplica]
+    demand: DesiredState
+    wishes: list[LoadReplica] = field(default_factory=list)
     made: int = 0
 
-    def step(self) -> Ruling:
+    def step(self) -> RuleDecision:
         (ruling,) = plan(self.fleet(), [self.demand], NOW, tick=True)
-        assert not any(isinstance(one, Retire | Unsatisfiable) for one in ruling.actions)
+        assert not any(isinstance(one, RetireReplica | Unsatisfiable) for one in ruling.actions)
         for action in ruling.actions:
-            if isinstance(action, LoadAnother):
+            if isinstance(action, LoadReplica):
                 self.wishes.append(action)
-            if isinstance(action, GiveWay):
+            if isinstance(action, EvictReplica):
                 self.leave(action.replica_id)
         return ruling
 
@@ -236,4 +236,7 @@ def test_an_edit_reaches_every_replica_and_never_takes_the_last_one_away(
     full_and_busy = busy and count == 1 and sum(on.slots for on in hosts) == 1
     assert left <= ({OLD} if full_and_busy else {NEW})
     assert sum(one.state == "loaded" for one in play.rows) == count
-    assert not [one for one in play.step().actions if isinstance(one, LoadAnother | GiveWay)] or full_and_busy
+    assert (
+        not [one for one in play.step().actions if isinstance(one, LoadReplica | EvictReplica)]
+        or full_and_busy
+    )

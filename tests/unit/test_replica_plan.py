@@ -16,15 +16,15 @@ from nodes.scheduling.plan import COOLDOWN, plan
 from nodes.scheduling.snapshot import (
     Action,
     ClearFlags,
-    Demand,
+    DesiredState,
     EndPressure,
     Failure,
     Fleet,
-    Host,
-    LoadAnother,
-    Placed,
-    Retire,
-    Ruling,
+    FleetNode,
+    FleetReplica,
+    LoadReplica,
+    RetireReplica,
+    RuleDecision,
     Unsatisfiable,
 )
 
@@ -36,35 +36,35 @@ def ago(**span: float) -> datetime:
     return NOW - timedelta(**span)
 
 
-def host(number: int = 1, *, slots: int = 1, **labels: str) -> Host:
-    return Host(UUID(int=number), f"n{number}", labels, slots)
+def host(number: int = 1, *, slots: int = 1, **labels: str) -> FleetNode:
+    return FleetNode(UUID(int=number), f"n{number}", labels, slots)
 
 
-def row(on: Host, index: int = 0, **fields: Any) -> Placed:
+def row(on: FleetNode, index: int = 0, **fields: Any) -> FleetReplica:
     """A loaded replica that has been idle for ten minutes."""
     values = {"model": "m", "state": "loaded", "in_flight": 0, "idle_since": ago(minutes=10), **fields}
-    return Placed(UUID(int=1000 * on.id.int + index), on.id, index=index, **values)
+    return FleetReplica(UUID(int=1000 * on.id.int + index), on.id, index=index, **values)
 
 
-def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> Demand:
+def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
     values = {"model": "m", "selector": {}, "looked_at": ago(seconds=30), **fields}
-    return Demand(minimum=minimum, maximum=maximum, **values)
+    return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: Demand, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> Ruling:
+def decided(demand: DesiredState, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> RuleDecision:
     (ruling,) = plan(Fleet(**fleet), [demand], now, tick=tick)
     return ruling
 
 
-def loads(actions: Iterable[Action]) -> list[LoadAnother]:
-    return [action for action in actions if isinstance(action, LoadAnother)]
+def loads(actions: Iterable[Action]) -> list[LoadReplica]:
+    return [action for action in actions if isinstance(action, LoadReplica)]
 
 
 def retired(actions: Iterable[Action]) -> list[UUID]:
-    return [action.replica_id for action in actions if isinstance(action, Retire)]
+    return [action.replica_id for action in actions if isinstance(action, RetireReplica)]
 
 
-def flags(ruling: Ruling) -> list[Action]:
+def flags(ruling: RuleDecision) -> list[Action]:
     return [action for action in ruling.actions if isinstance(action, Unsatisfiable | ClearFlags)]
 
 
@@ -136,7 +136,7 @@ def test_a_replica_where_the_rule_does_not_want_it_is_replaced_and_then_goes() -
     ids=["no node", "no match", "unreadable", "no slot"],
 )
 def test_a_problem_is_counted_and_the_third_time_begins_a_cooldown(
-    hosts: list[Host], selector: Any, reason: str
+    hosts: list[FleetNode], selector: Any, reason: str
 ) -> None:
     taken = [row(host(2), state="idle")]
     demand = rule(1, selector=selector)
@@ -184,7 +184,7 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
 def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
     demand = rule(1, ticks=3, until=NOW)
     ruling = decided(demand, hosts=[host(1)])
-    assert [type(action) for action in ruling.actions] == [LoadAnother, ClearFlags]
+    assert [type(action) for action in ruling.actions] == [LoadReplica, ClearFlags]
     assert flags(decided(demand)) == [
         Unsatisfiable("m", 4, NOW + COOLDOWN, decided(demand).reason),
     ]
@@ -294,7 +294,7 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
     on = host(1, slots=3)
     there = [row(on, idle_since=NOW), row(on, 1, in_flight=1)]
     ruling = decided(rule(1, 3), hosts=[on], replicas=there, pressed={"m": 4})
-    assert [type(action) for action in ruling.actions] == [LoadAnother, EndPressure]
+    assert [type(action) for action in ruling.actions] == [LoadReplica, EndPressure]
     assert ruling.reason == (
         "4 requests within a minute not sent to the replica that remembers the prompt: too busy; one more"
     )
@@ -316,7 +316,7 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
     assert not decided(rule(1, 3), tick=False, hosts=[on], replicas=there, pressed={"m": 4}).actions
     busy = [replace(one, in_flight=1) for one in there]
     both = decided(rule(1, 3), hosts=[on], replicas=busy, pressed={"m": 4}).actions
-    assert [type(action) for action in both] == [LoadAnother]
+    assert [type(action) for action in both] == [LoadReplica]
 
 
 @pytest.mark.rule("R4.13")
@@ -386,7 +386,7 @@ def test_between_two_ticks_only_what_is_missing_is_asked_for() -> None:
 
 
 @dataclass(frozen=True)
-class Counted(Host):
+class Counted(FleetNode):
     """Counts how often anything of a node is looked at."""
 
     looks = 0
@@ -420,7 +420,7 @@ STATES = st.sampled_from(["loaded"] * 6 + ["loading", "staging", "unloading", "i
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[Fleet, list[Demand]]:
+def fleets(draw: st.DrawFn) -> tuple[Fleet, list[DesiredState]]:
     hosts = [
         host(number, slots=draw(st.integers(1, 3)), tier=draw(st.sampled_from("xy")))
         for number in range(1, draw(st.integers(0, 4)) + 1)
@@ -445,9 +445,9 @@ def fleets(draw: st.DrawFn) -> tuple[Fleet, list[Demand]]:
 
 
 @st.composite
-def demands(draw: st.DrawFn, model: str) -> Demand:
+def demands(draw: st.DrawFn, model: str) -> DesiredState:
     spread, minimum = draw(st.booleans()), draw(st.integers(0, 4))
-    return Demand(
+    return DesiredState(
         model,
         selector=draw(st.sampled_from([{}, {"tier": "x"}, {"tier": "z"}, None])),
         minimum=0 if spread else minimum,
@@ -464,21 +464,21 @@ class Played:
     """A fleet to which plans are applied: first nothing but what was asked for, later what comes of it."""
 
     fleet: Fleet
-    rules: list[Demand]
+    rules: list[DesiredState]
     now: datetime = NOW
-    wishes: list[LoadAnother] = field(default_factory=list)
+    wishes: list[LoadReplica] = field(default_factory=list)
 
-    def plan(self, *, tick: bool = True) -> list[Ruling]:
+    def plan(self, *, tick: bool = True) -> list[RuleDecision]:
         return plan(self.fleet, self.rules, self.now, tick=tick)
 
-    def apply(self, rulings: Sequence[Ruling]) -> None:
+    def apply(self, rulings: Sequence[RuleDecision]) -> None:
         for action in (action for ruling in rulings for action in ruling.actions):
             match action:
-                case LoadAnother(model):
+                case LoadReplica(model):
                     self.wishes.append(action)
                     under_way = {**self.fleet.loads, model: self.fleet.loads.get(model, 0) + 1}
                     self.fleet = replace(self.fleet, loads=under_way)
-                case Retire(_, replica_id):
+                case RetireReplica(_, replica_id):
                     self._rows(lambda one, gone=replica_id: self._gone(one, gone))
                 case Unsatisfiable(model, ticks, until):
                     self._flags(model, ticks, until)
@@ -487,7 +487,7 @@ class Played:
                 case EndPressure(model):
                     self.fleet = replace(self.fleet, pressed={**self.fleet.pressed, model: 0})
 
-    def _gone(self, one: Placed, gone: UUID) -> Placed:
+    def _gone(self, one: FleetReplica, gone: UUID) -> FleetReplica:
         return replace(one, state="unloading") if one.id == gone else one
 
     def _rows(self, change: Any) -> None:
@@ -509,13 +509,13 @@ class Played:
                 free = set(range(on.slots)) - taken
                 if free and (wish.only is None or on.id in wish.only):
                     id = UUID(int=10**6 + len(rows) * 1000 + number)
-                    rows.append(Placed(id, on.id, wish.model, min(free), "loaded", 0, self.now))
+                    rows.append(FleetReplica(id, on.id, wish.model, min(free), "loaded", 0, self.now))
                     break
         self.wishes = []
         self.fleet = replace(self.fleet, replicas=rows, loads={})
 
 
-def there(fleet: Fleet, demand: Demand) -> int:
+def there(fleet: Fleet, demand: DesiredState) -> int:
     """Loaded replicas where the rule wants them."""
     selector = demand.selector
     fits = {one.id for one in fleet.hosts if selector is not None and selector.items() <= one.labels.items()}
@@ -527,7 +527,7 @@ def there(fleet: Fleet, demand: Demand) -> int:
 @pytest.mark.rule("R4.10", "R4.11", "R4.15", "R1.65")
 @given(fleets(), st.booleans())
 def test_never_over_the_limit_the_caps_or_outside_the_selector(
-    scene: tuple[Fleet, list[Demand]], tick: bool
+    scene: tuple[Fleet, list[DesiredState]], tick: bool
 ) -> None:
     fleet, rules = scene
     slots = {one.id: one for one in fleet.hosts}
@@ -548,7 +548,7 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
 
 @pytest.mark.rule("R4.17", "R4.18")
 @given(fleets())
-def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[Demand]]) -> None:
+def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[DesiredState]]) -> None:
     fleet, rules = scene
     healthy = {one.id for one in fleet.hosts}
     for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
@@ -563,7 +563,9 @@ def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[Demand]]) ->
 
 
 @given(fleets(), st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_matter(scene: tuple[Fleet, list[Demand]], chance: random.Random) -> None:
+def test_the_order_of_rows_does_not_matter(
+    scene: tuple[Fleet, list[DesiredState]], chance: random.Random
+) -> None:
     fleet, rules = scene
 
     def shuffled(rows: Sequence[Any]) -> list[Any]:
@@ -574,7 +576,9 @@ def test_the_order_of_rows_does_not_matter(scene: tuple[Fleet, list[Demand]], ch
 
 
 @given(fleets())
-def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(scene: tuple[Fleet, list[Demand]]) -> None:
+def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(
+    scene: tuple[Fleet, list[DesiredState]],
+) -> None:
     """Asked for, but nothing has come of it yet: the second pass asks for nothing more."""
     play = Played(*scene)
     play.apply(play.plan())
@@ -585,7 +589,7 @@ def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(scene: tuple[Fle
 
 @pytest.mark.rule("R4.10", "R4.23")
 @given(fleets())
-def test_passes_converge(scene: tuple[Fleet, list[Demand]]) -> None:
+def test_passes_converge(scene: tuple[Fleet, list[DesiredState]]) -> None:
     """Within as many ticks as a cooldown lasts and some: nothing changes any more, and minimums are met."""
     play = Played(*scene)
     play.end()
@@ -593,7 +597,9 @@ def test_passes_converge(scene: tuple[Fleet, list[Demand]]) -> None:
         play.apply(play.plan())
         play.end()
     last = play.plan()
-    assert not [one for ruling in last for one in ruling.actions if isinstance(one, LoadAnother | Retire)]
+    assert not [
+        one for ruling in last for one in ruling.actions if isinstance(one, LoadReplica | RetireReplica)
+    ]
     for demand, ruling in zip(play.rules, last, strict=True):
         missing = max(demand.minimum - there(play.fleet, demand), 0)
         assert not missing or demand.ticks >= 3

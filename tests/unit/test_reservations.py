@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, outstanding
+from nodes.placement.memory import NEVER, MemoryReading, Reservation, unallocated_bytes
 
 START = datetime(2026, 8, 22, 10, tzinfo=UTC)
 TOTAL = 1000
@@ -49,7 +49,7 @@ class Machine:
     @property
     def free(self) -> int:
         """What placement takes for free."""
-        return self.reading.available - outstanding(
+        return self.reading.available - unallocated_bytes(
             [engine.reservation for engine in self.engines], self.reading
         )
 
@@ -106,7 +106,7 @@ def test_a_load_that_fails_takes_what_it_reserved_with_its_row() -> None:
 @pytest.mark.rule("R1.36")
 def test_a_budget_set_meanwhile_is_not_taken_for_memory_that_an_engine_has_allocated() -> None:
     load = Reservation(200, seen=1000, seen_at=START)
-    assert outstanding([load], MemoryReading(500, START, ceiling=500)) == 200
+    assert unallocated_bytes([load], MemoryReading(500, START, ceiling=500)) == 200
 
 
 steps = st.lists(

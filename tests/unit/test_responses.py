@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
-from nodes.dialects.responses_answers import DIALECT
-from nodes.dialects.responses_items import Item
-from nodes.dialects.responses_requests import LOGPROBS, REFUSED, read
+from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, parse_request
 from nodes.gateway.generation import Conversation, TextDelta, Usage, folded
 from tests.support.deltas import HEAD, answers, played
 
@@ -63,7 +61,7 @@ def image(url: Any) -> dict[str, Any]:
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInput) as told:
-        read(ASK | change)
+        parse_request(ASK | change)
     assert told.value.field == field
 
 
@@ -71,13 +69,13 @@ def test_nothing_is_kept() -> None:
     """What asks for less than that is fine."""
     for name in ("store", "previous_response_id"):
         with pytest.raises(InvalidInput, match="nothing is kept"):
-            read(ASK | {name: "resp_1" if name != "store" else True})
-    read(ASK | {"store": False, "previous_response_id": None, "background": False})
+            parse_request(ASK | {name: "resp_1" if name != "store" else True})
+    parse_request(ASK | {"store": False, "previous_response_id": None, "background": False})
 
 
 def conversation(change: dict[str, Any]) -> Conversation:
     """What an engine is told."""
-    (prompt,) = read(ASK | change).prompts
+    (prompt,) = parse_request(ASK | change).prompts
     assert isinstance(prompt, Conversation)
     return prompt
 
@@ -142,14 +140,21 @@ def test_which_tool_is_called(choice: Any, word: str) -> None:
 def test_how_tokens_are_chosen_reaches_the_engine_and_comes_back() -> None:
     more = {"max_output_tokens": 5, "temperature": 1, "top_p": 0.5, "top_logprobs": 2, "include": [LOGPROBS]}
     ignored = {"reasoning": {"effort": "low"}, "service_tier": "auto", "stream_options": {}, "user": "u"}
-    asked = read(ASK | more | form({"type": "object"}) | ignored | {"metadata": {"a": "b"}, "tools": [TOOL]})
+    asked = parse_request(
+        ASK | more | form({"type": "object"}) | ignored | {"metadata": {"a": "b"}, "tools": [TOOL]}
+    )
     chosen = asked.sampling
     assert (chosen.max_tokens, chosen.temperature, chosen.top_p) == (5, 1, 0.5)
     assert (chosen.logprobs, chosen.top_logprobs, chosen.grammar) == (True, 2, '{"type":"object"}')
     assert asked.echo["text"]["format"]["schema"] == {"type": "object"}
     assert (asked.echo["metadata"], asked.echo["tools"]) == ({"a": "b"}, [TOOL])
-    assert read(ASK | {"text": {"format": {"type": "json_object"}}}).sampling.grammar == '{"type":"object"}'
-    assert read(ASK | {"text": {"format": {"type": "text"}, "verbosity": "low"}}).sampling.grammar == ""
+    assert (
+        parse_request(ASK | {"text": {"format": {"type": "json_object"}}}).sampling.grammar
+        == '{"type":"object"}'
+    )
+    assert (
+        parse_request(ASK | {"text": {"format": {"type": "text"}, "verbosity": "low"}}).sampling.grammar == ""
+    )
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -203,7 +208,7 @@ def test_items_are_the_answer_and_are_accepted_again(deltas: list[TextDelta]) ->
     assert all(said in calls or "{}" in calls for said in (piece.arguments for piece in choice.tools))
     assert len({item["id"] for item in items}) == len(items)
     if items:
-        read(ASK | {"input": items})
+        parse_request(ASK | {"input": items})
         assert all(set(Item.__struct_fields__) & set(item) for item in items)
 
 

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import Unusable, load_options, parse, parse_file, read, revision
+from nodes.definitions.files import (
+    UnusableDefinition,
+    load_options,
+    parse_definition,
+    parse_file,
+    read_definition,
+    revision,
+)
 from tests.support.definitions import PLAIN, write
 from tests.support.hostile_yaml import HOSTILE_SCALARS, documents
 
@@ -24,7 +31,7 @@ def test_what_is_loaded_comes_from_the_file() -> None:
         "flash_attention": False, "rope_freq_base": 1, "parameters": {"model": "m", "temperature": 0.2},
         "description": "any text", "template": {"chat": "x"},
     }  # fmt: skip
-    options = load_options(parse(document, "x.yaml"))
+    options = load_options(parse_definition(document, "x.yaml"))
     assert options == {
         "Model": "m", "NBatch": 512, "NGPULayers": 99999999, "MMap": False, "FlashAttention": "off",
         "Threads": 3, "Embeddings": True, "ContextSize": 512, "F16Memory": True, "Options": ["a:b"],
@@ -36,11 +43,11 @@ def test_what_is_loaded_comes_from_the_file() -> None:
 @pytest.mark.rule("T-REG-93", "T-REV-6")
 def test_revision_changes_with_what_is_loaded_only() -> None:
     """The revision depends on the stored definition's engine and options, not on its name or its remarks."""
-    first = revision(parse(PLAIN, "x.yaml"))
+    first = revision(parse_definition(PLAIN, "x.yaml"))
     assert len(first) == 64, "never empty"
-    assert revision(parse(PLAIN | {"name": "other", "description": "x"}, "y.yaml")) == first
-    assert revision(parse(PLAIN | {"backend": "other"}, "x.yaml")) != first
-    assert revision(parse(PLAIN | {"context_size": 1}, "x.yaml")) != first
+    assert revision(parse_definition(PLAIN | {"name": "other", "description": "x"}, "y.yaml")) == first
+    assert revision(parse_definition(PLAIN | {"backend": "other"}, "x.yaml")) != first
+    assert revision(parse_definition(PLAIN | {"context_size": 1}, "x.yaml")) != first
 
 
 @pytest.mark.rule("T-REG-93")
@@ -66,8 +73,8 @@ def test_revision_changes_with_what_is_loaded_only() -> None:
 )
 def test_unusable_files_say_why(write: Callable[..., Path], content: str, reason: str) -> None:
     """Every file is checked; the reason names the setting or the syntax."""
-    with pytest.raises(Unusable, match=reason):
-        read(write("x.yaml", content))
+    with pytest.raises(UnusableDefinition, match=reason):
+        read_definition(write("x.yaml", content))
 
 
 @pytest.mark.parametrize("field", ["name", "backend"])
@@ -92,19 +99,19 @@ def test_unusable_files_say_why(write: Callable[..., Path], content: str, reason
 )
 def test_no_name_leads_out_of_a_folder(field: str, value: str) -> None:
     """worker.md 15: names become folders of workers (`models/<name>/…`) and keys; none may leave its own."""
-    with pytest.raises(Unusable, match=f"`{field}`"):
-        parse(PLAIN | {field: value}, "x.yaml")
+    with pytest.raises(UnusableDefinition, match=f"`{field}`"):
+        parse_definition(PLAIN | {field: value}, "x.yaml")
 
 
 def test_a_slash_is_part_of_a_name_but_of_no_engine(write: Callable[..., Path], tmp_path: Path) -> None:
     """`org/model` is a usual name; an engine is found by a bare name, with its gallery before it or not."""
     for name in ("org/model", "a.b", "..x", "Qwen/Qwen3-0.6B-GGUF", "\u6a21\u578b"):
-        assert parse(PLAIN | {"name": name}, "x.yaml").name == name
+        assert parse_definition(PLAIN | {"name": name}, "x.yaml").name == name
     for backend in ("llama-cpp", "localai@cuda12-llama-cpp", "my backend"):
-        assert parse(PLAIN | {"backend": backend}, "x.yaml").backend == backend
+        assert parse_definition(PLAIN | {"backend": backend}, "x.yaml").backend == backend
     for backend in ("org/engine", ".hidden", "gallery@../x", "gallery@.x"):
-        with pytest.raises(Unusable, match="`backend` that is a path"):
-            parse(PLAIN | {"backend": backend}, "x.yaml")
+        with pytest.raises(UnusableDefinition, match="`backend` that is a path"):
+            parse_definition(PLAIN | {"backend": backend}, "x.yaml")
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -118,8 +125,8 @@ def test_no_document_breaks_the_loader(document: Any) -> None:
     """All that YAML may give is a definition or `Unusable`."""
     for candidate in (document, PLAIN | {"options": document}, PLAIN | {"threads": document}):
         try:
-            options_from_mapping(load_options(parse(candidate, "x.yaml")))
-        except Unusable:
+            options_from_mapping(load_options(parse_definition(candidate, "x.yaml")))
+        except UnusableDefinition:
             continue
 
 
@@ -141,10 +148,10 @@ def assert_usable_or_explained(content: bytes) -> None:
     """Raise unless the file is a definition that engines can be sent, or `Unusable` with a short reason."""
     try:
         definition = parse_file(content, "x.yaml")
-    except Unusable as error:
+    except UnusableDefinition as error:
         reason = str(error)
     else:
         options_from_mapping(load_options(definition)).SerializeToString()
         reason = "none"
-        "".join((*definition.answering.stop, definition.answering.template)).encode()
+        "".join((*definition.generation.stop, definition.generation.template)).encode()
     assert 0 < len(reason.encode()) < 1000

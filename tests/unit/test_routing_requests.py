@@ -14,7 +14,7 @@ from localai_cluster.edge import without_slash
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
-from nodes.dialects.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse, render
+from nodes.dialects.retrieval import MAX_TEXT_BYTES, MAX_TEXTS, parse_request, render_response
 
 GOOD: dict[str, Any] = {"model": "m", "input": "a"}
 
@@ -52,35 +52,37 @@ GOOD: dict[str, Any] = {"model": "m", "input": "a"}
 def test_wrong_fields_are_named(change: dict[str, Any], field: str) -> None:
     """Bad input is a 400 that names the field."""
     with pytest.raises(InvalidInput) as refused:
-        parse(GOOD | change)
+        parse_request(GOOD | change)
     assert refused.value.field == field
 
 
 def test_the_first_wrong_field_is_named_in_any_order_of_the_body() -> None:
     """Fields are checked in one order; the message gives the path into a list."""
     with pytest.raises(InvalidInput) as refused:
-        parse({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})
+        parse_request({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})
     assert refused.value.field == "encoding_format"
     with pytest.raises(InvalidInput, match=r"^input\[1\]: ") as refused:
-        parse({"dimensions": 0, "input": ["a", {}], "model": "m"})
+        parse_request({"dimensions": 0, "input": ["a", {}], "model": "m"})
     assert refused.value.field == "input"
 
 
 def test_a_refusal_quotes_little_and_is_not_misled_by_it() -> None:
     """The value that is quoted may be of any length and may look like the library's own text."""
     with pytest.raises(InvalidInput) as refused:
-        parse(GOOD | {"encoding_format": "hex" * 1000 + " - at `$.model`"})
+        parse_request(GOOD | {"encoding_format": "hex" * 1000 + " - at `$.model`"})
     assert refused.value.field == "encoding_format"
     assert len(refused.value.message) < 300
 
 
 def test_what_clients_send_is_accepted() -> None:
     """A text or a list of texts; `user`, `encoding_format` and unknown fields are fine."""
-    assert parse(GOOD).inputs == ["a"]
-    assert parse(GOOD | {"input": ["a", "b"]}).inputs == ["a", "b"]
-    assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).encoding_format == "base64"
-    assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
-    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).inputs[0]) == MAX_TEXT_BYTES
+    assert parse_request(GOOD).inputs == ["a"]
+    assert parse_request(GOOD | {"input": ["a", "b"]}).inputs == ["a", "b"]
+    assert (
+        parse_request(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).encoding_format == "base64"
+    )
+    assert parse_request(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
+    assert len(parse_request(GOOD | {"input": "a" * MAX_TEXT_BYTES}).inputs[0]) == MAX_TEXT_BYTES
 
 
 def as_sent(vector: list[float]) -> EmbeddingResult:
@@ -99,7 +101,7 @@ VECTORS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), m
 @given(vector=VECTORS)
 def test_vectors_are_printed_short_and_exact(vector: list[float]) -> None:
     """The text of each number reads as the same single precision, and takes at most nine digits."""
-    body = render(parse(GOOD), [as_sent(vector)])
+    body = render_response(parse_request(GOOD), [as_sent(vector)])
     texts = json.loads(body, parse_float=str)["data"][0]["embedding"]
     assert [float32(float(text)) for text in texts] == [float32(number) for number in vector]
     for text in texts:
@@ -110,14 +112,14 @@ def test_vectors_are_printed_short_and_exact(vector: list[float]) -> None:
 @given(vector=VECTORS)
 def test_base64_holds_the_same_numbers(vector: list[float]) -> None:
     """Little-endian single precision, as the openai client reads it."""
-    body = render(parse(GOOD | {"encoding_format": "base64"}), [as_sent(vector)])
+    body = render_response(parse_request(GOOD | {"encoding_format": "base64"}), [as_sent(vector)])
     packed = base64.b64decode(json.loads(body)["data"][0]["embedding"])
     assert packed == b"".join(float32(number) for number in vector)
 
 
 def test_a_number_takes_the_fewest_digits() -> None:
     """A tenth in single precision is 0.10000000149011612 as a double; its shortest text is 0.1."""
-    body = render(parse(GOOD), [as_sent([0.1, -1.5, 0.0])])
+    body = render_response(parse_request(GOOD), [as_sent([0.1, -1.5, 0.0])])
     assert b'"embedding":[0.1,-1.5,0.0]' in body
 
 
@@ -136,7 +138,7 @@ def test_any_object_is_accepted_or_refused(body: dict[str, Any]) -> None:
     """No combination of values is anything but accepted or a 400 with a field."""
     field: str | None = "model"
     try:
-        parse(body)
+        parse_request(body)
     except InvalidInput as refused:
         field = refused.field
     assert field in (*GOOD, "encoding_format", "dimensions", "user")
@@ -146,12 +148,12 @@ def test_any_object_is_accepted_or_refused(body: dict[str, Any]) -> None:
 def test_malformed_bodies(body: bytes) -> None:
     """Malformed JSON is a 400."""
     with pytest.raises(InvalidInput):
-        wire.json_object(body)
+        wire.parse_json_object(body)
 
 
 def test_an_empty_body_is_an_empty_object() -> None:
     """§0.1: a request with Content-Length 0 parses as an empty object."""
-    assert wire.json_object(b"") == {}
+    assert wire.parse_json_object(b"") == {}
 
 
 def test_the_body_limit_names_itself() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import errors
 from localai_cluster.kit.env import Environment
-from nodes.scheduling import boot
-from nodes.scheduling.rules import MOST_REPLICAS, Rule, check
+from nodes.scheduling import rules
+from nodes.scheduling.rules import MOST_REPLICAS, Rule, check_rule
 
-INLINE, FILE = boot.INLINE, boot.FILE
+INLINE, FILE = rules.INLINE, rules.FILE
 
 RULES = st.builds(
     Rule,
@@ -33,7 +33,7 @@ RULES = st.builds(
 def refused(rule: Rule) -> errors.InvalidInput | None:
     """Why it is not accepted."""
     try:
-        check(rule)
+        check_rule(rule)
     except errors.InvalidInput as refusal:
         return refusal
     return None
@@ -113,8 +113,8 @@ def test_how_a_model_is_routed(given: dict[str, Any], field: str) -> None:
 def read(**given_settings: str) -> tuple[list[Rule], list[str]]:
     """The rules, and the problems as an operator reads them."""
     environment = Environment(given_settings)
-    rules = boot.read(environment)
-    return rules, [f"{one.setting}: {one.message} {one.hint}" for one in environment.problems]
+    found = rules.rules_from_settings(environment)
+    return found, [f"{one.setting}: {one.message} {one.hint}" for one in environment.problems]
 
 
 def inline(*entries: Any) -> tuple[list[Rule], list[str]]:
@@ -251,7 +251,7 @@ def test_a_file_follows_what_is_inline(tmp_path: Path) -> None:
         b"- !!int ''",
         b"- {? [a] : b}",
         b"- {model_name: m, min_prefix_match: .nan}",
-        b"#" * (boot.LARGEST + 1),
+        b"#" * (rules.LARGEST + 1),
     ],
     ids=lambda content: repr(content[:30]),
 )

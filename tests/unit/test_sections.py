@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.decisions import placement_snapshots, snapshot_sections
-from nodes.decisions import scale_snapshots as scheduling
-from nodes.decisions.snapshot_sections import Section
+from nodes.decisions import load_snapshots, snapshot_log
+from nodes.decisions import scale_records as scheduling
+from nodes.decisions.snapshot_log import Section
 from nodes.placement.choose import Candidate, Need
-from nodes.placement.evict import Guard, Resident
+from nodes.placement.evict import ProtectionRules, Resident
 from nodes.placement.explain import FleetView
-from nodes.placement.load_decision import LoadQuestion, Occupants, settle
+from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load
 from nodes.scheduling.plan import plan
 from nodes.scheduling.snapshot import Failure
 from tests.unit import test_replica_plan
@@ -34,19 +34,19 @@ SEEN = st.dictionaries(
 )
 
 
-def read_back(*seen: snapshot_sections.Sections) -> snapshot_sections.State:
+def read_back(*seen: snapshot_log.Sections) -> snapshot_log.State:
     """What another process restores from the log of these decisions."""
-    state: snapshot_sections.State = {}
+    state: snapshot_log.State = {}
     entries = []
     for one in seen:
-        found = snapshot_sections.changes(state, one)
-        snapshot_sections.apply(state, found)
-        entries.append(snapshot_sections.encoded(found))
-    return snapshot_sections.restored(entries)
+        found = snapshot_log.changes(state, one)
+        snapshot_log.apply(state, found)
+        entries.append(snapshot_log.encoded(found))
+    return snapshot_log.restored(entries)
 
 
 @given(st.lists(SEEN, max_size=5))
-def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_sections.Sections]) -> None:
+def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.Sections]) -> None:
     """A whole section replaces, another one adds; nothing that did not change is written twice."""
     expected: dict[str, dict[str, Any]] = {}
     for one in seen:
@@ -58,7 +58,7 @@ def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_sections.Section
         name: rows for name, rows in expected.items() if rows
     }
     if seen:
-        assert snapshot_sections.changes(state, seen[-1]) == {}
+        assert snapshot_log.changes(state, seen[-1]) == {}
 
 
 @pytest.mark.rule("I14", "R2.30")
@@ -74,39 +74,39 @@ def test_the_same_decision_follows_from_the_log(
         every.append(LoadQuestion(named, data.draw(st.frozensets(ids, max_size=2)), evicts))
     model = "m"
     state = read_back(
-        *(placement_snapshots.sections(str(number), model, one) for number, one in enumerate(every))
+        *(load_snapshots.encode_load(str(number), model, one) for number, one in enumerate(every))
     )
     number, question = len(every) - 1, every[-1]
-    known = placement_snapshots.known(state, str(number), model)
+    known = load_snapshots.decode_load(state, str(number), model)
     assert known is not None
     assert known.occupants is None
     decision, again = question.view.decide(), known.question.view.decide()
     assert again == decision
-    assert settle(known.question, again) == settle(question, decision)
+    assert decide_load(known.question, again) == decide_load(question, decision)
 
 
 @pytest.mark.rule("I14", "R2.51")
 @given(clusters())
 def test_the_same_eviction_follows_from_the_log(
-    cluster: tuple[list[Candidate], list[Resident], Guard, Need],
+    cluster: tuple[list[Candidate], list[Resident], ProtectionRules, Need],
 ) -> None:
     """With what protects replicas, and whose reading of the clock it was."""
     fleet, residents, guard, need = cluster
     question = LoadQuestion(FleetView(fleet, need))
     decision = question.view.decide()
-    room = Occupants(residents, guard).room(question, decision)
-    known = placement_snapshots.known(
-        read_back(placement_snapshots.sections("1", "m", question, room)), "1", "m"
+    room = EvictionCandidates(residents, guard).choose_eviction(question, decision)
+    known = load_snapshots.decode_load(
+        read_back(load_snapshots.encode_load("1", "m", question, room)), "1", "m"
     )
     assert known is not None
     assert (known.occupants is None) == (room is None)
     if room is None or known.occupants is None:
         return
-    again = known.occupants.room(known.question, known.question.view.decide())
+    again = known.occupants.choose_eviction(known.question, known.question.view.decide())
     assert again is not None
     assert (again.node, again.victims, again.why) == (room.node, room.victims, room.why)
     assert Counter(again.leaving) == Counter(room.leaving)
-    assert settle(known.question, decision, again) == settle(question, decision, room)
+    assert decide_load(known.question, decision, again) == decide_load(question, decision, room)
 
 
 @pytest.mark.rule("I14", "R4.6")
@@ -118,10 +118,10 @@ def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
     fleet = replace(fleet, pinned=pinned, failures={"b": failed}, defined=frozenset({"a", "b"}))
     now = test_replica_plan.NOW
     about = {demand.model: demand for demand in demands}
-    state = read_back(scheduling.sections(fleet, about, now, tick=tick))
+    state = read_back(scheduling.encode_rules(fleet, about, now, tick=tick))
     rulings = {one.model: one for one in plan(fleet, demands, now, tick=tick)}
     for model in about:
-        seen = scheduling.seen(state, model)
+        seen = scheduling.decode_rule(state, model)
         assert seen is not None
         again = {one.model: one for one in plan(seen[0], [seen[1]], seen[2], tick=seen[3])}
         assert again.get(model) == rulings.get(model)
@@ -142,7 +142,7 @@ def test_every_field_of_a_node_comes_back() -> None:
         has_backend=True,
     )
     question = LoadQuestion(FleetView([node], Need(1, True, 2, True)))
-    known = placement_snapshots.known(read_back(placement_snapshots.sections("1", "m", question)), "1", "m")
+    known = load_snapshots.decode_load(read_back(load_snapshots.encode_load("1", "m", question)), "1", "m")
     assert known is not None
     assert known.question == question
     defaults = view(id=UUID(int=7))
@@ -153,26 +153,26 @@ def test_every_field_of_a_node_comes_back() -> None:
 def test_what_did_not_change_is_not_written_again() -> None:
     """A thousand nodes are written once; then one entry has the node that changed, and the load itself."""
     fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n) for n in range(1000)]
-    first = placement_snapshots.sections("1", "m", LoadQuestion(FleetView(fleet, Need())))
-    state: snapshot_sections.State = {}
-    whole = snapshot_sections.changes(state, first)
-    snapshot_sections.apply(state, whole)
+    first = load_snapshots.encode_load("1", "m", LoadQuestion(FleetView(fleet, Need())))
+    state: snapshot_log.State = {}
+    whole = snapshot_log.changes(state, first)
+    snapshot_log.apply(state, whole)
     moved = [replace(fleet[0], free_vram=9), *fleet[1:]]
-    second = snapshot_sections.changes(
-        state, placement_snapshots.sections("2", "other", LoadQuestion(FleetView(moved, Need())))
+    second = snapshot_log.changes(
+        state, load_snapshots.encode_load("2", "other", LoadQuestion(FleetView(moved, Need())))
     )
     assert set(second) == {"nodes", "load/2"}
     assert list(second["nodes"][0]) == ["n0"]
-    assert len(snapshot_sections.encoded(second)) < 1000 < len(snapshot_sections.encoded(whole)) < 200_000
+    assert len(snapshot_log.encoded(second)) < 1000 < len(snapshot_log.encoded(whole)) < 200_000
 
 
 def test_a_reader_of_another_version_takes_what_it_knows() -> None:
     """A column that is gone is left out; one that came later has its default."""
     question = LoadQuestion(FleetView([view()], Need()))
-    state = read_back(placement_snapshots.sections("1", "m", question))
+    state = read_back(load_snapshots.encode_load("1", "m", question))
     columns = state["columns"]["node"]
     at = columns.index("available_disk")
     columns[at] = "of_another_version"
-    known = placement_snapshots.known(state, "1", "m")
+    known = load_snapshots.decode_load(state, "1", "m")
     assert known is not None
     assert known.question == question

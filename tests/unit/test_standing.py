@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodes.placement import ranking
-from nodes.placement.choose import Candidate, Need, choose, refusal
+from nodes.placement.choose import Candidate, Need, Selector, choose_node, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.placement.node_backoff import Setback
-from nodes.placement.ranking import Own, StandingFleet
-from nodes.placement.selector import Selector
+from nodes.placement.node_backoff import NodeBackoff
+from nodes.placement.ranking import ModelFacts, RankedFleet
 from tests.support.effort import EFFORT
 
 SIZE = 6
@@ -54,19 +53,19 @@ questions = st.fixed_dictionaries(
     {
         "need": needs,
         "selector": st.builds(Selector, model=st.just("m"), labels=labels),
-        "setbacks": st.dictionaries(ids, st.builds(Setback, figures.map(lambda n: n + 1), st.just(NOW))),
-        "resting": st.frozensets(ids, max_size=2),
+        "backoffs": st.dictionaries(ids, st.builds(NodeBackoff, figures.map(lambda n: n + 1), st.just(NOW))),
+        "backed_off": st.frozensets(ids, max_size=2),
     }
 )
 owns = st.builds(
-    Own,
+    ModelFacts,
     st.dictionaries(ids, st.frozensets(st.integers(0, 2), min_size=1), max_size=2),
     st.dictionaries(ids, st.just(frozenset({"other"})), max_size=2),
 )
 steps = st.lists(candidates() | ids | st.tuples(questions, owns), min_size=1, max_size=30)
 
 
-def as_seen(node: Candidate, question: dict[str, Any], own: Own) -> Candidate:
+def as_seen(node: Candidate, question: dict[str, Any], own: ModelFacts) -> Candidate:
     keys = {key for key, _ in question["selector"].labels or ()}
     labels = frozenset(pair for pair in node.labels if pair[0] in keys)
     taken, conflicts = own.taken.get(node.id, frozenset()), own.conflicts.get(node.id, frozenset())
@@ -77,12 +76,12 @@ def as_seen(node: Candidate, question: dict[str, Any], own: Own) -> Candidate:
 @settings(max_examples=150 * EFFORT)
 @given(played=steps, last=st.tuples(questions, owns), chance=st.randoms(use_true_random=False))
 def test_it_answers_as_the_plain_choice(
-    played: list[Any], last: tuple[Any, Own], chance: random.Random, rows: int
+    played: list[Any], last: tuple[Any, ModelFacts], chance: random.Random, rows: int
 ) -> None:
     """Nodes come, change and go between questions; neither that nor the order of rows makes a difference."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranking, "MOST_ROWS", rows)
-        fleet, there = StandingFleet(), dict[UUID, Candidate]()
+        fleet, there = RankedFleet(), dict[UUID, Candidate]()
         for step in [*played, last]:
             if isinstance(step, Candidate):
                 fleet.put(step)
@@ -94,22 +93,22 @@ def test_it_answers_as_the_plain_choice(
                 question, own = step
                 nodes = [as_seen(node, question, own) for node in there.values()]
                 seen, decision = fleet.decide(FleetView((), **question), own)
-                plain = choose(chance.sample(nodes, len(nodes)), **question)
+                plain = choose_node(chance.sample(nodes, len(nodes)), **question)
                 assert decision == plain == seen.decide()
-                assert decision.why_none() == plain.why_none()
+                assert decision.describe_refusals() == plain.describe_refusals()
                 assert sorted(seen.nodes, key=lambda node: node.id) == sorted(nodes, key=lambda node: node.id)
 
 
 def test_only_what_has_changed_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[UUID] = []
-    plain = refusal
+    plain = find_refusal
 
     def counted(node: Candidate, *given: Any, **options: Any) -> Any:
         judged.append(node.id)
         return plain(node, *given, **options)
 
-    monkeypatch.setattr(ranking, "refusal", counted)
-    fleet = StandingFleet()
+    monkeypatch.setattr(ranking, "find_refusal", counted)
+    fleet = RankedFleet()
     nodes = [
         Candidate(UUID(int=number), f"n{number:02}", "backend", "healthy", number, 0, 0, frozenset(), 1)
         for number in range(40)
@@ -120,7 +119,7 @@ def test_only_what_has_changed_is_judged_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(judged) == 40
     judged.clear()
     fleet.put(replace(nodes[7], free_vram=100))
-    _, decision = fleet.decide(ASKED, Own({nodes[3].id: frozenset({0})}))
+    _, decision = fleet.decide(ASKED, ModelFacts({nodes[3].id: frozenset({0})}))
     assert sorted(judged) == [nodes[3].id, nodes[7].id]
     assert decision.node is not None
     assert decision.node.id == nodes[7].id

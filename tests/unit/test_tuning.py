@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from nodes.loading.node_options import Machine, fingerprint, tune_options
 from nodes.placement import deadlines
-from nodes.placement.tuning import Machine, fingerprint, tuned
 
 GIB = 2**30
 
@@ -26,15 +26,15 @@ GIB = 2**30
 )
 def test_the_batch_follows_from_the_gpu(given: int | None, machine: Machine, batch: int | None) -> None:
     options: dict[str, Any] = {} if given is None else {"NBatch": given}
-    assert tuned(options, "echo", machine).get("NBatch") == batch
+    assert tune_options(options, "echo", machine).get("NBatch") == batch
     assert options.get("NBatch") == given
 
 
 @pytest.mark.rule("R2.80", "T-HW-2", "T-HW-9")
 def test_a_long_context_keeps_the_batch_and_nothing_stays_nothing() -> None:
     long: dict[str, Any] = {"NBatch": 512, "ContextSize": 400_000}
-    assert tuned(long, "echo", Machine(32 * GIB, 0, "12.0")) == long
-    assert tuned({}, "", Machine()) == {}
+    assert tune_options(long, "echo", Machine(32 * GIB, 0, "12.0")) == long
+    assert tune_options({}, "", Machine()) == {}
 
 
 @pytest.mark.rule("R2.80", "T-HW-5", "T-HW-6", "T-HW-7", "T-HW-8")
@@ -57,7 +57,7 @@ def test_requests_at_a_time_follow_from_the_memory(
 ) -> None:
     given: dict[str, Any] = ({"Options": extra} if extra else {}) | {"ContextSize": context}
     for backend, expected in (("cuda12-llama-cpp", found), ("echo", extra or None)):
-        assert tuned(given, backend, Machine(gib * GIB)).get("Options") == expected
+        assert tune_options(given, backend, Machine(gib * GIB)).get("Options") == expected
 
 
 def test_equal_options_have_one_fingerprint() -> None:
@@ -87,13 +87,13 @@ def test_a_load_model_has_time_by_the_size_of_its_files(gib: int, given: float, 
     [(15, 5, 25), (15, 45, 65), (40, 5, 50), (1, 1, 25), (0, -1, 25)],
 )
 def test_a_load_is_wanted_for_an_installation_and_a_load(install: float, load: float, minutes: float) -> None:
-    assert deadlines.hold(install * 60, load * 60) == minutes * 60
+    assert deadlines.progress_deadline(install * 60, load * 60) == minutes * 60
 
 
 @pytest.mark.rule("R2.24", "C31", "T-DL-4", "T-DL-13", "T-DL-15", "T-DL-17")
 def test_what_moves_is_wanted_for_longer_but_not_for_ever() -> None:
     day = 24 * 3600.0
-    assert deadlines.pushed_on(3600, 300, 1500) == 300
-    assert deadlines.pushed_on(day - 100, 300, 1500) == 100
-    assert deadlines.pushed_on(day + 100, 300, 1500) == 0
-    assert deadlines.pushed_on(day + 100, 300, 2 * day) == 300
+    assert deadlines.extend_deadline(3600, 300, 1500) == 300
+    assert deadlines.extend_deadline(day - 100, 300, 1500) == 100
+    assert deadlines.extend_deadline(day + 100, 300, 1500) == 0
+    assert deadlines.extend_deadline(day + 100, 300, 2 * day) == 300

@@ -3,7 +3,7 @@
 import pytest
 
 from localai_cluster import __version__
-from nodes.registry.versions import STOCK, skew
+from nodes.registry.node_rows import STOCK, skew
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from localai_cluster.embedded.resources import write_private
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.env import Environment
 from nodes.registry import identity, joining, services
-from nodes.scheduling import boot, store
+from nodes.scheduling import rules, store
 from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
@@ -58,7 +58,7 @@ def settings() -> Settings:
         secret=environment.secret("CLUSTER_ENROL_SECRET"),
         copied=environment.boolean("CLUSTER_DATA_COPIED"),
         join_command=environment.text("CLUSTER_JOIN_COMMAND_FILE"),
-        rules=boot.read(environment),
+        rules=rules.rules_from_settings(environment),
     )
     for problem in environment.problems:
         raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
@@ -85,7 +85,7 @@ class Command(BaseCommand):
         self._admin(wanted.password, generated=wanted.generated)
         self._node(wanted.node, wanted.secret)
         if wanted.rules:
-            self.stdout.write(f"scheduling rules set: {store.replace(wanted.rules, clock.now())}")
+            self.stdout.write(f"scheduling rules set: {store.replace_rules(wanted.rules, clock.now())}")
         if wanted.join_command and (url := conf.cluster().public_url):
             self._join_command(Path(wanted.join_command), url)
 

@@ -38,8 +38,8 @@ from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.definitions.folder import Folder
 from nodes.gateway.prefix_updates import Outbox
-from nodes.loading import load
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading import load, load_request
+from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import schedules
 from nodes.reconcilers.file_ports import FilePorts
 from nodes.reconcilers.replica_wake_ups import Scaler
@@ -102,13 +102,13 @@ def _parts(owner: str, bus: Bus) -> Parts:
         unload_requests.DELETE: unload.DeleteModel(bus),
         **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
         node_stop.KIND: node_stop.StopNode(bus),
-        load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
+        load_request.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     on_nodes = Executor(owner, queue, lease=lease)
 
     async def nodes_changed() -> None:
         await queue.nodes_changed()
-        on_nodes.hint()
+        on_nodes.wake()
 
     return Parts(
         executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
@@ -194,25 +194,25 @@ async def listen_for_changes(parts: Parts) -> None:
         store.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
-            parts.revocations.hint()
+            parts.revocations.wake()
         if channel in (upgrade_state.CHANNEL, ""):
-            parts.checker.hint()
+            parts.checker.wake()
         if channel in (checks.CHANNEL, ""):
-            parts.engines.hint()
+            parts.engines.wake()
         if channel in (NODES, inventory.CHANNEL, ""):
-            parts.inventory.hint()
-            parts.file_ports.hint()
+            parts.inventory.wake()
+            parts.file_ports.wake()
         if channel in (NODES, ""):
             parts.wakes.changed(payload)
-            parts.scaler.hint()
-            parts.stopper.hint()
+            parts.scaler.wake()
+            parts.stopper.wake()
         if channel == store.CHANNEL:
-            parts.scaler.hint()
+            parts.scaler.wake()
         if channel in (OPERATIONS, ""):
             operation, _, status = payload.partition(" ")
             parts.hints.notify(operation)
             for executor in parts.executors.values():
-                executor.hint(cancelled=status == Status.CANCELLED)
+                executor.wake(cancelled=status == Status.CANCELLED)
 
 
 async def tick() -> None:

@@ -1,20 +1,27 @@
-"""`manage.py backends`: what is installed in the cluster, and install, upgrade, delete, at the command line.
+"""`manage.py backends`: what is installed in the cluster; install, upgrade, delete.
 
-Each command asks for an operation as the REST API does, and follows it to its end. `--json` prints what REST
-answers: of the operation as it ended, or with `--detach` of the request. A refused command ends with exit
-code 1 and one line, an operation that failed with the reasons by node.
+Each command requests an operation as REST does and follows it to its end. `--json` prints what REST answers:
+of the operation as it ended, or with `--detach` of the request. An operation that failed ends the command
+with exit code 1 and the reasons by node.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from django.core.management.base import CommandError, CommandParser
 from rest_framework import serializers
 
-from localai_cluster.accounts import audit
+from localai_cluster.accounts.command_line import (
+    AddVerb,
+    Options,
+    VerbCommand,
+    as_json,
+    current_actor,
+    printable,
+    table,
+)
 from localai_cluster.kit import errors
-from nodes.api.backend_bodies import bare_name, install_wish
 from nodes.api.cluster_backends import (
     ExternalSerializer,
     NodesSerializer,
@@ -23,44 +30,42 @@ from nodes.api.cluster_backends import (
     started,
 )
 from nodes.api.installed import installed_list
-from nodes.api.installs import SAID
+from nodes.api.node_backends import SAID, bare_name, install_wish
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Upgrade
-from nodes.management import following, lookup, rendering
-from nodes.management.verbs import Add, adder
+from nodes.backends.installed import InstalledBackend, Upgrade
+from nodes.management import following, lookup
 from nodes.models import BackendNode, NodeModel
 
-Options = Mapping[str, Any]
 _LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
 _DIGEST_SHOWN = len("sha256:") + 12
 
 
-class Command(BaseCommand):
+class Command(VerbCommand):
     """One subcommand per verb."""
 
     help = "Shows the backends of the cluster, installs, upgrades and deletes them."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         listed = add(
             "list", list_backends, "List installed backends, the nodes that have them, and upgrades."
         )
         listed.add_argument("--upgrades", action="store_true", help="only those with an upgrade")
         _changing(add)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        """Runs the verb and prints the result; CommandError if it is refused."""
-        try:
-            with audit.at_command_line(lookup.actor()):
-                if text := options["act"](options, self.stdout):
-                    self.stdout.write(text)
-        except errors.ClusterError as refusal:
-            raise CommandError(_explained(refusal)) from refusal
+    def explain(self, refusal: errors.ClusterError) -> str:
+        """Name the option where REST names a field of a body."""
+        if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
+            options = " ".join(f"--confirm-last {model}" for model in models)
+            return printable(
+                f"the upgrade would stop the last replica of {', '.join(models)}; confirm with {options}"
+            )
+        if refusal.data.get("code") == "concrete_backend_requires_target":
+            return f"{refusal.message} (--node chooses them)"
+        return super().explain(refusal)
 
 
-def _changing(add: Add) -> None:
+def _changing(add: AddVerb) -> None:
     made = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
     made.add_argument("name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name")
     made.add_argument("--uri", default="", help="address of an image, archive or folder instead of a gallery")
@@ -92,25 +97,15 @@ def _on_nodes(parser: CommandParser) -> CommandParser:
     return parser
 
 
-def _explained(refusal: errors.ClusterError) -> str:
-    """The message; where REST names a field of a body, the option instead."""
-    if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
-        options = " ".join(f"--confirm-last {model}" for model in models)
-        said = f"the upgrade would stop the last replica of {', '.join(models)}; confirm with {options}"
-        return rendering.printable(said)
-    if refusal.data.get("code") == "concrete_backend_requires_target":
-        return f"{refusal.message} (--node chooses them)"
-    return refusal.message
-
-
-def list_backends(options: Options, _: OutputWrapper) -> str:
-    """The list, as `GET /backends` has it."""
+def list_backends(options: Options) -> str:
     picture = upgrade_check.picture()
-    backends = [one for one in picture.backends if not options["upgrades"] or one.name in picture.upgrades]
+    backends = [
+        backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
+    ]
     if options["json"]:
-        return rendering.as_json(installed_list(upgrade_check.Picture(backends, picture.upgrades)))
-    rows = [_line(one, picture.upgrades.get(one.name)) for one in backends]
-    return rendering.table(_LIST, rows) if rows else "no backends"
+        return as_json(installed_list(upgrade_check.Picture(backends, picture.upgrades)))
+    rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
+    return table(_LIST, rows) if rows else "no backends"
 
 
 def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
@@ -126,19 +121,18 @@ def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]
 
 
 def _upgrade(upgrade: Upgrade) -> str:
-    """The version; where the galleries name none, its digest or that nodes differ."""
+    """Return the version; without one, the digest; without both, that nodes differ."""
     return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
 
 
-def install(options: Options, out: OutputWrapper) -> str:
-    """From the galleries, or from an address."""
+def install(options: Options) -> str:
     name, called, uri = options["name"], options["called"], options["uri"]
     if called and not uri:
         raise CommandError("--name is for --uri; the name of a gallery's backend is the argument NAME")
     if called and name:
         raise CommandError("give the name once: as NAME or with --name")
-    asked = {"uri": uri, "name": called or name} if uri else {"backend": name}
-    fields = _checked(ExternalSerializer, asked | _nodes_field(_nodes(options)))
+    body = {"uri": uri, "name": called or name} if uri else {"backend": name}
+    fields = _validate(ExternalSerializer, body | _nodes_field(_nodes(options)))
     if not (name or uri):
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
@@ -148,46 +142,45 @@ def install(options: Options, out: OutputWrapper) -> str:
         nodes = nodes or everywhere(wish)[0]
         if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend).exists():
             _confirm("reinstall", wish, nodes)
-    return _ask(options, out, wish, fields)
+    return _request(options, wish, fields)
 
 
-def upgrade(options: Options, out: OutputWrapper) -> str:
-    """Several nodes go in waves, one alone only if an option of waves is given."""
+def upgrade(options: Options) -> str:
+    """Upgrade in waves if there are several nodes or an option of waves is given."""
     wish = Wish(UPGRADE, bare_name(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
     several = len(nodes or everywhere(wish)[0]) > 1
-    asked: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
+    body: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
     if not options["at_once"] and (several or most is not None or confirmed):
-        asked["waves"] = {} if most is None else {"max_unavailable": most}
+        body["waves"] = {} if most is None else {"max_unavailable": most}
     elif confirmed:
         raise CommandError("--confirm-last is for waves: --at-once asks nothing")
-    return _ask(options, out, wish, _checked(UpgradeSerializer, asked | _nodes_field(nodes)))
+    return _request(options, wish, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 
-def delete(options: Options, out: OutputWrapper) -> str:
-    """Asks first: which nodes, and the replicas that stop."""
+def delete(options: Options) -> str:
     wish = Wish(DELETE, bare_name(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
         _confirm("delete", wish, nodes or everywhere(wish)[0])
-    return _ask(options, out, wish, _checked(NodesSerializer, _nodes_field(nodes)))
+    return _request(options, wish, _validate(NodesSerializer, _nodes_field(nodes)))
 
 
 def _confirm(verb: str, wish: Wish, nodes: Sequence[BackendNode]) -> None:
-    """Ask with the replicas and requests that end, and what on the backend has not; raise CommandError."""
+    """Ask the user, with the replicas, requests and pending operations. Raise CommandError on a no."""
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to {verb} {wish.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
     stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend)
-    found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
-    replicas = ", ".join(f"{model} on {node}" for model, node, _ in found)
-    said = f"{verb.capitalize()} {wish.backend} {'from' if verb == 'delete' else 'on'} {names}."
+    stopped = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
+    replicas = ", ".join(f"{model} on {node}" for model, node, _ in stopped)
+    question = f"{verb.capitalize()} {wish.backend} {'from' if verb == 'delete' else 'on'} {names}."
     if replicas:
-        said += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in found)}."
+        question += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in stopped)}."
     if pending := intents.count_pending_by_backend().get(wish.backend.lower()):
-        said += f" Operations pending on it: {pending}."
-    if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        question += f" Operations pending on it: {pending}."
+    if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was done")
 
 
@@ -199,32 +192,32 @@ def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
     return {"nodes": [str(node.id) for node in nodes]} if nodes else {}
 
 
-def _checked(shape: type[serializers.Serializer[Any]], asked: dict[str, Any]) -> dict[str, Any]:
-    """The body of a request, checked as REST does; CommandError names the field."""
-    serializer = shape(data=asked)
+def _validate(serializer_class: type[serializers.Serializer[Any]], body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body, checked as REST does. Raise CommandError naming the field."""
+    serializer = serializer_class(data=body)
     if not serializer.is_valid():
         raise CommandError(_problem(serializer.errors))
     fields: dict[str, Any] = serializer.validated_data
     return fields
 
 
-def _problem(found: Any) -> str:
-    """The first one: `max_unavailable: …`."""
-    if isinstance(found, Mapping):
-        name, inner = next(iter(found.items()))
-        said = _problem(inner)
-        return said if isinstance(inner, Mapping) else f"{name}: {said}"
-    return str(found[0])
+def _problem(errors_by_field: Any) -> str:
+    """Return the first error: `max_unavailable: …`."""
+    if isinstance(errors_by_field, Mapping):
+        name, inner = next(iter(errors_by_field.items()))
+        problem = _problem(inner)
+        return problem if isinstance(inner, Mapping) else f"{name}: {problem}"
+    return str(errors_by_field[0])
 
 
-def _ask(options: Options, out: OutputWrapper, wish: Wish, fields: dict[str, Any]) -> str:
-    """Makes the operation, or joins it, and follows it."""
-    result = started(Asked((), actor=str(lookup.actor())), wish, fields)
+def _request(options: Options, wish: Wish, fields: dict[str, Any]) -> str:
+    """Create the operation, or join it, and follow it."""
+    result = started(Asked((), actor=str(current_actor())), wish, fields)
     body, id = body_of(result, SAID[wish.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:
-            out.write(f"{body['message']}: operation {id}")
-        return following.to_its_end(id, out, as_json=options["json"])
+            options["out"].write(f"{body['message']}: operation {id}")
+        return following.to_its_end(id, options["out"], as_json=options["json"])
     if options["json"]:
-        return rendering.as_json(body)
+        return as_json(body)
     return f"{body['message']}: operation {id}; `manage.py operations show {id} --follow` shows it"

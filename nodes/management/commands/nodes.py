@@ -1,66 +1,69 @@
-"""`manage.py nodes`: manages nodes at the command line.
-
-Each command calls a verb of `nodes.registry`, as the REST API does; `--json` prints what REST answers. A node
-is given by name, id or id prefix. A refused command ends with exit code 1 and one line with a hint.
-"""
+"""`manage.py nodes`: nodes and join tokens. Each verb calls the function that REST calls."""
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.http import QueryDict
 
-from localai_cluster.accounts import audit
-from localai_cluster.kit import clock, errors
+from localai_cluster import join_script
+from localai_cluster.accounts.command_line import (
+    SHORT_ID,
+    AddVerb,
+    Options,
+    VerbCommand,
+    as_json,
+    current_actor,
+    moment,
+    printable,
+    table,
+    verb_adder,
+)
+from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.kit.env import parse_duration
+from nodes.api.join import rows
 from nodes.backends import node_stop
-from nodes.management import join_tokens, lookup, rendering
-from nodes.management.verbs import Add, adder
-from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import listing, node_rows, outcomes, services
+from nodes.management import lookup, node_texts
+from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
+from nodes.registry import actions, bulk, joining, listing, node_rows, services
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
 EVENTS_SHOWN = 10
-Options = Mapping[str, Any]
+TOKENS_SHOWN = 100
+_TOKEN_HEADS = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
 
 
 class PartlyDone(CommandError):
-    """Some of the requested changes failed; `done` lists all outcomes."""
+    """A command of which some changes failed; `done` lists all outcomes."""
 
     def __init__(self, done: str, message: str) -> None:
         super().__init__(message)
         self.done = done
 
 
-class Command(BaseCommand):
+class Command(VerbCommand):
     """One subcommand per verb."""
 
     help = "Manages the nodes of the cluster."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         _reading(add)
-        _deciding(add)
-        _identity(add)
-        join_tokens.add_to(add)
+        _changing(add)
+        _join_tokens(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Runs the verb and prints the result; CommandError if it is refused."""
+        """Print the outcomes of a command that did a part, too."""
         try:
-            with audit.at_command_line(lookup.actor()):
-                self.stdout.write(options["act"](options))
+            super().handle(*args, **options)
         except PartlyDone as partly:
             self.stdout.write(partly.done)
             raise
-        except errors.ClusterError as refusal:
-            raise CommandError(refusal.message) from refusal
 
 
-def _reading(add: Add) -> None:
+def _reading(add: AddVerb) -> None:
     listed = add("list", list_nodes, "List all nodes, or those that match the filters.")
     listed.add_argument("--status", choices=NodeStatus.values)
     listed.add_argument("--type", choices=NodeType.values)
@@ -73,41 +76,56 @@ def _reading(add: Add) -> None:
     claims.add_argument("node", nargs="?", metavar="NODE")
 
 
-def _deciding(add: Add) -> None:
-    approved = add("approve", approve, "Approve pending nodes.")
-    approved.add_argument("nodes", nargs="+", metavar="NODE", help="name, id or id prefix")
-    rejected = _of_a_node(add("reject", reject, "Reject a pending node."))
-    rejected.add_argument("--reason", required=True, help="shown in the timeline")
-    drained = _with_reason(_of_a_node(add("drain", drain, "Send no new requests to a node.")))
-    drained.add_argument(
-        "--deadline", type=_duration, metavar="1h", help="time for running requests to finish"
+def _changing(add: AddVerb) -> None:
+    add(actions.APPROVE.name, approve, actions.APPROVE.help).add_argument(
+        "nodes", nargs="+", metavar="NODE", help="name, id or id prefix"
     )
-    _with_reason(_of_a_node(add("resume", resume, "Return a node to service.")))
-    stopped = _with_reason(_of_a_node(add("stop", stop, "Stop the worker of a node.")))
-    stopped.add_argument("--yes", action="store_true", help="do not ask")
+    for action in actions.NODE_ACTIONS.values():
+        if action is actions.APPROVE:
+            continue
+        parser = _of_a_node(add(action.name, stop if action is actions.STOP else change_node, action.help))
+        if action.reason != "none":
+            required = action.reason == "required"
+            parser.add_argument("--reason", required=required, default="", help="shown in the timeline")
+        if action is actions.DRAIN:
+            parser.add_argument(
+                "--deadline",
+                dest="deadline_seconds",
+                type=_duration,
+                metavar="1h",
+                help="time for running requests to finish",
+            )
+        if action is actions.STOP:
+            parser.add_argument("--yes", action="store_true", help="do not ask")
     _of_a_node(add("evict", evict, "Unload a node's least recently used idle replica."))
-    _of_a_node(add("remove", remove, "Remove a node; its timeline stays."))
     labels = _of_a_node(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
+    for action in (actions.ACCEPT, actions.REFUSE):
+        add(action.name, decide_conflict, action.help).add_argument(
+            "conflict", metavar="CONFLICT", help="id or id prefix"
+        )
 
 
-def _identity(add: Add) -> None:
-    for name, act, says in (
-        ("accept", accept, "Accept a conflict: the claimant becomes the node."),
-        ("refuse", refuse, "Refuse a conflict: the node stays as it is, and the claimant stays refused."),
-    ):
-        add(name, act, says).add_argument("conflict", metavar="CONFLICT", help="id or id prefix")
-    _of_a_node(add("rotate", rotate, "Have the worker replace its secret at its next call."))
-    _with_reason(_of_a_node(add("revoke", revoke, "Reject the worker's secret permanently.")))
+def _join_tokens(add: AddVerb) -> None:
+    parser = add(
+        "join-token", list_join_tokens, "Make, list or revoke the tokens that other machines join with."
+    )
+    add_verb = verb_adder(parser, "token_verb", "make|list|revoke")
+    made = add_verb(
+        "make", make_join_token, "Make a join token and print the line to run on the other machine."
+    )
+    made.add_argument("--lifetime", type=_seconds, default=joining.USUAL, metavar="1h", help="1m to 168h")
+    made.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
+    made.add_argument("--note", default="", help="shown when a machine joins with it")
+    made.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
+    add_verb("list", list_join_tokens, f"List the latest {TOKENS_SHOWN} join tokens.")
+    add_verb("revoke", revoke_join_token, "Revoke a join token.").add_argument(
+        "token", metavar="ID", help="id or id prefix"
+    )
 
 
 def _of_a_node(parser: CommandParser) -> CommandParser:
     parser.add_argument("node", metavar="NODE", help="name, id or id prefix")
-    return parser
-
-
-def _with_reason(parser: CommandParser) -> CommandParser:
-    parser.add_argument("--reason", default="", help="shown in the timeline")
     return parser
 
 
@@ -119,97 +137,88 @@ def _duration(text: str) -> float:
 
 
 def list_nodes(options: Options) -> str:
-    """The list, filtered like `GET /api/nodes`."""
     filters = ("status", "type", "vendor", "search", "sort", "label")
     given = {name: options[name] for name in filters if options[name] is not None}
     rows = node_rows.elements(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
-    return rendering.as_json(rows) if options["json"] else rendering.nodes(rows, clock.now())
+    return as_json(rows) if options["json"] else node_texts.nodes(rows, clock.now())
 
 
 def show(options: Options) -> str:
-    """One node; the text output includes its latest events."""
     node = lookup.node(options["node"])
     row = node_rows.detail(node.id)
     if row is None:
         raise errors.NotFound(f"the node {node.name!r} has just been removed")
     if options["json"]:
-        return rendering.as_json(row)
+        return as_json(row)
     events = NodeEvent.objects.filter(node_id=node.id).order_by("-id")[:EVENTS_SHOWN]
-    return rendering.detail(row, list(events))
+    return node_texts.detail(row, list(events))
 
 
 def list_conflicts(options: Options) -> str:
-    """Conflicts, latest first."""
+    """Return the open conflicts, or all of one node, latest first."""
     rows = NodeConflict.objects.order_by("-last_at", "id")
     if options["node"]:
         rows = rows.filter(node=lookup.node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
-    found = CONFLICT.rows(rows)
-    return rendering.as_json(found) if options["json"] else rendering.conflicts(found, clock.now())
+    conflicts = CONFLICT.rows(rows)
+    return as_json(conflicts) if options["json"] else node_texts.conflicts(conflicts, clock.now())
 
 
 def approve(options: Options) -> str:
-    """Approves one node, or several independently of each other."""
-    found = [lookup.node(text) for text in options["nodes"]]
-    if len(found) > 1:
-        return _approve_many(options, found)
-    with lookup.hint_on_refusal("approve", found[0]):
-        approved = services.approve(found[0].id, actor=lookup.actor(), now=clock.now())
+    """Approve one node, or several independently of each other."""
+    nodes = [lookup.node(text) for text in options["nodes"]]
+    if len(nodes) > 1:
+        return _approve_many(options, nodes)
+    with lookup.hint_on_refusal("approve", nodes[0]):
+        approved = services.approve(nodes[0].id, actor=current_actor(), now=clock.now())
     if options["json"]:
-        return rendering.as_json(outcomes.approved(approved))
+        return as_json(node_rows.approved(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
-    return _summary(approved.node, "node approved") + shown_once
+    return _summary(approved.node, actions.APPROVE.message) + shown_once
 
 
-def _approve_many(options: Options, found: list[BackendNode]) -> str:
-    ids = list(dict.fromkeys(node.id for node in found))
-    results = services.approve_many(ids, actor=lookup.actor(), now=clock.now())
-    failed = sum(bool(one.error) for one in results)
+def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
+    ids = list(dict.fromkeys(node.id for node in nodes))
+    results = services.approve_many(ids, actor=current_actor(), now=clock.now())
+    failed = sum(bool(result.error) for result in results)
     if options["json"]:
-        text = rendering.as_json(outcomes.outcomes(results))
+        text = as_json(node_rows.outcomes(results))
     else:
-        names = {node.id: node.name for node in found}
-        text = "\n".join(f"{names[one.id]}: {one.error or 'node approved'}" for one in results)
+        names = {node.id: node.name for node in nodes}
+        text = "\n".join(
+            f"{names[result.id]}: {result.error or actions.APPROVE.message}" for result in results
+        )
     if failed:
         raise PartlyDone(text, f"{failed} of {len(results)} could not be approved")
     return text
 
 
-def reject(options: Options) -> str:
-    """The rejection and its reason stay, even if the node registers again."""
-    return _act(options, services.reject, "node rejected", reason=options["reason"])
+def change_node(options: Options) -> str:
+    """Run the action that the verb names on one node."""
+    node = lookup.node(options["node"])
+    with lookup.hint_on_refusal(options["verb"], node):
+        bulk.perform(options["verb"], node.id, current_actor(), clock.now(), options)
+    return _answer(options, node, actions.NODE_ACTIONS[options["verb"]].message)
 
 
-def drain(options: Options) -> str:
-    """An admin's drain lasts until an admin resumes it."""
-    return _act(
-        options,
-        services.drain,
-        "node set to draining",
-        reason=options["reason"],
-        deadline=options["deadline"],
-    )
-
-
-def resume(options: Options) -> str:
-    """Ends a drain (also a worker's own) and the unhealthy state."""
-    return _act(options, services.resume, "node resumed", reason=options["reason"])
+def _answer(options: Options, node: BackendNode, message: str) -> str:
+    return as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def stop(options: Options) -> str:
-    """Asks first: the worker comes back only if its machine starts it again."""
+    """Stop the worker after a confirmation: it comes back only if its machine starts it again."""
     node = lookup.node(options["node"])
-    if text := node_stop.refusal(node):
+    if text := actions.refusal(actions.STOP, node):
         raise CommandError(f"{node.name} cannot be stopped: {text}")
     if not options["yes"]:
         _confirm_stop(node)
-    asked = node_stop.request_stop(
-        node, actor=lookup.actor().name, now=clock.now(), reason=options["reason"]
+    operation = node_stop.request_stop(
+        node, actor=current_actor().name, now=clock.now(), reason=options["reason"]
     ).operation
     if options["json"]:
-        return rendering.as_json({"message": "the worker is being stopped", "operation": str(asked.id)})
-    return f"{node.name}: the worker is being stopped (operation {asked.id})"
+        return as_json({"message": actions.STOP.message, "operation": str(operation.id)})
+    return f"{node.name}: {actions.STOP.message} (operation {operation.id})"
 
 
 def _confirm_stop(node: BackendNode) -> None:
@@ -217,70 +226,43 @@ def _confirm_stop(node: BackendNode) -> None:
         raise CommandError(f"give --yes to stop the worker of {node.name} without a question")
     loaded = NodeModel.objects.loaded().filter(node=node).order_by("model_name", "replica_index")
     replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
-    said = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
-    said += " It comes back only if its machine starts it again."
-    if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+    question = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
+    question += " It comes back only if its machine starts it again."
+    if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was stopped")
 
 
 def evict(options: Options) -> str:
-    """The operation does the work; `manage.py operations show` follows it."""
     node = lookup.node(options["node"])
-    asked = unload_requests.evict(node, lookup.actor().name, now=clock.now()).operation
-    found = {
-        "model": asked.element,
-        "replica_index": asked.payload["replica_index"],
-        "operation": str(asked.id),
-    }
+    operation = unload_requests.evict(node, current_actor().name, now=clock.now()).operation
+    index = operation.payload["replica_index"]
     if options["json"]:
-        return rendering.as_json(found)
-    return f"{node.name}: {asked.element}#{found['replica_index']} is unloaded (operation {asked.id})"
-
-
-def remove(options: Options) -> str:
-    """A worker that is still running registers again as a new node."""
-    return _act(options, services.deregister, "node deregistered")
-
-
-def rotate(options: Options) -> str:
-    """Until then the old secret is only valid for registration and rotation."""
-    return _act(options, services.request_rotation, "rotation requested")
-
-
-def revoke(options: Options) -> str:
-    """The node becomes pending and has no identity."""
-    return _act(options, services.revoke, "identity revoked", reason=options["reason"])
-
-
-def _act(options: Options, verb: Callable[..., Any], message: str, **more: Any) -> str:
-    node = lookup.node(options["node"])
-    with lookup.hint_on_refusal(options["verb"], node):
-        verb(node.id, actor=lookup.actor(), now=clock.now(), **more)
-    return rendering.as_json({"message": message}) if options["json"] else _summary(node, message)
+        return as_json({"model": operation.element, "replica_index": index, "operation": str(operation.id)})
+    return f"{node.name}: {operation.element}#{index} is unloaded (operation {operation.id})"
 
 
 def _summary(node: BackendNode, message: str) -> str:
-    """What was done, and the new status of the node."""
+    """Return the message and the new status of the node."""
     now = BackendNode.objects.filter(pk=node.pk).first()
     return f"{node.name}: {message}" + (f"; it is {now.status}" if now else "")
 
 
 def label(options: Options) -> str:
-    """Applies all labels as one change; without arguments it only shows them."""
+    """Apply all labels as one change; without arguments, only show them."""
     node = lookup.node(options["node"])
-    wanted, dropped = _labels(options["labels"])
-    if wanted or dropped:
-        now, actor = clock.now(), lookup.actor()
-        labels = services.edit_labels(node.id, wanted, drop=dropped, actor=actor, now=now)
+    labels_to_set, dropped = _labels(options["labels"])
+    if labels_to_set or dropped:
+        now, actor = clock.now(), current_actor()
+        labels = services.edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
     else:
         labels = dict(node.label_set.order_by("key").values_list("key", "value"))
     if options["json"]:
-        return rendering.as_json(labels)
+        return as_json(labels)
     return "\n".join(f"{key}={value}" for key, value in labels.items()) or f"{node.name} has no labels"
 
 
 def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The labels to set and the keys to remove; the first `=` ends a key."""
+    """Return the labels to set and the keys to remove; the first `=` ends a key."""
     pairs = [text.partition("=") for text in texts]
     bare = [key for key, equals, _ in pairs if not equals]
     if wrong := next((text for text in bare if len(text) < 2 or not text.endswith("-")), None):
@@ -288,17 +270,73 @@ def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
     return {key: value for key, equals, value in pairs if equals}, [text[:-1] for text in bare]
 
 
-def accept(options: Options) -> str:
-    """The previous secret is permanently rejected."""
-    return _decide(options, services.accept_conflict, "conflict accepted")
+def decide_conflict(options: Options) -> str:
+    """Accept or refuse the claim to be a node."""
+    action, decide = {
+        "accept": (actions.ACCEPT, services.accept_conflict),
+        "refuse": (actions.REFUSE, services.refuse_conflict),
+    }[options["verb"]]
+    node = decide(lookup.conflict(options["conflict"]).id, actor=current_actor(), now=clock.now())
+    return _answer(options, node, action.message)
 
 
-def refuse(options: Options) -> str:
-    """A refused conflict can still be accepted later."""
-    return _decide(options, services.refuse_conflict, "conflict refused")
+def _seconds(text: str) -> int:
+    try:
+        return int(parse_duration(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
-def _decide(options: Options, verb: Callable[..., BackendNode], message: str) -> str:
-    conflict = lookup.conflict(options["conflict"])
-    node = verb(conflict.id, actor=lookup.actor(), now=clock.now())
-    return rendering.as_json({"message": message}) if options["json"] else _summary(node, message)
+def make_join_token(options: Options) -> str:
+    """Return the line to run, which contains the token and is shown only once."""
+    url = options["url"] or conf.cluster().public_url
+    if not url:
+        raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")
+    try:
+        url = env.parse_base_url(url)
+    except ValueError as error:
+        raise CommandError(f"--url is {error}") from error
+    token, plain = joining.make(
+        actor=current_actor(),
+        now=clock.now(),
+        note=options["note"],
+        lifetime=options["lifetime"],
+        uses=options["uses"],
+    )
+    wheel = join_script.find_wheel(conf.cluster().wheel_dir)
+    command = join_script.command(url, plain, wheel)
+    warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
+    if options["json"]:
+        (row,) = rows([token], clock.now())
+        return as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
+    expires = moment(token.expires_at)
+    shown = "".join(f"warning: {warning}\n" for warning in warnings)
+    return (
+        f"{shown}valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
+    )
+
+
+def list_join_tokens(options: Options) -> str:
+    tokens = rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
+    if options["json"]:
+        return as_json(tokens)
+    lines = [
+        (
+            str(row["id"])[:SHORT_ID],
+            row["state"],
+            f"{row['uses']} of {row['max_uses']}",
+            moment(row["expires_at"]),
+            row["created_by"],
+            row.get("last_used_by", ""),
+            row["note"],
+        )
+        for row in tokens
+    ]
+    return table(_TOKEN_HEADS, lines) if lines else "no join tokens"
+
+
+def revoke_join_token(options: Options) -> str:
+    token = lookup.join_token(options["token"])
+    joining.revoke(token.pk, actor=current_actor(), now=clock.now())
+    message = "join token revoked"
+    return as_json({"message": message}) if options["json"] else f"{str(token.pk)[:SHORT_ID]}: {message}"

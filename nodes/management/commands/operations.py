@@ -4,26 +4,24 @@ Each command calls what the REST API calls; `--json` prints what REST answers. A
 or the beginning of it. A refused command ends with exit code 1 and one line.
 """
 
-from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from django.core.management.base import CommandError, CommandParser
 
-from localai_cluster.accounts import audit
+from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from nodes.api import operation_verbs
 from nodes.api.cluster_backends import body_of
 from nodes.api.operations import entry_of, live
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked
-from nodes.management import following, lookup, operation_texts, rendering
-from nodes.management.verbs import adder
+from nodes.management import following, lookup, operation_texts
 from operations.api.history import record, undecided
 from operations.ledger import admission
 from operations.models import Operation
 
-Options = Mapping[str, Any]
 FILTERS = {
     "node": ("NODE", "for this node: name or id"),
     "backend": ("NAME", "of this backend or model"),
@@ -38,13 +36,12 @@ FILTERS = {
 """Options of `history`: those of the REST API."""
 
 
-class Command(BaseCommand):
+class Command(VerbCommand):
     """One subcommand per verb."""
 
     help = "Shows operations, ends them, and tries them again."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         add("list", list_operations, "List what waits and runs, and failures not dismissed.")
         add("inbox", inbox, "List failures that no one has dismissed.")
         ended = add("history", history, "List what has ended, the latest first.")
@@ -74,45 +71,36 @@ class Command(BaseCommand):
         )
         _of_one(add("stop", stop, "End an upgrade in waves after the open wave."))
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        """Runs the verb and prints the result; CommandError if it is refused."""
-        try:
-            with audit.at_command_line(lookup.actor()):
-                if text := options["act"](options, self.stdout):
-                    self.stdout.write(text)
-        except errors.ClusterError as refusal:
-            raise CommandError(refusal.message) from refusal
-
 
 def _of_one(parser: CommandParser) -> CommandParser:
     parser.add_argument("operation", metavar="ID", help="id or id prefix")
     return parser
 
 
-def list_operations(options: Options, _: OutputWrapper) -> str:
+def list_operations(options: Options) -> str:
     """The list, as `GET /api/operations` has it."""
     return _listed(options, live(), "no operations")
 
 
-def inbox(options: Options, _: OutputWrapper) -> str:
+def inbox(options: Options) -> str:
     """The failures, as `GET /api/operations/inbox` has them."""
     return _listed(options, undecided(), "the inbox is empty")
 
 
 def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
     if options["json"]:
-        return rendering.as_json({"operations": entries})
+        return command_line.as_json({"operations": entries})
     return operation_texts.operations(entries, clock.now(), none=none)
 
 
-def history(options: Options, _: OutputWrapper) -> str:
+def history(options: Options) -> str:
     """A page of the record, as `GET /api/operations/history` has it."""
     given = {name: options[name] for name in FILTERS if options[name] is not None}
     if "node" in given:
         given["node"] = _node_id(given["node"])
     page = record(given)
     if options["json"]:
-        return rendering.as_json(page)
+        return command_line.as_json(page)
     return operation_texts.record(page["operations"], page.get("nextCursor", ""))
 
 
@@ -124,20 +112,20 @@ def _node_id(text: str) -> str:
         return str(lookup.node(text).id)
 
 
-def show(options: Options, out: OutputWrapper) -> str:
+def show(options: Options) -> str:
     """One operation, as the list has it."""
     id = lookup.operation(options["operation"]).id
     if options["follow"]:
-        return following.to_its_end(id, out, as_json=options["json"])
+        return following.to_its_end(id, options["out"], as_json=options["json"])
     entry = entry_of(id)
     if entry is None:
         raise errors.NotFound(f"the record of operation {id} has just been cleared")
-    return rendering.as_json(entry) if options["json"] else operation_texts.detail(entry)
+    return command_line.as_json(entry) if options["json"] else operation_texts.detail(entry)
 
 
-def cancel(options: Options, _: OutputWrapper) -> str:
+def cancel(options: Options) -> str:
     """Final, in every process; workers that are at it are asked to stop."""
-    operation, actor = lookup.operation(options["operation"]), str(lookup.actor())
+    operation, actor = lookup.operation(options["operation"]), str(command_line.current_actor())
     nodes = [lookup.node(text).id for text in options["node"]]
     if not nodes:
         operation_verbs.cancelled(operation, actor=actor)
@@ -146,35 +134,35 @@ def cancel(options: Options, _: OutputWrapper) -> str:
     return _done(options, operation, f"cancelled on {', '.join(names)}")
 
 
-def retry(options: Options, _: OutputWrapper) -> str:
+def retry(options: Options) -> str:
     """Says which operation does it now."""
     operation = lookup.operation(options["operation"])
     nodes = [lookup.node(text).id for text in options["node"]]
-    result = operation_verbs.again(operation, nodes, Asked((), actor=str(lookup.actor())))
+    result = operation_verbs.again(operation, nodes, Asked((), actor=str(command_line.current_actor())))
     if options["json"]:
-        return rendering.as_json(body_of(result, operation_verbs.AGAIN))
+        return command_line.as_json(body_of(result, operation_verbs.AGAIN))
     if result.operation.id == operation.id:
         return f"operation {operation.id}: {operation_verbs.AGAIN.joined}"
     now = result.operation.id
     return f"started again as operation {now}; `manage.py operations show {now} --follow` shows it"
 
 
-def dismiss(options: Options, _: OutputWrapper) -> str:
+def dismiss(options: Options) -> str:
     """The comment is in the record."""
     operation = lookup.operation(options["operation"])
     comment = options["comment"]
     if len(comment) > admission.LONGEST_COMMENT:
         raise CommandError(f"--comment must be at most {admission.LONGEST_COMMENT} characters long")
-    admission.dismiss(operation.id, actor=str(lookup.actor()), now=clock.now(), comment=comment)
+    admission.dismiss(operation.id, actor=str(command_line.current_actor()), now=clock.now(), comment=comment)
     return _done(options, operation, "operation dismissed")
 
 
-def go_on(options: Options, _: OutputWrapper) -> str:
+def go_on(options: Options) -> str:
     """Also lets a part go on that waits for the confirmation of a last replica."""
     return _choose(options, wave_requests.CONTINUE, options["confirm_last"], "goes on")
 
 
-def stop(options: Options, _: OutputWrapper) -> str:
+def stop(options: Options) -> str:
     """Also while nothing has failed."""
     return _choose(options, wave_requests.STOP, [], "stopped")
 
@@ -182,12 +170,16 @@ def stop(options: Options, _: OutputWrapper) -> str:
 def _choose(options: Options, choice: str, confirmed: list[str], message: str) -> str:
     operation = lookup.operation(options["operation"])
     wave_requests.choose(
-        operation.id, choice, last_replicas=confirmed, actor=str(lookup.actor()), now=clock.now()
+        operation.id,
+        choice,
+        last_replicas=confirmed,
+        actor=str(command_line.current_actor()),
+        now=clock.now(),
     )
     return _done(options, operation, message)
 
 
 def _done(options: Options, operation: Operation, message: str) -> str:
     if options["json"]:
-        return rendering.as_json({"success": True, "message": message})
+        return command_line.as_json({"success": True, "message": message})
     return f"operation {operation.id}: {message}"

@@ -1,60 +1,66 @@
-"""`manage.py placement`: where a model runs and why, and what would go where.
-
-Each command calls what the REST API calls; `--json` prints what REST answers. A refused command ends with
-exit code 1 and one line.
-"""
+"""`manage.py placement`: where a model runs and why, and what would go where; changes nothing."""
 
 import json
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from rest_framework.exceptions import ValidationError
 
+from localai_cluster.accounts.command_line import (
+    AddVerb,
+    Options,
+    VerbCommand,
+    age,
+    as_json,
+    printable,
+    table,
+)
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.envelopes import translated
+from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import load_explanation
-from nodes.management import placement_texts, rendering
-from nodes.management.verbs import adder
 from nodes.models import PlacementRecord
-from nodes.reconcilers import recomputing
+from nodes.reconcilers import decision_replay
+from nodes.reconcilers.decision_replay import ReplayedDecision
 
-Options = Mapping[str, Any]
 GIB = 2**30
 _NODES = re.compile(
     r"(?:(?P<count>\d{1,4})x)?(?P<gib>\d{1,7}(?:\.\d+)?)(?:GiB)?(?P<labels>(?:,[^,=]+=[^,]*)*)"
 )
 
+_REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
+_RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")
+_CHANGES = ("DO", "NODE", "WHY")
+_PLAN = ("REPLICA", "OUTCOME", "NODE", "INDEX", "WHY")
 
-class Command(BaseCommand):
+
+class Command(VerbCommand):
     """One subcommand per question."""
 
     help = "Explains where models run, and plans where they would go; changes nothing."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         add(
             "explain", explain, "Show where a model runs, why, and what its next request would find."
         ).add_argument("model", metavar="MODEL")
         _plan_arguments(add("plan", plan, "Plan where replicas would go, or what a rule would do."))
-        add("again", again, "Make a stored decision again, from the rows alone.").add_argument(
+        add("again", recompute, "Make a stored decision again, from the rows alone.").add_argument(
             "record", type=int, metavar="RECORD", help="its number, as explain shows it"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Answers the question; CommandError if it cannot be answered."""
+        """Report a body that REST refuses as CommandError."""
         try:
-            self.stdout.write(options["act"](options))
+            super().handle(*args, **options)
         except ValidationError as wrong:
-            refusal = translated(wrong)
+            refusal = translate_error(wrong)
             raise CommandError(refusal.message if refusal else str(wrong)) from wrong
-        except errors.ClusterError as refusal:
-            raise CommandError(refusal.message) from refusal
 
 
 def _plan_arguments(parser: CommandParser) -> None:
@@ -118,13 +124,11 @@ def _rule(text: str) -> Any:
 
 
 def explain(options: Options) -> str:
-    """As `GET /api/models/:model/explain`."""
     row = load_explanation.explain_model(options["model"], clock.now())
-    return rendering.as_json(row) if options["json"] else placement_texts.explained(row, clock.now())
+    return as_json(row) if options["json"] else _explanation_text(row, clock.now())
 
 
 def plan(options: Options) -> str:
-    """As `POST /api/placement/plan`."""
     body: dict[str, Any] = {"replicas": options["replicas"], "nodes": options["node"]}
     if options["rule"] is not None:
         body["rule"] = _rule(options["rule"])
@@ -138,17 +142,92 @@ def plan(options: Options) -> str:
     checked.is_valid(raise_exception=True)
     row = plan_of(checked.validated_data, clock.now())
     if options["json"]:
-        return rendering.as_json(row)
-    return placement_texts.ruled(row) if "rule" in row else placement_texts.planned(row)
+        return as_json(row)
+    return _rule_text(row) if "rule" in row else _plan_text(row)
 
 
-def again(options: Options) -> str:
-    """Whether the decision follows from the rows alone, in another process and at another time."""
+def recompute(options: Options) -> str:
+    """Compare a stored decision with the one that the stored rows yield now."""
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
-    said, found = recomputing.said(record), recomputing.recomputed(record)
+    stored, recomputed = decision_replay.recorded_decision(record), decision_replay.replay(record)
     if options["json"]:
-        same = None if found is None else found == said
-        return rendering.as_json({"said": asdict(said), "found": found and asdict(found), "same": same})
-    return placement_texts.again(said, found)
+        same = None if recomputed is None else recomputed == stored
+        return as_json({"said": asdict(stored), "found": recomputed and asdict(recomputed), "same": same})
+    return _comparison_text(stored, recomputed)
+
+
+def _explanation_text(row: Mapping[str, Any], now: datetime) -> str:
+    parts = [f"next request: {printable(row['next']['says'])}"]
+    if row["replicas"]:
+        parts.append(table(_REPLICAS, [_replica(replica, now) for replica in row["replicas"]]))
+    if row["records"]:
+        parts.append(table(_RECORDS, [_record(record, now) for record in row["records"]]))
+    if (placement := row["next"]["placement"]) is not None:
+        parts.append("\n".join(["one more replica now:", *_node_lines(placement)]))
+    return "\n\n".join(parts)
+
+
+def _plan_text(row: Mapping[str, Any]) -> str:
+    """Return the decisions, and the near misses of the last one."""
+    decisions = row["decisions"]
+    lines = table(_PLAN, [[str(decision["replica"]), *_decision(decision)] for decision in decisions])
+    parts = [f"{row['placed']} of {row['wanted']} replicas placed", lines]
+    if near := list(_node_lines(decisions[-1])):
+        parts.append("\n".join([f"replica {decisions[-1]['replica']}:", *near]))
+    return "\n\n".join(parts)
+
+
+def _rule_text(row: Mapping[str, Any]) -> str:
+    figures = f"{row['replicas_now']} there, {row['loading']} loading, {row['wanted']} wanted"
+    parts = [f"{figures}: {printable(row['says'])}"]
+    if row["waits_until"]:
+        parts.append(f"a cooldown goes on until {row['waits_until']}")
+    changes = [["load", load["node"], load["why"]] for load in row["loads"]]
+    changes += [["retire", replica["node"], replica["why"]] for replica in row["retires"]]
+    if changes:
+        parts.append(table(_CHANGES, changes))
+    if row["left_out"]:
+        parts.append(f"and {row['left_out']} loads more")
+    if row["unsatisfiable"]:
+        missed = [printable(f"  not {miss['node']}: {miss['reason']}") for miss in row["misses"]]
+        parts.append("\n".join([f"not possible: {printable(row['unsatisfiable']['reason'])}", *missed]))
+    return "\n\n".join(parts)
+
+
+def _comparison_text(stored: ReplayedDecision, recomputed: ReplayedDecision | None) -> str:
+    if recomputed is None:
+        return "what this decision saw is not kept any more"
+    if recomputed == stored:
+        return f"the same decision: {stored.outcome}: {printable(stored.reason)}"
+    return printable(
+        f"ANOTHER decision: {recomputed.outcome}: {recomputed.reason}\n"
+        f"instead of: {stored.outcome}: {stored.reason}"
+    )
+
+
+def _replica(replica: Mapping[str, Any], now: datetime) -> Sequence[str]:
+    return [
+        replica["node"],
+        str(replica["replica_index"]),
+        replica["state"],
+        str(replica["in_flight"]),
+        age(replica["since"], now),
+    ]
+
+
+def _record(record: Mapping[str, Any], now: datetime) -> Sequence[str]:
+    return [str(record["id"]), age(record["last_at"], now), record["kind"], *_decision(record)]
+
+
+def _decision(decision: Mapping[str, Any]) -> Sequence[str]:
+    index = "" if decision["replica_index"] is None else str(decision["replica_index"])
+    return [decision["outcome"], decision["node"] or "", index, decision["reason"]]
+
+
+def _node_lines(placement: Mapping[str, Any]) -> Iterator[str]:
+    for node in placement["best"]:
+        yield printable(f"  {node['node']}: {node.get('against') or placement['reason']}")
+    for node in placement["misses"]:
+        yield printable(f"  not {node['node']}: {node['reason']}")

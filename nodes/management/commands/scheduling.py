@@ -1,45 +1,29 @@
-"""`manage.py scheduling`: the scheduling rules at the command line.
-
-Each command calls what the REST API calls; `--json` prints what REST answers. A refused command ends with
-exit code 1 and one line.
-"""
+"""`manage.py scheduling`: scheduling rules. Each verb calls the function that REST calls."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandParser
 
-from localai_cluster.accounts import audit
+from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, as_json, table
 from localai_cluster.kit import clock, errors
-from nodes.management import lookup, rendering
-from nodes.management.verbs import adder
 from nodes.models import ModelSchedulingConfig, RoutePolicy
-from nodes.scheduling import shape, store
+from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 
-Options = Mapping[str, Any]
 _LIST = ("MODEL", "WANTS", "ON", "WANTED", "THERE", "LOADING", "STATE")
 
 
-class Command(BaseCommand):
+class Command(VerbCommand):
     """One subcommand per verb."""
 
     help = "Shows, sets and deletes scheduling rules: where and how often models shall run."
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        add = adder(parser)
+    def add_verbs(self, add: AddVerb) -> None:
         add("list", list_rules, "List the rules, and what the last pass made of each.")
         _demands(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
         add("delete", delete_rule, "Delete the rule of a model.").add_argument("model", metavar="MODEL")
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        """Runs the verb and prints the result; CommandError if it is refused."""
-        try:
-            with audit.at_command_line(lookup.actor()):
-                self.stdout.write(options["act"](options))
-        except errors.ClusterError as refusal:
-            raise CommandError(refusal.message) from refusal
 
 
 def _demands(parser: CommandParser) -> None:
@@ -68,15 +52,14 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def list_rules(options: Options) -> str:
-    """By model, as `GET /api/nodes/scheduling` has them."""
-    rows = shape.rows(ModelSchedulingConfig.objects.all())
+    rows = store.serialize_rules(ModelSchedulingConfig.objects.all())
     if options["json"]:
-        return rendering.as_json(rows)
-    return rendering.table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
+        return as_json(rows)
+    return table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
 
 
 def set_rule(options: Options) -> str:
-    """Says what is stored now. Thresholds of routing stay as they are."""
+    """Set the rule; thresholds of routing stay as they are."""
     rule = Rule(
         options["model"],
         node_selector=dict(options["label"]),
@@ -86,17 +69,17 @@ def set_rule(options: Options) -> str:
         route_policy=options["route_policy"],
     )
     row = store.set_rule(rule, clock.now())
-    return rendering.as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
+    return as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
 
 
 def delete_rule(options: Options) -> str:
-    """Refused if there is none: a name typed wrong is not a success."""
+    """Delete the rule; raise NotFound without one, since a mistyped name is no success."""
     model = options["model"]
     if not store.delete_rule(model, clock.now()):
-        said = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
-        raise errors.NotFound(said)
-    said = "scheduling rule deleted"
-    return rendering.as_json({"message": said}) if options["json"] else f"{model}: {said}"
+        message = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
+        raise errors.NotFound(message)
+    message = "scheduling rule deleted"
+    return as_json({"message": message}) if options["json"] else f"{model}: {message}"
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from uuid import UUID
 
 from django.db import transaction
 
-from operations.ledger import admission, lease, outcome
+from localai_cluster.kit.leases import LeaseLost
+from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest
-from operations.ledger.fence import LeaseLost
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
 from operations.states import Event
@@ -83,10 +83,10 @@ def begin(lane: Lane, random: Random, now: datetime) -> None:
     with transaction.atomic():
         admitted = admission.admit(lane.request, now=now).operation
         Operation.objects.filter(pk=admitted.pk).update(next_attempt_at=now - LONG_AGO)
-        claimed = lease.claim(OWNER, now=now, lease=LEASE, limit=1)
+        claimed = attempts.claim(OWNER, now=now, lease=LEASE, limit=1)
         lane.operation = next((one for one in claimed if one.pk == admitted.pk), None)
         if lane.operation is not None and lane.waits:
-            outcome.put_back(
+            attempts.put_back(
                 lane.operation.id,
                 lane.operation.fence,
                 Event.WAIT,
@@ -117,7 +117,7 @@ def move(lane: Lane, random: Random, now: datetime) -> None:
 
 def _one(lane: Lane, operation: Operation, now: datetime) -> None:
     node = lane.request.node
-    outcome.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
+    attempts.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
 
 
 def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
@@ -136,7 +136,7 @@ def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> No
     node = random.choice(targets[through : through + 3])
     tick = _tick(lane, lane.done * len(targets) - through, node)
     message = f"{through} of {len(targets)} nodes done"
-    outcome.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
+    attempts.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
 
 
 def _named(tick: Tick, message: str, percentage: float) -> Tick:
@@ -161,6 +161,6 @@ def _end(lane: Lane, now: datetime) -> None:
     assert lane.operation is not None
     event = Event.FAIL if lane.fails else Event.COMPLETE
     error = "cannot install: no space left on /var/lib/local-ai/backends" if lane.fails else ""
-    outcome.finish(lane.operation.id, lane.operation.fence, event, now=now, error=error)
+    attempts.finish(lane.operation.id, lane.operation.fence, event, now=now, error=error)
     # One failure of a lane is enough; after it the lane goes on.
     lane.fails = False

@@ -1,0 +1,124 @@
+"""Management commands with a subcommand for each verb: actor, refusals, JSON and aligned text.
+
+A refused command ends with exit code 1 and one line.
+"""
+
+import os
+import pwd
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import orjson
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db.models import CharField, Model, QuerySet
+from django.db.models.functions import Cast
+from django.utils.timesince import timesince
+
+from localai_cluster.accounts import actors, audit
+from localai_cluster.accounts.actors import Actor
+from localai_cluster.kit import errors
+
+Options = Mapping[str, Any]
+"""Arguments of a verb; `out` is the command's output."""
+AddVerb = Callable[[str, Callable[[Options], str], str], CommandParser]
+NOTHING = "-"
+SHORT_ID = 8
+"""Characters of an id in a list."""
+MAX_MATCHES = 5
+_ID_PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
+_ZERO_YEAR = "0001-"
+_MAX_SECONDS = 120
+_Row = TypeVar("_Row", bound=Model)
+
+
+class VerbCommand(BaseCommand):
+    """A command with a subcommand for each verb, which returns the text to print, "" for none."""
+
+    def add_verbs(self, add: AddVerb) -> None:
+        """Add the verbs with their arguments."""
+        raise NotImplementedError
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        self.add_verbs(verb_adder(parser, "verb"))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Run the verb as the user of the operating system and print its text."""
+        try:
+            with audit.attribute_to_command(current_actor()):
+                if text := options["run"](options | {"out": self.stdout}):
+                    self.stdout.write(text)
+        except errors.ClusterError as refusal:
+            raise CommandError(self.explain(refusal)) from refusal
+
+    def explain(self, refusal: errors.ClusterError) -> str:
+        """Return the line that the user sees."""
+        return refusal.message
+
+
+def verb_adder(parser: CommandParser, dest: str, metavar: str | None = None) -> AddVerb:
+    """Return a function that adds a verb by name, function and help."""
+    verbs = parser.add_subparsers(dest=dest, metavar=metavar, required=True)
+
+    def add(name: str, run: Callable[[Options], str], description: str) -> CommandParser:
+        verb: CommandParser = verbs.add_parser(name, help=description, description=description)
+        verb.set_defaults(run=run)
+        verb.add_argument("--json", action="store_true", help="print the answer of the REST API")
+        return verb
+
+    return add
+
+
+def current_actor() -> Actor:
+    """Return the user of the operating system who runs the command."""
+    try:
+        return actors.command(pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:
+        return actors.command(f"uid {os.getuid()}")
+
+
+def rows_with_prefix(rows: QuerySet[_Row], prefix: str) -> list[_Row]:
+    """Return the rows whose id begins so, at most one more than `MAX_MATCHES`."""
+    prefix = prefix.lower()
+    if not _ID_PREFIX.match(prefix):
+        return []
+    matches = rows.annotate(id_text=Cast("id", CharField())).filter(id_text__startswith=prefix)
+    return list(matches[: MAX_MATCHES + 1])
+
+
+def as_json(value: Any) -> str:
+    """Return indented JSON; times in UTC end in `Z`."""
+    return orjson.dumps(value, option=orjson.OPT_UTC_Z | orjson.OPT_INDENT_2).decode()
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns without trailing blanks."""
+    lines = [list(heads), *([printable(cell) or NOTHING for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def printable(text: str) -> str:
+    """Replace control characters, since some texts come from untrusted sources."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def age(at: str | None, now: datetime) -> str:
+    """Return the time since an ISO 8601 time; in seconds up to two minutes."""
+    if at is None or at.startswith(_ZERO_YEAR):
+        return "never"
+    then = datetime.fromisoformat(at)
+    seconds = max(int((now - then).total_seconds()), 0)
+    if seconds < _MAX_SECONDS:
+        return f"{seconds} s ago"
+    # Django uses non-breaking spaces.
+    return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
+
+
+def moment(at: datetime) -> str:
+    """Return a time in UTC, to the second."""
+    return f"{at:%Y-%m-%d %H:%M:%S}Z"

@@ -1,0 +1,8 @@
+"""Back-off: the delay before the next attempt after failures in a row."""
+
+_MOST_DOUBLINGS = 30
+
+
+def delay(failures: int, *, first: float, longest: float) -> float:
+    """Return the seconds to wait after `failures` failures: `first`, doubled each time, up to `longest`."""
+    return float(min(first * 2.0 ** min(max(failures - 1, 0), _MOST_DOUBLINGS), longest))

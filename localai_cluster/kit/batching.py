@@ -1,0 +1,153 @@
+"""Batches: while one is being written, the next one gathers."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from localai_cluster.kit import clock
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+T = TypeVar("T")
+R = TypeVar("R")
+
+_RETRY_AFTER = 1.0
+"""Seconds before a batch that could not be written is retried."""
+
+
+class Batcher(Generic[K, V]):
+    """Buffers one value for each key and passes them to `write`, one batch at a time.
+
+    A value that is added to a buffered one is merged: `merge(earlier, later)`. `write` returns the values to
+    write again. If it raises one of `retry_on`, all are written again; any other error loses the batch. Two
+    batches begin at least `interval` seconds apart: twice as long as the last one took, within its bounds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Mapping[K, V]], Awaitable[Mapping[K, V] | None]],
+        *,
+        merge: Callable[[V, V], V],
+        interval: tuple[float, float] = (0.0, 0.0),
+        most: int | None = None,
+        retry_on: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._write, self._merge = write, merge
+        self._interval, self._most, self._retry_on = interval, most, retry_on
+        self._buffer: dict[K, V] = {}
+        self._batch: Mapping[K, V] = {}
+        self._next_at = clock.monotonic()
+        self._writing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, key: K, value: V) -> None:
+        """Buffer a value for the next batch."""
+        earlier = self._buffer.get(key)
+        self._buffer[key] = value if earlier is None else self._merge(earlier, value)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="batches")
+
+    async def take(self, key: K) -> V | None:
+        """Remove and return the buffered value, after the running batch if that has an earlier one."""
+        if key in self._batch:
+            async with self._writing:
+                pass
+        return self._buffer.pop(key, None)
+
+    def discard(self, key: K) -> None:
+        """Drop the buffered value."""
+        self._buffer.pop(key, None)
+
+    async def idle(self) -> None:
+        """Wait until all that was added is written or lost."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while self._buffer:
+            if (pause := self._next_at - clock.monotonic()) > 0:
+                await asyncio.sleep(pause)
+            async with self._writing:
+                began, self._next_at = clock.monotonic(), 0.0
+                keys = list(self._buffer)[: self._most]
+                self._batch = {key: self._buffer.pop(key) for key in keys}
+                try:
+                    await self._write_batch()
+                finally:
+                    self._batch = {}
+                    shortest, longest = self._interval
+                    pause = min(max(2 * (clock.monotonic() - began), shortest), longest)
+                    self._next_at = max(self._next_at, began + pause)
+
+    async def _write_batch(self) -> None:
+        left: Mapping[K, V] | None
+        try:
+            left = await self._write(self._batch)
+        except self._retry_on as error:
+            log.warning("a batch of %d waits: %s", len(self._batch), error or type(error).__name__)
+            left, self._next_at = self._batch, clock.monotonic() + _RETRY_AFTER
+        except Exception:  # a defect; the next batch must still be written
+            log.exception("a batch of %d is lost", len(self._batch))
+            return
+        for key, value in (left or {}).items():
+            later = self._buffer.get(key)
+            self._buffer[key] = value if later is None else self._merge(value, later)
+
+
+class CallBatcher(Generic[T, R]):
+    """Passes items to `call` in batches of at most `most`; each caller waits for the result of its item.
+
+    A batch that raises one of `one_by_one` is repeated item by item, so that an item that the database
+    refuses fails alone. Any other error fails all items of the batch, and no other.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[T]], Awaitable[Sequence[R]]],
+        *,
+        most: int | None = None,
+        one_by_one: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._call, self._one_by_one = call, one_by_one
+        self._batches: Batcher[object, tuple[T, asyncio.Future[R]]] = Batcher(
+            self._call_batch, merge=lambda earlier, later: later, most=most
+        )
+
+    async def put(self, item: T) -> R:
+        """Return the result for the item; raise the error that prevented it."""
+        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._batches.add(object(), (item, result))
+        return await result
+
+    async def _call_batch(self, batch: Mapping[object, tuple[T, "asyncio.Future[R]"]]) -> None:
+        calls = list(batch.values())
+        try:
+            results = await self._call([item for item, _ in calls])
+        except self._one_by_one as error:
+            if len(calls) == 1:
+                _fail(calls[0][1], error)
+                return
+            for key, call in batch.items():
+                await self._call_batch({key: call})
+        except (Exception, asyncio.CancelledError) as error:
+            for _, result in calls:
+                _fail(result, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        else:
+            for (_, result), value in zip(calls, results, strict=True):
+                if not result.done():  # the caller may have been cancelled
+                    result.set_result(value)
+
+
+def _fail(result: "asyncio.Future[R]", error: BaseException) -> None:
+    if not result.done():
+        result.set_exception(error)

@@ -1,0 +1,139 @@
+"""Loops of a process: work that recurs, or follows a wake-up, until the process ends.
+
+Rows hold the work; a wake-up only makes a loop read them earlier. So a lost wake-up costs at most one
+interval, and a loop that dies with its process loses nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from localai_cluster.kit import backoff
+
+log = logging.getLogger(__name__)
+
+_FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
+
+
+class PeriodicTask:
+    """Runs `step` after each wake-up and at least every `interval` seconds; None: only after a wake-up.
+
+    A step may return the seconds until the next one. A wake-up during a step causes another step; all within
+    `gather` seconds cause one. A step that raises one of `retry_on` is retried with back-off. Any other error
+    ends the task, so that the process is restarted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], Awaitable[float | None]],
+        *,
+        interval: float | None,
+        gather: float = 0.0,
+        retry_on: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._name, self._step = name, step
+        self._interval, self._gather, self._retry_on = interval, gather, retry_on
+        self._woken = asyncio.Event()
+        self._stopping = False
+        self._failures = 0
+
+    def wake(self) -> None:
+        """Run the step soon."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Run no more steps; `run` returns after the running one."""
+        self._stopping = True
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Run the steps until `stop` or cancellation."""
+        if self._interval is None:
+            await self._woken.wait()
+            await asyncio.sleep(self._gather)
+        while not self._stopping:
+            self._woken.clear()
+            await self._pause(await self._attempt())
+
+    async def _attempt(self) -> float | None:
+        try:
+            pause = await self._step()
+        except self._retry_on as error:
+            self._failures += 1
+            longest = _LONGEST_RETRY if self._interval is None else self._interval
+            seconds = backoff.delay(self._failures, first=min(_FIRST_RETRY, longest), longest=longest)
+            log.warning("%s: %s; retrying", self._name, error or type(error).__name__)
+            return seconds
+        self._failures = 0
+        return self._interval if pause is None else pause
+
+    async def _pause(self, seconds: float | None) -> None:
+        if self._stopping:
+            return
+        with contextlib.suppress(TimeoutError):
+            # Not `wait_for`: Python 3.11's swallows a cancellation that arrives together with the wake-up.
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        await asyncio.sleep(self._gather)
+
+
+T = TypeVar("T")
+
+
+class WorkPool(ABC, Generic[T]):
+    """Runs due items, each in a task, at most `parallel` at a time. Processes share the items by claims."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        parallel: int,
+        interval: float,
+        gather: float,
+        retry_on: tuple[type[Exception], ...],
+    ) -> None:
+        self._loop = PeriodicTask(name, self._start_due, interval=interval, gather=gather, retry_on=retry_on)
+        self._group = asyncio.TaskGroup()
+        self._parallel, self._running = parallel, 0
+
+    @abstractmethod
+    async def claim_due(self, limit: int) -> Sequence[T]:
+        """Claim up to `limit` due items."""
+
+    @abstractmethod
+    async def next_due(self) -> float:
+        """Return the seconds until the next item is due."""
+
+    @abstractmethod
+    async def run_item(self, item: T) -> None:
+        """Run one item. Raise nothing: an item that failed is due again when its claim expires."""
+
+    def wake(self) -> None:
+        """Look for due items soon."""
+        self._loop.wake()
+
+    async def run(self) -> None:
+        """Run due items until cancelled."""
+        async with self._group:
+            await self._loop.run()
+
+    async def _start_due(self) -> float | None:
+        free = self._parallel - self._running
+        if free <= 0:
+            return None
+        for item in await self.claim_due(free):
+            self._running += 1
+            self._group.create_task(self._run(item), name=str(item))
+        return await self.next_due()
+
+    async def _run(self, item: T) -> None:
+        try:
+            await self.run_item(item)
+        finally:
+            if self._running == self._parallel:
+                self.wake()
+            self._running -= 1

@@ -1,0 +1,236 @@
+"""Read-only lists of what workers and the cluster write, and the join tokens, which can be revoked."""
+
+from django.contrib import admin, messages
+from django.db.models import QuerySet
+from django.db.models.functions import Length
+from django.http import HttpRequest
+
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.actors import of_principal
+from localai_cluster.kit import clock
+from localai_cluster.web.admin import Observed
+from nodes import models
+from nodes.models import JoinToken, NodeModel, PlacementLog
+from nodes.models.replica import NodeModelQuerySet
+from nodes.registry import joining
+
+_SHOWN = 4000
+"""Bytes of an entry of the placement log that its page shows."""
+
+
+@admin.register(JoinToken)
+class JoinTokenAdmin(Observed):
+    """Join tokens; the pages, REST and the command line create them."""
+
+    list_display = ("__str__", "state", "uses", "max_uses", "expires_at", "created_by", "last_used_by")
+    search_fields = ("note", "created_by", "last_used_by")
+    date_hierarchy = "created_at"
+    show_full_result_count = False
+    actions = ("revoke",)
+    fields = (
+        *("id", "note", "state", ("uses", "max_uses"), ("created_at", "created_by"), "expires_at"),
+        *(("revoked_at", "revoked_by"), ("last_used_at", "last_used_by")),
+    )
+    readonly_fields = ("id", "state")
+
+    @admin.display(description="state")
+    def state(self, token: JoinToken) -> str:
+        """Return what it can be used for now."""
+        return joining.state(token, clock.now()).replace("_", " ")
+
+    def has_revoke_permission(self, request: HttpRequest) -> bool:
+        """Return True for users who may change join tokens; nobody can edit one."""
+        return request.user.has_perm("nodes.change_jointoken")
+
+    @admin.action(description="Revoke selected join tokens", permissions=["revoke"])
+    def revoke(self, request: HttpRequest, tokens: QuerySet[JoinToken]) -> None:
+        """Revoke the tokens: they admit no new node any more."""
+        actor = of_principal(principals.of_user(request.user))
+        token_ids = list(tokens.values_list("pk", flat=True))
+        for token_id in token_ids:
+            joining.revoke(token_id, actor=actor, now=clock.now())
+        messages.success(request, f"Revoked: {len(token_ids)}. Nodes that joined with them stay.")
+
+
+@admin.register(NodeModel)
+class NodeModelAdmin(Observed):
+    """Replicas, and the engines of nodes that have left."""
+
+    list_display = (
+        *("model_name", "replica_index", "node", "phase", "reason", "deadline", "stop_error"),
+        *("in_flight", "backend_type", "last_used"),
+    )
+    list_filter = ("phase", "reason", "backend_type")
+    list_select_related = ("node",)
+    search_fields = ("model_name", "node__name")
+
+    def get_queryset(self, request: HttpRequest) -> NodeModelQuerySet:
+        """Include the departed rows."""
+        return NodeModel.engines.all()
+
+
+@admin.register(PlacementLog)
+class PlacementLogAdmin(Observed):
+    """The snapshots that placement decisions used; `manage.py placement again` reads them."""
+
+    list_display = ("base", "position", "at", "size")
+    search_fields = ("base",)
+    fields = ("base", "position", "at", "size", "entry")
+    show_full_result_count = False
+    ordering = ("-id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[PlacementLog]:
+        """Leave out the entries, which may be large."""
+        rows: QuerySet[PlacementLog] = super().get_queryset(request)
+        return rows.defer("body").annotate(bytes=Length("body"))
+
+    @admin.display(description="bytes")
+    def size(self, row: PlacementLog) -> int:
+        """Return the size of the entry."""
+        return int(getattr(row, "bytes", 0))
+
+    @admin.display
+    def entry(self, row: PlacementLog) -> str:
+        """Return the beginning of the entry."""
+        return bytes(row.body[:_SHOWN]).decode(errors="replace")
+
+
+admin.site.register(
+    models.NodeEvent,
+    Observed,
+    list_display=(
+        "at",
+        "node_name",
+        "kind",
+        "actor",
+        "cause",
+        "status_before",
+        "status_after",
+        "count",
+        "detail",
+    ),
+    list_filter=("kind", "actor_kind"),
+    search_fields=("node_name", "actor", "cause", "request_id"),
+    date_hierarchy="at",
+    show_full_result_count=False,
+)
+admin.site.register(
+    models.NodeConflict,
+    Observed,
+    list_display=(
+        *("kind", "node", "state", "source_address", "advertised_address", "node_source_address"),
+        *("count", "last_at", "decided_by"),
+    ),
+    list_filter=("state", "kind"),
+    list_select_related=("node",),
+    search_fields=("node__name", "source_address", "advertised_address", "claimed_name"),
+    show_full_result_count=False,
+)
+admin.site.register(
+    models.RevokedSecret,
+    Observed,
+    list_display=("fingerprint", "node_name", "revoked_at", "revoked_by"),
+    search_fields=("fingerprint", "node_name", "revoked_by"),
+    date_hierarchy="revoked_at",
+    show_full_result_count=False,
+    ordering=("-revoked_at",),
+)
+admin.site.register(
+    models.BusCredential,
+    Observed,
+    list_display=("public_key", "node_id", "issued_at", "expires_at", "revoked_at"),
+    search_fields=("public_key", "node_id"),
+)
+admin.site.register(
+    models.NodeSample,
+    Observed,
+    list_display=("node_id", "at", "vram_used", "ram_used"),
+    search_fields=("node_id",),
+    show_full_result_count=False,
+    ordering=("-id",),
+)
+admin.site.register(
+    models.NodeBackend,
+    Observed,
+    list_display=("name", "node", "version", "is_system", "is_meta", "installed_at"),
+    list_filter=("is_system", "is_meta"),
+    list_select_related=("node",),
+    search_fields=("name", "node__name"),
+)
+admin.site.register(
+    models.PendingBackendOp,
+    Observed,
+    list_display=("backend", "op", "node", "attempts", "next_retry_at", "last_error", "lease_owner"),
+    list_filter=("op",),
+    list_select_related=("node",),
+    search_fields=("backend", "node__name"),
+    ordering=("backend", "created_at", "pk"),
+)
+admin.site.register(
+    models.BackendOffer,
+    Observed,
+    list_display=("name", "version", "uri", "digest", "automatic_to"),
+    search_fields=("name",),
+)
+admin.site.register(
+    models.UpgradeCheck,
+    Observed,
+    list_display=("id", "checked_at", "asked", "answered", "claimed_by", "claimed_until", "revision"),
+)
+admin.site.register(models.MassSilence, Observed, list_display=("__str__", "since", "until"))
+admin.site.register(
+    models.ModelSchedulingConfig,
+    Observed,
+    list_display=(
+        *("model_name", "min_replicas", "max_replicas", "spread_all", "wanted_replicas"),
+        *("current_replicas", "unsatisfiable_until", "reason"),
+    ),
+    search_fields=("model_name",),
+)
+admin.site.register(
+    models.PlacementRecord,
+    Observed,
+    list_display=(
+        *("model_name", "kind", "outcome", "node_name", "replica_index", "reason", "at", "last_at"),
+    ),
+    list_filter=("kind", "outcome"),
+    search_fields=("model_name", "node_name", "operation_id"),
+    date_hierarchy="at",
+    show_full_result_count=False,
+    ordering=("-id",),
+)
+admin.site.register(
+    models.ModelLoadInfo,
+    Observed,
+    list_display=("model_name", "backend_type", "updated_at"),
+    list_filter=("backend_type",),
+    search_fields=("model_name",),
+)
+admin.site.register(
+    models.PrefixPressure,
+    Observed,
+    list_display=("model_name", "process_id", "times", "reported_at"),
+    search_fields=("model_name",),
+)
+admin.site.register(
+    models.WebProcess, Observed, list_display=("host", "pid", "version", "started_at", "seen_at")
+)
+admin.site.register(
+    models.ReplicaUse,
+    Observed,
+    list_display=("replica", "process", "count"),
+    list_select_related=("replica", "process"),
+)
+admin.site.register(
+    models.BroughtModel,
+    Observed,
+    list_display=("model_name", "node", "size", "seen_at"),
+    list_select_related=("node",),
+    search_fields=("model_name",),
+)
+admin.site.register(
+    models.FileHash,
+    Observed,
+    list_display=("path", "sha256", "hashed_at"),
+    search_fields=("path", "sha256"),
+)

@@ -1,0 +1,482 @@
+"""The actions of an admin on one node or many: approve, reject, drain, resume, stop, rotate, revoke.
+
+The sentences are those of `nodes/registry/actions.py` (`contract/http-api.md` §2.5, §2.6).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import UUID
+
+from drf_spectacular.utils import OpenApiExample, OpenApiResponse, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster.accounts.authentication import client_address
+from localai_cluster.kit import clock, errors, names
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web import rest
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
+from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
+from nodes.api.cluster_backends import MOST_NODES
+from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted, asked_by, install_wish
+from nodes.api.node_settings import LABELS
+from nodes.backends import admission, node_stop
+from nodes.backends.backend_requests import INSTALL
+from nodes.models import BackendNode
+from nodes.registry import actions, bulk, node_rows, services
+from nodes.registry.actions import Action
+from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
+
+MOST_IDS = 500
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
+_NO_NULL = "^[^\\u0000]*$"
+
+_OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
+_WHO = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
+_AGENT = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
+REASON = sent({"reason": "ticket 4711"})
+
+
+_STOPPING = {
+    "jobID": _OTHER_ID,
+    "statusUrl": f"/api/backends/job/{_OTHER_ID}",
+    "message": actions.STOP.message,
+}
+
+
+class NodeIds(Strict, serializers.UUIDField):
+    """A node's id as a JSON string."""
+
+    accepts = str
+    complaint = "must be a node's id"
+
+
+class ReasonSerializer(Described, NullIsAbsent):
+    """Why, for the timeline."""
+
+    reason = Text(required=False, allow_null=True, max_length=actions.LONGEST_REASON)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Without what no text column can keep."""
+        schema["properties"]["reason"]["pattern"] = _NO_NULL
+        return schema
+
+
+class Fingerprints(Text):
+    """The fingerprint that somebody compared; "" for a node without a secret of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_length=64, **options)
+
+    def to_internal_value(self, data: Any) -> str:
+        """In lower case, as the registry has it."""
+        text = str(super().to_internal_value(data)).lower()
+        if not _FINGERPRINT.fullmatch(text):
+            raise serializers.ValidationError("must be 64 hex digits, or empty")
+        return text
+
+
+class ApproveSerializer(ReasonSerializer):
+    """Why, and whom: with a fingerprint, only the worker that has it is let in."""
+
+    fingerprint = Fingerprints(required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint."""
+        schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
+        return super().described(schema)
+
+
+class RejectionSerializer(ReasonSerializer):
+    """Why a node is rejected: an operator will ask."""
+
+    reason = Text(max_length=actions.LONGEST_REASON)
+
+    def validate_reason(self, reason: str) -> str:
+        """Something to read."""
+        if not names.plain(reason):
+            raise serializers.ValidationError("must not be empty")
+        return reason
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With something to read in it."""
+        schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
+        return schema
+
+
+class DrainRequestSerializer(ReasonSerializer):
+    """Why, and how long the running requests may take."""
+
+    deadline_seconds = Whole(
+        required=False, allow_null=True, min_value=0, max_value=int(services.LONGEST_DEADLINE)
+    )
+
+
+class ApproveManySerializer(Described, NullIsAbsent):
+    """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
+
+    ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_IDS)
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint, and how many."""
+        texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
+        keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
+        schema["properties"]["fingerprints"] |= keys
+        return schema
+
+    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[UUID, str]:
+        """By id."""
+        try:
+            return {UUID(text): fingerprint for text, fingerprint in (given or {}).items()}
+        except ValueError:
+            raise serializers.ValidationError("must be an object of node ids") from None
+
+
+class ApproveView(NodeView):
+    """`/api/nodes/:id/approve` (R1.15)."""
+
+    @extend_schema(
+        operation_id="nodes_approve",
+        summary=actions.APPROVE.summary,
+        tags=["nodes"],
+        request=ApproveSerializer,
+        responses={200: node_rows.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[
+            sent({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
+            answered(_WHO | {"message": actions.APPROVE.message}),
+            answered(_WHO | _AGENT | {"message": actions.APPROVE.message}, "agent"),
+        ],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Approves a pending node; an agent's API token is shown only in this answer.
+
+        With the `fingerprint` that the approver compared, 409 if the node has another one now.
+        """
+        found = existing(node_id)
+        fields = validate_body(ApproveSerializer, request)
+        approved = services.approve(
+            found,
+            actor=actor_of(request),
+            now=clock.now(),
+            reason=fields.get("reason", ""),
+            fingerprint=fields.get("fingerprint"),
+        )
+        return Response(node_rows.approved(approved))
+
+
+class ApproveManyView(NodeView):
+    """`/api/nodes/approve`."""
+
+    @extend_schema(
+        operation_id="nodes_approve_many",
+        summary="Approve several nodes",
+        tags=["nodes"],
+        request=ApproveManySerializer,
+        responses={200: node_rows.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
+        examples=[
+            sent({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
+            answered(
+                {
+                    "approved": 1,
+                    "results": [
+                        {"id": NODE_ID, "name": "gpu-a", "status": "healthy"},
+                        {"id": _OTHER_ID, "error": "node not found"},
+                    ],
+                }
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Approves each node separately; one refusal does not affect the others.
+
+        Agents get their API token by registering again.
+        """
+        fields = validate_body(ApproveManySerializer, request)
+        ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
+        found = services.approve_many(
+            ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
+        )
+        return Response(node_rows.outcomes(found))
+
+
+def described_action(
+    action: Action,
+    body: type[ReasonSerializer] | None,
+    statuses: Sequence[int],
+    *examples: OpenApiExample,
+    operation_id: str = "",
+    tag: str = "nodes",
+) -> Callable[[_Call], _Call]:
+    """Describe an action in the API document."""
+    return extend_schema(
+        operation_id=operation_id or f"nodes_{action.name}",
+        summary=action.summary,
+        tags=[tag],
+        request=body,
+        responses={200: rest.MessageSerializer, **refusals(*statuses)},
+        examples=[*examples, message(action.message)],
+    )
+
+
+def act(
+    request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
+) -> Response:
+    """Run the action on a node with the options in the body; return its message."""
+    found = existing(node_id)
+    options = validate_body(body, request) if body else {}
+    bulk.perform(action.name, found, actor_of(request), clock.now(), options)
+    return Response({"message": action.message})
+
+
+_REFUSED = (400, 401, 403, 404, 409, 413)
+
+
+class RejectView(NodeView):
+    """`/api/nodes/:id/reject`."""
+
+    @described_action(
+        actions.REJECT, RejectionSerializer, _REFUSED, sent({"reason": "no such machine was announced"})
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Rejects a pending node with a reason. Re-registering does not change that."""
+        return act(request, node_id, actions.REJECT, RejectionSerializer)
+
+
+class DrainView(NodeView):
+    """`/api/nodes/:id/drain` (R1.19)."""
+
+    @described_action(
+        actions.DRAIN,
+        DrainRequestSerializer,
+        (400, 401, 403, 404, 413),
+        sent({"reason": "new power supply", "deadline_seconds": 600}),
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Sends no new requests to the node; running ones may finish until the deadline."""
+        return act(request, node_id, actions.DRAIN, DrainRequestSerializer)
+
+
+class ResumeView(NodeView):
+    """`/api/nodes/:id/resume` (R1.18)."""
+
+    @described_action(actions.RESUME, ReasonSerializer, _REFUSED, REASON)
+    def post(self, request: Request, node_id: str) -> Response:
+        """Returns the node to service; an offline node after its next heartbeat."""
+        return act(request, node_id, actions.RESUME, ReasonSerializer)
+
+
+class RotateView(NodeView):
+    """`/api/nodes/:id/identity/rotate`."""
+
+    @described_action(
+        actions.ROTATE, None, (401, 403, 404, 409), operation_id="nodes_identity_rotate", tag="identity"
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """From now on the worker's secret is accepted only for registration and rotation."""
+        return act(request, node_id, actions.ROTATE)
+
+
+class RevokeView(NodeView):
+    """`/api/nodes/:id/identity/revoke`."""
+
+    @described_action(
+        actions.REVOKE,
+        ReasonSerializer,
+        _REFUSED,
+        REASON,
+        operation_id="nodes_identity_revoke",
+        tag="identity",
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Permanently rejects the worker's secret; the node is pending again, without an identity."""
+        return act(request, node_id, actions.REVOKE, ReasonSerializer)
+
+
+class StopView(NodeView):
+    """`/api/nodes/:id/stop` (nats.md §4.11)."""
+
+    @extend_schema(
+        operation_id="nodes_stop",
+        summary=actions.STOP.summary,
+        tags=["nodes"],
+        request=ReasonSerializer,
+        responses={
+            202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and goes on."),
+            **refusals(400, 401, 403, 404, 409, 413),
+        },
+        examples=[REASON, answered(_STOPPING, status="202")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.
+
+        It comes back only if its machine starts it again. 409 for an agent, and for a node that is pending or
+        offline.
+        """
+        node = BackendNode.objects.get(pk=existing(node_id))
+        admitted = node_stop.request_stop(
+            node,
+            actor=actor_of(request).name,
+            now=clock.now(),
+            reason=validate_body(ReasonSerializer, request).get("reason", ""),
+            request_id=request_id.get(),
+            client_address=client_address(request),
+        )
+        job = str(admitted.operation.id)
+        body = ACCEPTED.of(
+            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
+            jobID=job,
+            statusUrl=f"/api/backends/job/{job}",
+            deduplicated=not admitted.created,
+        )
+        return Response(body, status=202)
+
+
+_KINDS = {kind.removeprefix("node_"): kind for kind in bulk.VERBS}
+"""Kinds of operations over many nodes by verb."""
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_RESPONSES = {
+    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
+    **refusals(400, 401, 403, 413),
+}
+
+
+def _example(text: str) -> dict[str, str]:
+    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": text}
+
+
+def _node_ids() -> serializers.ListField:
+    return serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_NODES)
+
+
+class BulkInstallSerializer(InstallSerializer):
+    """What to install, and on which nodes."""
+
+    ids = _node_ids()
+
+
+class BulkSerializer(DrainRequestSerializer):
+    """A verb and its nodes. `reject` needs a reason; `label` needs labels to set or to remove."""
+
+    verb = serializers.ChoiceField(choices=list(_KINDS))
+    ids = _node_ids()
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+    labels = serializers.DictField(
+        child=serializers.CharField(allow_blank=True, max_length=LONGEST_VALUE, trim_whitespace=False),
+        required=False,
+        allow_null=True,
+    )
+    remove_labels = serializers.ListField(
+        child=serializers.CharField(max_length=LONGEST_KEY, trim_whitespace=False),
+        required=False,
+        allow_null=True,
+        max_length=MOST_LABELS,
+    )
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Add how many labels there may be."""
+        schema["properties"]["labels"] |= LABELS
+        return super().described(schema)
+
+    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[str, str]:
+        """Return them by node id as the registry writes it."""
+        try:
+            return {str(UUID(text)): fingerprint for text, fingerprint in (given or {}).items()}
+        except ValueError:
+            raise serializers.ValidationError("must be an object of node ids") from None
+
+    def validate_labels(self, value: dict[str, str] | None) -> dict[str, str]:
+        """Raise ValidationError for labels that no node may have."""
+        try:
+            check_labels(value or {})
+        except errors.InvalidInput as refusal:
+            raise serializers.ValidationError(refusal.message) from None
+        return value or {}
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Check what one verb needs."""
+        if attrs["verb"] == "reject" and not attrs.get("reason", "").strip():
+            raise serializers.ValidationError({"reason": ["must not be empty"]})
+        if attrs["verb"] == "label" and not (attrs.get("labels") or attrs.get("remove_labels")):
+            raise serializers.ValidationError({"labels": ["must not be empty"]})
+        return attrs
+
+
+def _options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the verb that were given."""
+    names = ("reason", "deadline_seconds", "fingerprints", "labels", "remove_labels")
+    return {name: fields[name] for name in names if fields.get(name) not in (None, "", {}, [])}
+
+
+class BulkView(NodeView):
+    """`/api/nodes/bulk`."""
+
+    @extend_schema(
+        operation_id="nodes_bulk",
+        summary="Run a verb on many nodes",
+        tags=["nodes"],
+        request=BulkSerializer,
+        responses=_RESPONSES,
+        examples=[
+            sent({"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}),
+            answered(_example("drain of 1 node started"), status="202"),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Runs one verb on each of the nodes, as one operation that goes on without its caller.
+
+        Each node is decided separately. Agents get their API token by registering again.
+        """
+        fields = validate_body(BulkSerializer, request)
+        bulk_request = bulk.BulkRequest(
+            _KINDS[fields["verb"]],
+            fields["ids"],
+            actor_of(request),
+            _options(fields),
+            request_id=request_id.get(),
+            client_address=client_address(request),
+        )
+        admitted = bulk.request(bulk_request, now=clock.now())
+        job = str(admitted.operation.id)
+        started = "started" if admitted.created else "in progress already"
+        body = ACCEPTED.of(
+            jobID=job,
+            statusUrl=f"/api/backends/job/{job}",
+            message=f"{fields['verb']} of {admitted.operation.element} {started}",
+            deduplicated=not admitted.created,
+        )
+        return Response(body, status=202)
+
+
+class BulkInstallView(NodeView):
+    """`/api/nodes/backends/install`."""
+
+    @extend_schema(
+        operation_id="nodes_bulk_install",
+        summary="Install a backend on many nodes",
+        tags=["backends"],
+        request=BulkInstallSerializer,
+        responses={**_RESPONSES, **refusals(409)},
+        examples=[
+            sent({"ids": [NODE_ID], "backend": "local@minilm"}),
+            answered(_example("backend installation started"), status="202"),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Installs a backend on these nodes as one operation. Files that are there stay, nothing is forced.
+
+        A node that cannot take it gets a part that fails with the reason; the others go on.
+        """
+        fields = validate_body(BulkInstallSerializer, request)
+        wish, asked = install_wish(fields), asked_by(request, [])
+        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        return Response(accepted(admitted, INSTALL), status=202)

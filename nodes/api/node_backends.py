@@ -1,0 +1,348 @@
+"""Backends of a node: the list, and commands to install, upgrade and delete (`contract/http-api.md` §2.10).
+
+The list comes from rows at once, with its age; a controller refreshes an old one meanwhile. Each command is
+an operation, a 202. The bodies of commands are checked here for all routes.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit import clock, errors, names
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.rest import (
+    Described,
+    FastJSONRenderer,
+    NullIsAbsent,
+    Text,
+    parse_json,
+    validate_body,
+)
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
+from nodes.api.base import NodeView, answered, existing, header, sent
+from nodes.api.worker_routes import parse_node_id
+from nodes.backends import inventory, node_commands
+from nodes.backends.admission import admit
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.installed import is_image
+from nodes.models import BackendNode, NodeBackend, NodeType
+from operations.ledger.admission import Admission
+
+log = logging.getLogger(__name__)
+
+BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+def _text(length: int) -> Text:
+    return Text(required=False, allow_null=True, max_length=length)
+
+
+class InstallSerializer(Described, NullIsAbsent):
+    """What to install on a node (§2.10)."""
+
+    backend = _text(255)
+    uri = _text(1024)
+    name = _text(255)
+    alias = _text(255)
+    backend_galleries = _text(64 * 1024)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of names, and that one of three must be there."""
+        for name in ("backend", "name", "alias"):
+            schema["properties"][name]["pattern"] = f"^({BACKEND_NAME})?$"
+        return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
+
+    def validate_backend(self, value: str | None) -> str | None:
+        """A gallery's name, with an optional `gallery@` before it."""
+        return checked_name(value)
+
+    validate_name = validate_backend
+    validate_alias = validate_backend
+
+    def validate_uri(self, value: str | None) -> str | None:
+        """An address without control characters, and without a password: operations show it."""
+        if value and not value.isprintable():
+            raise serializers.ValidationError("must not contain control characters")
+        if value and "@" in _authority(value):
+            raise serializers.ValidationError("must not contain a user or password")
+        return value
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """An image has no name of its own (`contract/worker.md` §18.5)."""
+        if is_image(attrs.get("uri") or "") and not (attrs.get("name") or attrs.get("backend")):
+            raise serializers.ValidationError({"name": ["must be given with the address of an image"]})
+        return attrs
+
+    def validate_backend_galleries(self, value: str | None) -> str:
+        """O37: anything but a list with galleries in it means the configured ones."""
+        if not value:
+            return ""
+        try:
+            galleries = parse_json(value.encode())
+        except errors.InvalidInput:
+            galleries = None
+        if not isinstance(galleries, list):
+            log.warning("backend_galleries is ignored, because it is not a list")  # it may hold passwords
+        return value if isinstance(galleries, list) and galleries else ""
+
+
+def _authority(uri: str) -> str:
+    try:
+        return urlsplit(uri).netloc
+    except ValueError:
+        raise serializers.ValidationError("must be an address") from None
+
+
+def checked_name(value: str | None) -> str | None:
+    if value and not re.fullmatch(BACKEND_NAME, value, re.ASCII):
+        raise serializers.ValidationError(
+            "must be letters, digits, dots, dashes and underscores, with an optional gallery@ before it"
+        )
+    return value
+
+
+class BackendSerializer(Described, serializers.Serializer[Any]):
+    """Which installed backend (§2.10)."""
+
+    backend = Text(max_length=255)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of names."""
+        schema["properties"]["backend"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
+        return schema
+
+    def validate_backend(self, value: str) -> str:
+        """The name as the worker lists it: a gallery before it says only where it came from."""
+        if not value:
+            raise serializers.ValidationError("must not be empty")
+        return (checked_name(value) or "").rpartition("@")[2]
+
+
+def install_wish(fields: dict[str, Any], *, force: bool = False) -> Wish:
+    """What an install asks for. Raises InvalidInput without a name or an address.
+
+    Without a name the address stands for it (A22).
+    """
+    asked, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
+    gallery, _, backend = (asked or name).rpartition("@")
+    if not (backend or uri):
+        raise errors.InvalidInput("backend name or uri required", field="backend")
+    return Wish(
+        INSTALL,
+        backend or node_commands.subject(uri),
+        gallery=gallery,
+        uri=uri,
+        name=name,
+        alias=fields.get("alias", ""),
+        galleries=fields.get("backend_galleries", ""),
+        force=force,
+    )
+
+
+def bare_name(text: str) -> str:
+    """A backend's name from a path. Raises InvalidInput for what is none."""
+    if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
+        raise errors.InvalidInput("this is no name of a backend", field="name")
+    return text.rpartition("@")[2]
+
+
+ACCEPTED = Shape(
+    "Accepted",
+    "An operation was admitted; `statusUrl` tells how it goes.",
+    [
+        field("jobID", UUID),
+        field("statusUrl", TEXT),
+        field("message", TEXT),
+        field("deduplicated", FLAG, optional=True),
+    ],
+)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer says: of a new operation, and of the one that was under way."""
+
+    started: str
+    joined: str
+
+
+SAID = {
+    INSTALL: Said("backend installation started", "already being installed"),
+    UPGRADE: Said("backend upgrade started", "already being upgraded"),
+    DELETE: Said("backend deletion started", "already being deleted"),
+}
+"""By kind of operation."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _accepted(said: Said) -> dict[str, Any]:
+    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": said.started}
+
+
+_RESPONSES = {
+    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
+    **refusals(400, 401, 403, 404, 409, 413),
+}
+
+
+def _schema(
+    name: str, summary: str, body: type[Described], backend: str, said: Said
+) -> Callable[[_Call], _Call]:
+    """What the API document says of one command."""
+    return extend_schema(
+        operation_id=f"nodes_backends_{name}",
+        summary=summary,
+        tags=["backends"],
+        request=body,
+        responses=_RESPONSES,
+        examples=[sent({"backend": backend}), answered(_accepted(said), status="202")],
+    )
+
+
+def asked_by(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
+    """Who asks, and for which nodes."""
+    return Asked(
+        nodes,
+        actor=principal(request).name,
+        all_nodes=all_nodes,
+        request_id=request_id.get(),
+        client_address=client_address(request),
+    )
+
+
+def accepted(admission: Admission, kind: str) -> dict[str, Any]:
+    """What an answer says of the operation that was made, or of the one that is under way."""
+    job, said = str(admission.operation.id), SAID[kind]
+    return ACCEPTED.of(
+        jobID=job,
+        statusUrl=f"/api/backends/job/{job}",
+        message=said.started if admission.created else said.joined,
+        deduplicated=not admission.created,
+    )
+
+
+def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
+    admission = admit(wish, asked_by(request, [node]), now=clock.now())
+    return Response(accepted(admission, wish.kind), status=202)
+
+
+def _on_installed(request: Request, node_id: str, kind: str) -> Response:
+    backend = validate_body(BackendSerializer, request)["backend"]
+    return _on_one(request, node_commands.find_node(existing(node_id)), Wish(kind, backend))
+
+
+class InstallView(NodeView):
+    """`/api/nodes/:id/backends/install`."""
+
+    @_schema("install", "Install a backend on a node", InstallSerializer, "local@minilm", SAID[INSTALL])
+    def post(self, request: Request, node_id: str) -> Response:
+        """Installs a backend on one node. A repeated request joins the running operation."""
+        wish = install_wish(validate_body(InstallSerializer, request))
+        return _on_one(request, node_commands.find_node(existing(node_id)), wish)
+
+
+class UpgradeView(NodeView):
+    """`/api/nodes/:id/backends/upgrade`."""
+
+    @_schema("upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", SAID[UPGRADE])
+    def post(self, request: Request, node_id: str) -> Response:
+        """Stops the backend's engines on the node and installs it again from the galleries (A39).
+
+        A repeated request joins the running operation.
+        """
+        return _on_installed(request, node_id, UPGRADE)
+
+
+class DeleteView(NodeView):
+    """`/api/nodes/:id/backends/delete`."""
+
+    @_schema("delete", "Delete a backend from a node", BackendSerializer, "minilm", SAID[DELETE])
+    def post(self, request: Request, node_id: str) -> Response:
+        """Stops the backend's engines on the node and removes its files (O38).
+
+        A repeated request joins the running operation.
+        """
+        return _on_installed(request, node_id, DELETE)
+
+
+ASKED_AGAIN_AFTER = 60.0
+"""Seconds after which a list that a reader looks at is asked for again."""
+NODE_BACKEND = Shape(
+    "NodeBackend",
+    "One backend on a node (§2.10).",
+    [
+        column("name", TEXT),
+        column("is_system", FLAG, "It came with the machine and is not removed."),
+        column("is_meta", FLAG, "It stands for the build that fits the machine."),
+        column("installed_at", TEXT, "As the worker wrote it, RFC 3339.", optional=True),
+        column("gallery_url", TEXT, optional=True),
+        column("version", TEXT, optional=True),
+        column("uri", TEXT, optional=True),
+        column("digest", TEXT, optional=True),
+        column("alias", TEXT, "Another name that starts it.", optional=True),
+    ],
+)
+_HEADERS = [
+    header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
+    header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
+]
+_EXAMPLE = answered(
+    [
+        {
+            "name": "minilm",
+            "is_system": False,
+            "is_meta": False,
+            "installed_at": "2026-08-20T09:12:44Z",
+            "gallery_url": "file:///srv/gallery/index.yaml",
+            "version": "1.0.0",
+            "uri": "/srv/gallery/minilm",
+        }
+    ]
+)
+
+
+class NodeBackendsView(NodeView):
+    """`/api/nodes/:id/backends`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="nodes_backends",
+        summary="List a node's backends",
+        tags=["backends"],
+        parameters=_HEADERS,
+        responses={200: NODE_BACKEND.many, **refusals(401, 403, 404)},
+        examples=[_EXAMPLE],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """What the node's worker listed last; `X-As-Of` says when. An old list is asked for again."""
+        found = parse_node_id(node_id)
+        node = BackendNode.objects.filter(pk=found).first() if found else None
+        if node is None:
+            raise errors.NotFound("node not found")
+        if node.node_type == NodeType.AGENT:
+            return Response([])
+        inventory.wake([node.id], older_than=ASKED_AGAIN_AFTER, now=clock.now())
+        rows = NODE_BACKEND.rows(NodeBackend.objects.filter(node=node).order_by("name"))
+        return Response(rows, headers=_age(node))
+
+
+def _age(node: BackendNode) -> dict[str, str]:
+    """As of when the list is true, and why there is no newer one."""
+    known = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
+    problem = names.plain(node.inventory_error).encode("ascii", "replace").decode()
+    return known | ({"X-Inventory-Error": problem} if problem else {})

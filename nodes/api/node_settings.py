@@ -1,0 +1,187 @@
+"""Settings of a node: labels, replica cap and VRAM budget (`contract/http-api.md` §2.7 to §2.9)."""
+
+from typing import Any
+
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster.kit import errors, names
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.rest import MALFORMED, NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
+from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent
+from nodes.models import NodeLabel, selectors
+from nodes.registry import services
+from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
+
+LABEL_KEY = OpenApiParameter(
+    "key",
+    {"type": "string", "minLength": 1},
+    OpenApiParameter.PATH,
+    description="The label's key; everything after `labels/`, slashes too.",
+)
+LABELS: Schema = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {"type": "string", "maxLength": selectors.LONGEST_VALUE},
+    "description": "Key to value; keys have 1 to 128 characters.",
+}
+_SENT = sent({"tier": "fast"})
+_EXAMPLE = answered({"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"})
+
+
+class LabelsView(NodeView):
+    """`/api/nodes/:id/labels`."""
+
+    @extend_schema(
+        operation_id="nodes_labels",
+        summary="List a node's labels",
+        tags=["nodes"],
+        responses={(200, "application/json"): LABELS, **refusals(401, 403, 404)},
+        examples=[_EXAMPLE],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """Key to value."""
+        rows = NodeLabel.objects.filter(node=existing(node_id)).order_by("key")
+        return Response(dict(rows.values_list("key", "value")))
+
+    @extend_schema(
+        operation_id="nodes_labels_replace",
+        summary="Replace a node's labels",
+        tags=["nodes"],
+        parameters=[REVISION],
+        request={"application/json": LABELS},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[_SENT, _EXAMPLE],
+    )
+    def put(self, request: Request, node_id: str) -> Response:
+        """Replaces all labels; automatic ones return when the worker registers again."""
+        found = existing(node_id)
+        return Response(services.set_labels(found, labels_in(request), **edit_of(request)))
+
+    @extend_schema(
+        operation_id="nodes_labels_merge",
+        summary="Add or change labels",
+        tags=["nodes"],
+        parameters=[REVISION],
+        request={"application/json": LABELS},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[_SENT, _EXAMPLE],
+    )
+    def patch(self, request: Request, node_id: str) -> Response:
+        """Other labels stay; the answer has all of them."""
+        found = existing(node_id)
+        return Response(services.merge_labels(found, labels_in(request), **edit_of(request)))
+
+
+def labels_in(request: Request) -> dict[str, str]:
+    """The body's labels; raises InvalidInput naming the key whose value is not a text."""
+    if not isinstance(request.data, dict):
+        raise errors.InvalidInput(MALFORMED)
+    for key, value in request.data.items():
+        if not isinstance(value, str):
+            names.check_text(key, "labels: a key")
+            raise errors.InvalidInput(f"labels.{key[:128]}: must be a string", field=f"labels.{key[:128]}")
+    labels: dict[str, Any] = request.data
+    return labels
+
+
+class LabelView(NodeView):
+    """`/api/nodes/:id/labels/:key`; a key may contain slashes."""
+
+    @extend_schema(
+        operation_id="nodes_labels_remove",
+        summary="Remove a label",
+        tags=["nodes"],
+        parameters=[LABEL_KEY, REVISION],
+        responses={204: None, **refusals(400, 401, 403, 404, 409)},
+    )
+    def delete(self, request: Request, node_id: str, key: str) -> Response:
+        """Succeeds also if the node does not have the label."""
+        services.remove_label(existing(node_id), key, **edit_of(request))
+        return Response(status=204)
+
+
+CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
+BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
+RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
+_RESET = answered({"reset": True})
+
+
+class CapRequestSerializer(NullIsAbsent):
+    """At most so many replicas of one model."""
+
+    value = Whole(min_value=1, max_value=LARGEST_CAP)
+
+
+class BudgetRequestSerializer(NullIsAbsent):
+    """`80%`, `0.8`, `16GB`, `15GiB`, bytes; an empty text means no cap and is as sticky as any other."""
+
+    value = Text(max_length=LONGEST_BUDGET)
+
+
+class ReplicaCapView(NodeView):
+    """`/api/nodes/:id/max-replicas-per-model`."""
+
+    @extend_schema(
+        operation_id="nodes_cap",
+        summary="Set the maximum replicas per model",
+        tags=["nodes"],
+        parameters=[REVISION],
+        request=CapRequestSerializer,
+        responses={200: CAP.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[sent({"value": 3}), answered({"max_replicas_per_model": 3})],
+    )
+    def put(self, request: Request, node_id: str) -> Response:
+        """Overrides the worker's own value (R1.45)."""
+        found = existing(node_id)
+        value = validate_body(CapRequestSerializer, request)["value"]
+        node = services.set_replica_cap(found, value, **edit_of(request))
+        return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
+
+    @extend_schema(
+        operation_id="nodes_cap_reset",
+        summary="Reset the maximum replicas per model",
+        tags=["nodes"],
+        parameters=[REVISION],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[_RESET],
+    )
+    def delete(self, request: Request, node_id: str) -> Response:
+        """The worker's own value applies again from its next registration (R1.46)."""
+        services.reset_replica_cap(existing(node_id), **edit_of(request))
+        return Response(RESET.of(reset=True))
+
+
+class VramBudgetView(NodeView):
+    """`/api/nodes/:id/vram-budget`."""
+
+    @extend_schema(
+        operation_id="nodes_budget",
+        summary="Set the VRAM budget",
+        tags=["nodes"],
+        parameters=[REVISION],
+        request=BudgetRequestSerializer,
+        responses={200: BUDGET.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[sent({"value": "80%"}), answered({"vram_budget": "80%"})],
+    )
+    def put(self, request: Request, node_id: str) -> Response:
+        """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
+        found = existing(node_id)
+        value = validate_body(BudgetRequestSerializer, request)["value"]
+        services.set_vram_budget(found, value, **edit_of(request))
+        return Response(BUDGET.of(vram_budget=value))
+
+    @extend_schema(
+        operation_id="nodes_budget_reset",
+        summary="Reset the VRAM budget",
+        tags=["nodes"],
+        parameters=[REVISION],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[_RESET],
+    )
+    def delete(self, request: Request, node_id: str) -> Response:
+        """Unlimited until the worker registers with a budget (R1.48)."""
+        services.reset_vram_budget(existing(node_id), **edit_of(request))
+        return Response(RESET.of(reset=True))

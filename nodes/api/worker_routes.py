@@ -1,0 +1,272 @@
+"""Authentication of workers, and the parts that their raw ASGI routes share: bodies, responses, descriptions.
+
+A worker's own route accepts only the secret of the node in its URL.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import orjson
+from channels.sessions import CookieMiddleware, SessionMiddleware
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular.utils import OpenApiParameter
+from rest_framework.authentication import BaseAuthentication
+from rest_framework.permissions import BasePermission
+from rest_framework.request import Request
+
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.authentication import CHALLENGE, client_address, person_of, principal
+from localai_cluster.accounts.principals import Principal
+from localai_cluster.accounts.sessions import principal_of_socket
+from localai_cluster.kit import clock, errors
+from localai_cluster.web import throttle, wire
+from localai_cluster.web.openapi import Operation, json_body, refusals
+from localai_cluster.web.shapes import FLAG, TEXT, Shape, field, reference
+from nodes.registry import identity, services
+
+if TYPE_CHECKING:  # the framework's views import this module while they are being imported
+    from rest_framework.views import APIView
+
+
+def parse_node_id(text: str) -> UUID | None:
+    """A node id from a path, None for a text that cannot be one."""
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+class WorkerAuthentication(BaseAuthentication):
+    """What the worker's own routes have in common: a person who is signed in is forbidden, not unknown."""
+
+    def authenticate(self, request: Request) -> tuple[Any, None]:
+        """The worker's principal; 401 without a worker's credential, 429 after too many wrong ones.
+
+        403 for a person or another node.
+        """
+        offered = principals.bearer(request.headers.get("authorization", ""))
+        try:
+            if not offered:
+                raise errors.NotAuthenticated(NO_CREDENTIAL)
+            return self.prove(request, offered), None
+        except errors.NotAuthenticated as refusal:
+            if not isinstance(refusal, identity.MustRotate) and person_of(request).is_authenticated:
+                raise errors.Forbidden(WORKERS_ONLY) from None
+            if isinstance(refusal, identity.WrongCredential):
+                throttle.shared().note(client_address(request), clock.now())
+            raise
+
+    def prove(self, request: Request, offered: str) -> Principal:
+        """Who offers this; raises NotAuthenticated without a known credential."""
+        raise NotImplementedError
+
+    def authenticate_header(self, request: Request) -> str:
+        """Makes DRF answer 401, not 403."""
+        return CHALLENGE
+
+
+NO_CREDENTIAL = "missing or invalid Authorization header"
+WORKERS_ONLY = "this route is for workers only"
+
+
+class NodeAuthentication(WorkerAuthentication):
+    """A worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`).
+
+    A view with `rotating` set is open to a secret that an admin wants replaced.
+    """
+
+    def prove(self, request: Request, offered: str) -> Principal:
+        """The node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
+
+        409 for a process that another one has replaced, which becomes a conflict that an admin sees. 429 for
+        the shared token of an address with too many failures, unless it is this node's credential.
+        """
+        context = request.parser_context
+        node_id = parse_node_id(context["kwargs"]["node_id"])
+        instance = request.headers.get(identity.INSTANCE_HEADER, "")
+        rotating = getattr(context["view"], "rotating", False)
+        try:
+            return identity.prove_node(node_id, offered, instance, rotating=rotating)
+        except identity.OtherProcess:
+            assert node_id is not None  # it was found
+            source = client_address(request)
+            services.note_other_process(node_id, instance, source_address=source, now=clock.now())
+            raise
+        except (errors.NotFound, errors.Forbidden):
+            if principals.is_registration_token(offered):
+                # Over the limit a right guess must not look different from a wrong one.
+                throttle.shared().check(client_address(request), clock.now())
+            raise
+
+
+class IsTheNode(BasePermission):
+    """The node of the URL itself; `NodeAuthentication` has proved it."""
+
+    def has_permission(self, request: Request, view: "APIView") -> bool:
+        """Whether the caller is a node."""
+        return principal(request).kind == "node"
+
+
+class RegistrationAuthentication(BaseAuthentication):
+    """The shared registration token, which lets a worker register and nothing else."""
+
+    def authenticate(self, request: Request) -> None:
+        """Serves no request."""
+
+
+class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """A worker's own secret."""
+
+    target_class = "nodes.api.worker_routes.NodeAuthentication"
+    name = "nodeSecret"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """`Authorization: Bearer …`."""
+        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
+
+
+class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """The shared token."""
+
+    target_class = "nodes.api.worker_routes.RegistrationAuthentication"
+    name = "registrationToken"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """`Authorization: Bearer …`."""
+        return {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Registration or join token.",
+        }
+
+
+WORKER_REFUSAL = Shape(
+    "WorkerRefusal",
+    "The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced.",
+    [field("error", TEXT), field("rotate", FLAG, optional=True)],
+)
+WRONG = "No credential, or a wrong one. `rotate`: the secret is right, but an admin wants it replaced."
+
+
+def _header(name: str, digits: int, meaning: str, *, required: bool = False) -> OpenApiParameter:
+    secret = f"[0-9a-f]{{{digits}}}"
+    return OpenApiParameter(
+        name,
+        {"type": "string", "pattern": f"^{secret}$" if required else f"^({secret})?$"},
+        OpenApiParameter.HEADER,
+        required=required,
+        description=meaning,
+    )
+
+
+SECRET = _header(
+    identity.SECRET_HEADER, 64, "The worker's own secret, bound to the name by its first registration."
+)
+NEW_SECRET = _header(
+    identity.NEW_SECRET_HEADER, 64, "What the worker proves itself by from now on.", required=True
+)
+INSTANCE = _header(
+    identity.INSTANCE_HEADER,
+    32,
+    "One value for each worker process. A call under an earlier one is refused with 409: two processes use"
+    " one data folder, or a copy of it.",
+)
+
+
+Scope = dict[str, Any]
+
+
+def headers_of(scope: Scope) -> dict[bytes, str]:
+    """The headers by their names in lower case."""
+    return {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def client_of(scope: Scope) -> str:
+    """The same as `wire.client_of`, short enough for a column."""
+    return wire.client_of(scope)[:64]
+
+
+async def followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
+    """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
+    if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
+        return refusal
+    if await _from_a_person(scope):
+        return errors.Forbidden(WORKERS_ONLY)
+    if isinstance(refusal, identity.WrongCredential):
+        return await throttle.shared().noted(refusal, client_of(scope))
+    return refusal
+
+
+async def _from_a_person(scope: Scope) -> bool:
+    """Whether a user's key or a browser's session came with a refused beat: known, but not a worker."""
+    found: list[Principal] = []
+
+    async def note(inner: Any, receive: Any, send: Any) -> None:
+        found.append(await principal_of_socket(inner))
+
+    asked: Any = CookieMiddleware(SessionMiddleware(note))
+    await asked(scope, None, None)
+    return found[0].is_authenticated
+
+
+async def body_of(receive: Any, limit: int) -> bytes:
+    """The body; raises Disconnected, and InvalidInput (413) for one over `limit` bytes."""
+    too_large = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
+    too_large.status = 413
+    return await wire.read_body(receive, limit, too_large)
+
+
+def method_not_allowed(method: str) -> errors.ClusterError:
+    """The refusal of a method that the route does not have."""
+    error = errors.InvalidInput(f'method "{method}" not allowed')
+    error.status = 405
+    return error
+
+
+async def respond(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    """Sends one JSON answer."""
+    lines = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    await wire.send_answer(send, wire.Answer(orjson.dumps(body, option=orjson.OPT_UTC_Z), status, lines))
+
+
+def refused(*statuses: int) -> dict[str, Operation]:
+    """Refusals with these statuses, as the API document describes them."""
+    meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
+    return {
+        str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
+        for status, meaning in meanings.items()
+    }
+
+
+def node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
+    """What the API document says of every route that a node calls with its own secret."""
+    return {
+        "operationId": operation_id,
+        "tags": ["worker"],
+        "summary": summary,
+        "description": description,
+        "security": [{"nodeSecret": []}],
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in in_path
+            ),
+            {
+                "name": INSTANCE.name,
+                "in": "header",
+                "required": INSTANCE.required,
+                "schema": INSTANCE.type,
+                "description": INSTANCE.description,
+            },
+        ],
+    }
+
+
+WRONG_SECRET: Operation = {
+    "401": {
+        "description": WRONG,
+        "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
+    }
+}
+"""The refusal of a credential, as the API document describes it."""

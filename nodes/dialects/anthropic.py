@@ -1,0 +1,437 @@
+"""Anthropic's Messages, `POST /v1/messages`: requests, complete responses, stream events, error bodies. Pure.
+
+A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
+(`cache_control`), sources of texts and signatures of thoughts are ignored. A response is a list of numbered
+blocks. The prompt's token count is available at the end only, so the first event reports 0 and the last but
+one has the figures, which apply to the whole response.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer, field_error
+from nodes.dialects import blocks, openai_common, openai_messages
+from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
+from nodes.dialects.openai_common import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
+from nodes.dialects.openai_messages import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    CalledFunction,
+    Choice,
+    ForcedTool,
+    Function,
+    FunctionName,
+    Tool,
+    ToolCall,
+    check_tools,
+    encode_json,
+)
+from nodes.gateway import schemas
+from nodes.gateway.generation import (
+    Conversation,
+    Dialect,
+    Generation,
+    Head,
+    Sampling,
+    TextDelta,
+    Usage,
+    Utterance,
+    total,
+)
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Text."""
+
+    text: str
+
+
+class ImageSource(msgspec.Struct, frozen=True):
+    """An image in itself. The cluster fetches nothing, and keeps no files."""
+
+    type: Literal["base64"]
+    data: Text
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
+    """An image."""
+
+    source: ImageSource
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
+    """What the model thought."""
+
+    thinking: str
+
+
+class HiddenThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", frozen=True):
+    """What the model thought, unreadable here: ignored."""
+
+
+class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
+    """One call of a tool, as an earlier answer asked for it."""
+
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=True):
+    """What came of a call."""
+
+    tool_use_id: Text
+    content: str | Annotated[list[TextBlock | ImageBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    is_error: bool | None = None
+    """Ignored: no template knows it."""
+
+
+InputBlock = TextBlock | ImageBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
+    if system:
+        yield Utterance("system", system if isinstance(system, str) else _join_texts(system))
+    for number, message in enumerate(messages):
+        if isinstance(message.content, str):
+            yield Utterance(message.role, message.content)
+        else:
+            yield from _convert_message(message.role, message.content, f"messages[{number}].content")
+
+
+_ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
+_USER_BLOCKS = (ResultBlock, ImageBlock)
+
+
+def _convert_message(role: str, blocks: Sequence[InputBlock], field_path: str) -> Iterator[Utterance]:
+    misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
+    for index, block in enumerate(blocks):
+        if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
+            raise field_error(
+                f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
+            )
+    if role == "assistant":
+        yield _assistant_message(blocks)
+        return
+    yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
+    if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
+        yield Utterance(role, _join_texts(blocks))
+
+
+def _assistant_message(blocks: Sequence[InputBlock]) -> Utterance:
+    calls = [
+        ToolCall(block.id, CalledFunction(block.name, encode_json(block.input)))
+        for block in blocks
+        if isinstance(block, CallBlock)
+    ]
+    return Utterance(
+        "assistant",
+        _join_texts(blocks),
+        reasoning="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
+        tool_calls=encode_json(calls) if calls else "",
+    )
+
+
+def _tool_message(block: ResultBlock) -> Utterance:
+    content = block.content or ""
+    text = content if isinstance(content, str) else _join_texts(content)
+    return Utterance("tool", text, tool_call_id=block.tool_use_id)
+
+
+def _join_texts(blocks: Sequence[InputBlock]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
+    """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
+    return tuple(
+        openai_messages.check_base64(image.source.data, field_path)
+        for number, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for image, field_path in _images(message.content, f"messages[{number}].content")
+    )
+
+
+def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
+    for index, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            yield block, f"{field_path}[{index}]"
+        elif isinstance(block, ResultBlock) and isinstance(block.content, list):
+            yield from _images(block.content, f"{field_path}[{index}].content")
+
+
+_NAMES = {"response_format": "output_config"}
+
+
+class ClientTool(msgspec.Struct, frozen=True):
+    """A tool of the client's own; `input_schema` is a JSON schema."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ClientChoice(msgspec.Struct, frozen=True):
+    """Whether a tool is to be called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How the answer is to be; `effort` is ignored."""
+
+    format: OutputFormat | None = None
+
+
+class CountBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request to count tokens."""
+
+    model: Text
+    messages: Messages
+    system: System | None = None
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ClientChoice | None = None
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation for the engine; raises InvalidInput, which names the wrong field."""
+        tools = [
+            Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict))
+            for tool in self.tools or ()
+        ]
+        choice = self.tool_choice
+        tools_json, choice_json = check_tools(tools, _choice(choice), "input_schema")
+        is_single_call = choice is not None and choice.disable_parallel_tool_use
+        return Conversation(
+            messages=tuple(convert_messages(self.system, self.messages)),
+            tools=tools_json,
+            tool_choice=choice_json,
+            parallel_tool_calls=False if tools_json and is_single_call else None,
+            images=collect_images(self.messages),
+        )
+
+
+class MessagesBody(CountBody, kw_only=True, frozen=True):
+    """The body of a request. Other fields of Anthropic's are ignored, or refused by name."""
+
+    max_tokens: PositiveInt
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    temperature: Fraction | None = None
+    top_p: Fraction | None = None
+    top_k: NonNegativeInt | None = None
+    output_config: OutputConfig | None = None
+
+
+REFUSED = {
+    "container": "no engine here runs code",
+    "mcp_servers": "the cluster calls no other server",
+}
+
+
+def parse_request(fields: Mapping[str, Any]) -> Generation:
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    openai_common.refuse_fields(fields, REFUSED)
+    body = wire.parse_struct(fields, MessagesBody)
+    return Generation(
+        model=body.model,
+        prompts=(body.conversation,),
+        sampling=Sampling(
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=tuple(body.stop_sequences or ()),
+            grammar=_schema(body.output_config),
+        ),
+        stream=bool(body.stream),
+        names=_NAMES,
+    )
+
+
+def _choice(choice: ClientChoice | None) -> Choice | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidInput("tool_choice.name: the tool to call", field="tool_choice")
+        return ForcedTool(FunctionName(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _schema(config: OutputConfig | None) -> str:
+    if config is None or config.format is None:
+        return ""
+    schemas.check([(config.format.schema, "output_config.format.schema")])
+    return encode_json(config.format.schema)
+
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Error types by HTTP status; every other status is an `api_error`."""
+
+
+def _error(error: ClusterError) -> dict[str, Any]:
+    """Return the error envelope. It has no attribute for the field, so the text names it."""
+    kind = _TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": wire.message_with_field(error)}}
+
+
+def render_error(error: ClusterError) -> Answer:
+    """Return the error response in Anthropic's envelope."""
+    return Answer(orjson.dumps(_error(error)), error.status, wire.error_answer(error).headers)
+
+
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """Return the response body."""
+    content = [_render_block(head, block) for block in blocks.collect_blocks(deltas)]
+    reason = next((delta.finish for delta in deltas if delta.finish), "stop")
+    return orjson.dumps(_render_message(head, content, _reason(reason), _render_usage(total(deltas, 1))))
+
+
+def _render_message(
+    head: Head, content: Sequence[Any], reason: str | None, usage: Mapping[str, int]
+) -> dict[str, Any]:
+    return {
+        "id": f"msg_{head.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.generation.model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _reason(finish: str) -> str:
+    return _REASONS.get(finish, "end_turn")
+
+
+def _render_usage(usage: Usage) -> dict[str, int]:
+    """Return the usage in Anthropic's form.
+
+    Cached tokens are excluded from the prompt's, and present only if the engine reported them.
+    """
+    fields = {"input_tokens": usage.prompt - (usage.cached or 0), "output_tokens": usage.completion}
+    return fields if usage.cached is None else fields | {"cache_read_input_tokens": usage.cached}
+
+
+def _render_block(head: Head, block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return _opening(head, block) | {"input": blocks.parse_arguments(block.content)}
+    return _opening(head, block) | {_FIELDS[block.kind]: block.content}
+
+
+_FIELDS = {BlockKind.THOUGHT: "thinking", BlockKind.TEXT: "text", BlockKind.CALL: "partial_json"}
+_DELTAS = {
+    BlockKind.THOUGHT: "thinking_delta",
+    BlockKind.TEXT: "text_delta",
+    BlockKind.CALL: "input_json_delta",
+}
+
+
+def _opening(head: Head, block: Block) -> dict[str, Any]:
+    """Return the empty form of a block, which opens it."""
+    if block.kind is BlockKind.THOUGHT:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text", "text": ""}
+    call = block.call
+    identity = call.id or f"toolu_{head.id[:24]}_{call.index}"
+    return {"type": "tool_use", "id": identity, "name": call.name, "input": {}}
+
+
+def _render_event(kind: str, **content: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **content}))
+
+
+class MessageEvents:
+    """The stream of one response."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._blocks = Blocks()
+        self._has_started = False
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
+
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
+        events = []
+        if not self._has_started:
+            self._has_started = True
+            events.append(
+                _render_event(
+                    "message_start", message=_render_message(self._head, [], None, _render_usage(Usage()))
+                )
+            )
+        events.extend(self._render_step(step) for step in self._blocks.steps(delta))
+        if delta.finish:
+            end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
+            events.append(_render_event("message_delta", delta=end, usage=_render_usage(total([delta], 1))))
+        return events
+
+    def _render_step(self, step: BlockStep) -> bytes:
+        index, kind = step.block.number, step.block.kind
+        if step.change is BlockChange.OPENED:
+            return _render_event(
+                "content_block_start", index=index, content_block=_opening(self._head, step.block)
+            )
+        if step.change is BlockChange.CLOSED:
+            return _render_event("content_block_stop", index=index)
+        delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
+        return _render_event("content_block_delta", index=index, delta=delta)
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return the event that ends a failed response."""
+        return b"event: error\ndata: " + orjson.dumps(_error(error)) + b"\n\n"
+
+
+DIALECT = Dialect(
+    parse_request,
+    MessageEvents,
+    render_response,
+    done=_render_event("message_stop"),
+    keep_alive=_render_event("ping"),
+)

@@ -1,0 +1,159 @@
+"""`POST /v1/images/generations`: images of a prompt, embedded in the response."""
+
+import asyncio
+import base64
+import random
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendFailed
+from localai_cluster.rpc.messages import GenerateImageRequest
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.dialects import openai_common
+from nodes.dialects.openai_common import Text
+from nodes.gateway import gateway
+from nodes.gateway.gateway import defined
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.streams import node_header
+from nodes.gateway.worker_files import open_files
+
+MOST_IMAGES = 8
+LARGEST_ANSWER = 64 * 1024 * 1024
+"""Limit on the bytes of all images of a request, before base64."""
+LONGEST_PROMPT = 32 * 1024
+USUAL_SIZE, SMALLEST, LARGEST = 512, 16, 4096
+"""Default, minimum and maximum of each side in pixels."""
+USUAL_STEPS = 15
+"""The reference's default number of steps."""
+_LARGEST_SEED = 2**31 - 1
+REFUSED = {
+    "file": "images to begin from are not accepted",
+    "image": "images to begin from are not accepted",
+    "mask": "images to begin from are not accepted",
+    "ref_images": "images to begin from are not accepted",
+    "stream": "images are not sent in parts",
+    "partial_images": "images are not sent in parts",
+}
+
+_Prompt = Annotated[str, msgspec.Meta(max_length=LONGEST_PROMPT)]
+_Steps = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+
+
+class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request; `step`, `negative_prompt`, `seed` and `clip_skip` are LocalAI's."""
+
+    model: Text
+    prompt: Annotated[
+        str,
+        msgspec.Meta(
+            min_length=1,
+            max_length=LONGEST_PROMPT,
+            description="What stands behind `|` is what shall not be seen.",
+        ),
+    ]
+    negative_prompt: _Prompt | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_IMAGES)] | None = None
+    size: Annotated[
+        Annotated[str, msgspec.Meta(pattern="^([0-9]{2,4}x[0-9]{2,4}|auto)$")] | None,
+        msgspec.Meta(description=f"Width and height, {SMALLEST} to {LARGEST} pixels each."),
+    ] = None
+    response_format: Annotated[
+        Literal["b64_json"] | None,
+        msgspec.Meta(description="Images are inside the answer; the cluster keeps none to link to."),
+    ] = None
+    output_format: Literal["png"] | None = None
+    step: _Steps | None = None
+    steps: _Steps | None = None
+    seed: int | None = None
+    clip_skip: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Width and height; raises InvalidInput."""
+        if self.size in (None, "auto"):
+            return USUAL_SIZE, USUAL_SIZE
+        width, height = (int(side) for side in str(self.size).split("x"))
+        if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
+            raise InvalidInput(f"size: each side has {SMALLEST} to {LARGEST} pixels", field="size")
+        return width, height
+
+
+async def generate(request: InferenceRequest) -> Answer:
+    """Generate the images of one request."""
+    body = parse_request(wire.parse_json_object(request.body))
+    definition = await defined(body.model)
+    request.model = definition.name
+    calls = _calls(body, definition.model, definition.generation.defaults)
+    images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))
+    content = await asyncio.to_thread(
+        render_response, request.request_id, int(clock.now().timestamp()), images
+    )
+    return Answer(content, headers=tuple(node_header(request)))
+
+
+def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    openai_common.refuse_fields(fields, REFUSED)
+    if fields.get("response_format") == "url":
+        raise InvalidInput(
+            "response_format: no images are kept to link to; ask for b64_json", field="response_format"
+        )
+    body = wire.parse_struct(fields, ImagesBody)
+    _ = body.pixels
+    return body
+
+
+def _calls(body: ImagesBody, model: str, defaults: Mapping[str, float | int]) -> list[GenerateImageRequest]:
+    """Return a call for each image; seeds are consecutive."""
+    width, height = body.pixels
+    positive, _, negative = body.prompt.partition("|")
+    base_seed = defaults.get("seed") if body.seed is None else body.seed
+    seed = random.getrandbits(31) if base_seed in (None, -1) else int(base_seed or 0)
+    return [
+        GenerateImageRequest(
+            width=width,
+            height=height,
+            step=body.step or body.steps or USUAL_STEPS,
+            seed=(seed + number) & _LARGEST_SEED,
+            positive_prompt=positive,
+            negative_prompt=body.negative_prompt or negative,
+            CLIPSkip=body.clip_skip or 0,
+            ModelIdentity=model,
+        )
+        for number in range(body.n or 1)
+    ]
+
+
+async def _draw_images(
+    request: InferenceRequest, engine: BackendClient, calls: Sequence[GenerateImageRequest]
+) -> list[bytes]:
+    """Generate the images sequentially: each one occupies the whole engine."""
+    assert request.replica is not None
+    images: list[bytes] = []
+    async with open_files(request.replica.node_id, request.deadline) as files:
+        for template in calls:
+            call = GenerateImageRequest()
+            call.CopyFrom(template)
+            call.dst = await files.temp()
+            result = await engine.draw(call, request.deadline - clock.monotonic())
+            if not result.success:
+                raise BackendFailed(result.message or None)
+            remaining = LARGEST_ANSWER - sum(map(len, images))
+            with await files.fetch(call.dst) as file:
+                images.append(file.read(remaining + 1))
+            if len(images[-1]) > remaining:
+                raise BackendFailed(f"the images have more than {LARGEST_ANSWER} bytes")
+    return images
+
+
+def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
+    """Return the response body."""
+    data = [{"b64_json": base64.b64encode(image).decode()} for image in images]
+    return orjson.dumps({"id": identifier, "created": created, "data": data})

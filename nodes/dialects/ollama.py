@@ -1,0 +1,353 @@
+"""Ollama's `POST /api/chat` and `/api/generate`: requests, responses as JSON or as lines of it. Pure.
+
+Streaming is the default. Load options are ignored, because the definition determines them. `keep_alive` is
+ignored too, because the cluster decides when a model is unloaded. Every line but the last has a piece of the
+response. Tool calls are sent complete, just before the last line, because their arguments are objects here. A
+blank before a line keeps the connection alive.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.dialects import blocks, openai_common, openai_messages
+from nodes.dialects.openai_common import Fraction, NonNegativeInt, Penalty, Stop, Text
+from nodes.dialects.openai_messages import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    CalledFunction,
+    ToolCall,
+    Tools,
+    check_tools,
+    encode_json,
+)
+from nodes.gateway import generation, schemas
+from nodes.gateway.generation import (
+    Conversation,
+    Dialect,
+    FoldedChoice,
+    Generation,
+    Head,
+    Prompt,
+    Sampling,
+    TextDelta,
+    Took,
+    ToolPiece,
+    Utterance,
+)
+
+_NO_LIMITS = (-1, -2)
+"""Values of `num_predict` without a limit of their own: unlimited, and up to the context size."""
+_NAMES = {"response_format": "format"}
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """How tokens are chosen. Other options of Ollama's are ignored."""
+
+    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_k: NonNegativeInt | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
+    seed: int | None = None
+    stop: Stop = None
+    repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+
+
+class OllamaFunction(msgspec.Struct, frozen=True):
+    """Which function, and its arguments."""
+
+    name: Text
+    arguments: dict[str, Any]
+
+
+class OllamaCall(msgspec.Struct, frozen=True):
+    """One call of a tool, as an earlier answer asked for it."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+Images = Annotated[list[Text], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+class OllamaMessage(msgspec.Struct, frozen=True):
+    """One message; images are base64."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: Annotated[list[OllamaCall], msgspec.Meta(max_length=128)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True, frozen=True):
+    model: Text
+    stream: bool | None = None
+    options: OllamaOptions | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+    def to_generation(self, prompt: Prompt, names: Mapping[str, str]) -> Generation:
+        """Return the generation of this prompt with the body's parameters."""
+        return Generation(
+            model=self.model,
+            prompts=(prompt,),
+            sampling=self._sampling(),
+            stream=self.stream is not False,
+            names=names,
+        )
+
+    def _sampling(self) -> Sampling:
+        options = self.options or OllamaOptions()
+        if options.num_predict == 0:
+            raise InvalidInput("options.num_predict: at least 1, or -1 for no limit", field="options")
+        stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
+        return Sampling(
+            max_tokens=None if options.num_predict in _NO_LIMITS else options.num_predict,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            repeat_penalty=options.repeat_penalty,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            seed=options.seed,
+            stop=tuple(stop),
+            grammar=_schema(self.format),
+            logprobs=bool(self.logprobs),
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,
+        )
+
+
+class OllamaChatBody(_Body, kw_only=True, frozen=True):
+    """The body of a chat. Other fields of Ollama's are ignored, or refused by name."""
+
+    messages: Annotated[list[OllamaMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    tools: Tools | None = None
+
+
+class GenerateBody(_Body, kw_only=True, frozen=True):
+    """The body of a request to answer one prompt, or with `raw` to go on from it."""
+
+    prompt: Text
+    system: str | None = None
+    images: Images | None = None
+    raw: bool | None = None
+
+
+REFUSED = {
+    "context": "nothing is kept; send the conversation to /api/chat",
+    "suffix": "no engine here fills in a middle",
+    "template": "the template is the model's own, or its definition's",
+    **dict.fromkeys(("width", "height", "steps"), "images come from /v1/images/generations"),
+}
+
+
+def parse_chat(fields: Mapping[str, Any]) -> Generation:
+    """Parse a chat; raise InvalidInput, which names the first wrong field."""
+    body = wire.parse_struct(fields, OllamaChatBody)
+    tools, choice = check_tools(body.tools or (), None)
+    images = tuple(
+        openai_messages.check_base64(image, f"messages[{number}].images[{index}]")
+        for number, message in enumerate(body.messages)
+        for index, image in enumerate(message.images or ())
+    )
+    utterances = tuple(_utterances(body.messages))
+    return body.to_generation(Conversation(utterances, tools, choice, images=images), _NAMES)
+
+
+def parse_generate(fields: Mapping[str, Any]) -> Generation:
+    """Parse one prompt; raise InvalidInput, which names the first wrong field."""
+    openai_common.refuse_fields(fields, REFUSED)
+    body = wire.parse_struct(fields, GenerateBody)
+    if body.raw:
+        if body.images:
+            raise InvalidInput("images: not with `raw`", field="images")
+        return body.to_generation(body.prompt, _NAMES)
+    system = (Utterance("system", body.system),) if body.system else ()
+    images = (
+        openai_messages.check_base64(image, f"images[{index}]")
+        for index, image in enumerate(body.images or ())
+    )
+    conversation = Conversation((*system, Utterance("user", body.prompt)), images=tuple(images))
+    return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
+
+
+def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form.
+
+    Tool results may lack ids; such results are matched with the calls in order.
+    """
+    unanswered_ids: list[str] = []
+    for number, message in enumerate(messages):
+        calls = [
+            ToolCall(
+                call.id or f"call_{number}_{index}",
+                CalledFunction(call.function.name, encode_json(call.function.arguments)),
+            )
+            for index, call in enumerate(message.tool_calls or ())
+        ]
+        answered_id = ""
+        if message.role == "tool":
+            answered_id = message.tool_call_id or (unanswered_ids[0] if unanswered_ids else f"call_{number}")
+            unanswered_ids = [call_id for call_id in unanswered_ids if call_id != answered_id]
+        elif message.role == "assistant":
+            unanswered_ids = [call.id for call in calls]
+        yield Utterance(
+            message.role,
+            message.content or "",
+            name=message.tool_name or "",
+            tool_call_id=answered_id,
+            reasoning=message.thinking or "",
+            tool_calls=encode_json(calls) if calls else "",
+        )
+
+
+def _schema(format: str | dict[str, Any] | None) -> str:
+    """Return the JSON schema of the response, "" if any text is allowed."""
+    if not isinstance(format, dict):
+        return encode_json({"type": "object"}) if format else ""
+    schemas.check([(format, "format")])
+    return encode_json(format)
+
+
+KIND = b"application/x-ndjson"
+
+Calls = list[dict[str, Any]]
+Renderer = Callable[[str, str, Calls], dict[str, Any]]
+"""Renders text, thoughts and tool calls in the form of a route."""
+
+
+def _as_message(text: str, thought: str, calls: Calls) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["thinking"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _as_response(text: str, thought: str, _: Calls) -> dict[str, Any]:
+    return {"response": text, **({"thinking": thought} if thought else {})}
+
+
+def error_body(error: ClusterError) -> bytes:
+    """Return the error envelope, which has a text only."""
+    return orjson.dumps({"error": wire.message_with_field(error)})
+
+
+def render_error(error: ClusterError) -> Answer:
+    """Return the error response in Ollama's envelope."""
+    return Answer(error_body(error), error.status, wire.error_answer(error).headers)
+
+
+def _render_line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": head.generation.model, "created_at": format_time(head.created), **content, **fields}
+
+
+def format_time(seconds: int) -> str:
+    """Return a Unix time in Ollama's format."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def to_nanoseconds(seconds: float) -> int:
+    """Return a duration in Ollama's unit."""
+    return int(seconds * 1_000_000_000)
+
+
+def _render_end(last: TextDelta) -> dict[str, Any]:
+    """Return the finish reason, the durations and the token counts."""
+    durations, usage = last.took or Took(), generation.total([last], 1)
+    return {
+        "done": True,
+        "done_reason": "length" if last.finish == "length" else "stop",
+        "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
+        "load_duration": to_nanoseconds(durations.load),
+        "prompt_eval_count": usage.prompt,
+        "prompt_eval_duration": to_nanoseconds(durations.prompt),
+        "eval_count": usage.completion,
+        "eval_duration": to_nanoseconds(durations.answer),
+    }
+
+
+def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
+    return [
+        {
+            "id": piece.id or f"call_{head.id[:24]}_{piece.index}",
+            "function": {
+                "index": index,
+                "name": piece.name,
+                "arguments": blocks.parse_arguments(piece.arguments),
+            },
+        }
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def response_renderer(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
+    """Return a function that renders a complete response in this form."""
+
+    def render_whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+        choice: FoldedChoice = generation.folded(deltas, 1)[0]
+        last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
+        document = _render_line(
+            head,
+            render(choice.text, choice.reasoning, _render_calls(head, choice.tools)),
+            **_render_end(last),
+        )
+        return orjson.dumps(document | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
+
+    return render_whole
+
+
+class OllamaLines:
+    """The stream of one response."""
+
+    def __init__(self, head: Head, render: Renderer) -> None:
+        self._head = head
+        self._render = render
+        self._calls: list[ToolPiece] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the lines of these deltas."""
+        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._render_delta(delta))
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return the line that ends a failed response."""
+        return error_body(error) + b"\n"
+
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        lines = []
+        self._calls.extend(delta.tools)
+        if delta.text or delta.reasoning or delta.logprobs:
+            logprobs = {"logprobs": delta.logprobs} if delta.logprobs else {}
+            piece = self._render(delta.text, delta.reasoning, [])
+            lines.append(_render_line(self._head, piece, done=False, **logprobs))
+        if delta.finish:
+            if calls := generation.joined(self._calls):
+                calls_piece = self._render("", "", _render_calls(self._head, calls))
+                lines.append(_render_line(self._head, calls_piece, done=False))
+            lines.append(_render_line(self._head, self._render("", "", []), **_render_end(delta)))
+        return lines
+
+
+def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], render: Renderer) -> Dialect:
+    return Dialect(
+        read, lambda head: OllamaLines(head, render), response_renderer(render), kind=KIND, keep_alive=b" "
+    )
+
+
+CHAT = _dialect(parse_chat, _as_message)
+GENERATE = _dialect(parse_generate, _as_response)

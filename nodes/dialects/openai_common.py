@@ -1,0 +1,138 @@
+"""Fields that OpenAI's chat and completion bodies share, their conversion, and the events of a stream. Pure.
+
+Unknown fields are ignored, as OpenAI's own server does with fields that only concern itself (`store`,
+`service_tier`, `user` …). A field that requires an unsupported feature is refused by name (`refuse_fields`).
+A stream consists of server-sent events without names.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.web import wire
+from nodes.gateway import schemas
+from nodes.gateway.generation import Sampling, TextDelta, Usage
+
+MOST_CHOICES = 32
+"""Limit on the choices of one request, all prompts together."""
+LARGEST_BODY = 8 * 1024 * 1024
+"""Limit on the bytes of the body of a request for text."""
+MOST_STOPS = 16
+MOST_BIASES = 1024
+_TOKEN = re.compile("[0-9]{1,10}")
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
+Stop = Text | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream has beside the pieces."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: padding that hides the lengths of pieces."""
+
+
+class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields about how tokens are chosen, and how the answer comes."""
+
+    model: Text
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    stop: Stop = None
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    seed: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MOST_BIASES)] | None = None
+    top_k: NonNegativeInt | None = None
+    min_p: Fraction | None = None
+    repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    grammar: str | None = None
+    user: str | None = None
+
+    @property
+    def streams_usage(self) -> bool:
+        """True if the stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def to_sampling(
+    body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
+) -> Sampling:
+    """Return the sampling parameters of a body; raise InvalidInput."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
+        raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
+    schemas.check_grammar(body.grammar or "")
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repeat_penalty=body.repeat_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        seed=body.seed,
+        stop=tuple(stop),
+        logit_bias=body.logit_bias or {},
+        ignore_eos=bool(body.ignore_eos),
+        grammar=grammar,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+    )
+
+
+def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise InvalidInput for the first field of `reasons` that has a non-empty value."""
+    for name, reason in reasons.items():
+        if fields.get(name) not in (None, False, [], {}):
+            raise InvalidInput(f"{name}: {reason}", field=name)
+
+
+def render_usage(tokens: Usage) -> dict[str, Any]:
+    """Return the usage in OpenAI's form, with cached tokens only if the engine reported them."""
+    fields: dict[str, Any] = {
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.completion,
+        "total_tokens": tokens.prompt + tokens.completion,
+    }
+    if tokens.cached is not None:
+        fields["prompt_tokens_details"] = {"cached_tokens": tokens.cached}
+    return fields
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def render_event(content: Mapping[str, Any]) -> bytes:
+    """Return one event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class Chunks(ABC):
+    """The stream of one response."""
+
+    @abstractmethod
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return an event with the ordinary error envelope, then the end of the stream."""
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE

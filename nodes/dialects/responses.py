@@ -1,0 +1,462 @@
+"""OpenAI's Responses, `POST /v1/responses`: requests, complete responses, stream events. Pure.
+
+A conversation is a list of items of several kinds. Consecutive calls, and the thoughts and text before them,
+become one message for an engine. Content that only OpenAI's servers can read is ignored. The cluster stores
+no responses: a request that refers to an earlier response, or requires storing this one, is refused.
+
+Events carry their type twice, as the event's name and inside, and a sequence number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.kit.errors import ClusterError, InvalidInput
+from localai_cluster.web import wire
+from localai_cluster.web.wire import field_error
+from nodes.dialects import blocks, openai_common, openai_messages
+from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
+from nodes.dialects.openai_common import Fraction, PositiveInt, Text
+from nodes.dialects.openai_messages import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    CalledFunction,
+    Choice,
+    ForcedTool,
+    Function,
+    FunctionName,
+    Name,
+    Tool,
+    ToolCall,
+    check_tools,
+    encode_json,
+)
+from nodes.gateway import schemas
+from nodes.gateway.generation import (
+    Conversation,
+    Dialect,
+    Generation,
+    Head,
+    Sampling,
+    TextDelta,
+    Usage,
+    Utterance,
+    total,
+)
+
+
+class Content(msgspec.Struct, frozen=True):
+    """A part of an item. An image is in itself: `data:image/png;base64,…`; the cluster keeps no files."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "input_image"]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+
+
+Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A message, a call of a tool, what came of it, or what the model thought."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Contents | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Contents | None = None
+
+
+Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+def convert_items(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
+    """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
+    if instructions:
+        yield Utterance("system", instructions)
+    if isinstance(input_items, str):
+        yield Utterance("user", input_items)
+        return
+    answer: list[Item] = []
+    for number, item in enumerate(input_items):
+        for name in _NEEDED[item.type]:
+            if getattr(item, name) is None:
+                raise field_error(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
+        is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        if not is_assistant_item or _starts_response(item, answer):
+            yield from _assistant_message(answer)
+            answer = []
+        if is_assistant_item:
+            answer.append(item)
+        else:
+            yield _input_message(item)
+    yield from _assistant_message(answer)
+
+
+def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
+    """Return True if the item starts a new response: in one response only thoughts may precede a message."""
+    return item.type == "message" and any(previous_item.type != "reasoning" for previous_item in answer)
+
+
+def _input_message(item: Item) -> Utterance:
+    if item.type == "function_call_output":
+        return Utterance("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
+    return Utterance("user" if item.role == "user" else "system", _join_texts(item.content))
+
+
+def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
+    """Yield the message for the items of one earlier response; thoughts alone yield none."""
+    calls = [
+        ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
+        for item in items
+        if item.type == "function_call"
+    ]
+    if any(item.type != "reasoning" for item in items):
+        yield Utterance(
+            "assistant",
+            "".join(_join_texts(item.content) for item in items if item.type == "message"),
+            reasoning="\n".join(_join_texts(item.content) for item in items if item.type == "reasoning"),
+            tool_calls=encode_json(calls) if calls else "",
+        )
+
+
+def _join_texts(content: Contents | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (part.text if part.text is not None else part.refusal for part in content)
+    return "\n".join(text for text in texts if text is not None)
+
+
+def collect_images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
+    """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
+    if isinstance(input_items, str):
+        return ()
+    return tuple(
+        openai_messages.parse_image_url(part.image_url or "", f"input[{number}].{name}[{index}]")
+        for number, item in enumerate(input_items)
+        for name, content in (("content", item.content), ("output", item.output))
+        if isinstance(content, list)
+        for index, part in enumerate(content)
+        if part.type == "input_image"
+    )
+
+
+_NAMES = {"messages": "input", "response_format": "text", "logprobs": "include"}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class FlatTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatChoice(msgspec.Struct, frozen=True):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """How the text of the answer is to be; `verbosity` is ignored."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+
+    model: Text
+    input: str | Items
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: PositiveInt | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    tools: Annotated[list[FlatTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+
+
+REFUSED = {
+    "background": "no answer is kept, so it must be waited for",
+    "conversation": "nothing is kept; send the whole conversation as `input`",
+    "previous_response_id": "nothing is kept; send the whole conversation as `input`",
+    "prompt": "no prompts are kept; send it as `instructions` and `input`",
+    "store": "nothing is kept; leave it out or send false",
+    "moderation": "no engine here judges texts",
+}
+
+
+def parse_request(fields: Mapping[str, Any]) -> Generation:
+    """Parse the request; raise InvalidInput, which names the first wrong field."""
+    openai_common.refuse_fields(fields, REFUSED)
+    body = wire.parse_struct(fields, ResponsesBody)
+    tools = [
+        Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in body.tools or ()
+    ]
+    tools_json, choice = check_tools(tools, _choice(body.tool_choice), "parameters")
+    return Generation(
+        model=body.model,
+        prompts=(
+            Conversation(
+                messages=tuple(convert_items(body.instructions, body.input)),
+                tools=tools_json,
+                tool_choice=choice,
+                parallel_tool_calls=body.parallel_tool_calls if tools_json else None,
+                images=collect_images(body.input),
+            ),
+        ),
+        sampling=Sampling(
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            grammar=_schema(body.text),
+            logprobs=LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        ),
+        stream=bool(body.stream),
+        names=_NAMES,
+        echo=_echo(body),
+    )
+
+
+def _choice(choice: Literal["none", "auto", "required"] | FlatChoice | None) -> Choice | None:
+    return ForcedTool(FunctionName(choice.name)) if isinstance(choice, FlatChoice) else choice
+
+
+def _schema(text: TextConfig | None) -> str:
+    """Return the JSON schema of the response, "" if any text is allowed."""
+    if text is None or text.format is None or text.format.type == "text":
+        return ""
+    if text.format.type == "json_object":
+        return encode_json({"type": "object"})
+    if text.format.schema is None:
+        raise InvalidInput("text.format.schema: what the JSON is to be", field="text")
+    schemas.check([(text.format.schema, "text.format.schema")])
+    return encode_json(text.format.schema)
+
+
+def _echo(body: ResponsesBody) -> dict[str, Any]:
+    """Return the fields that the response repeats, with OpenAI's defaults for omitted ones."""
+    format = body.text.format if body.text is not None else None
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": body.temperature,
+        "text": {"format": msgspec.to_builtins(format) or {"type": "text"}},
+        "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
+        "tools": msgspec.to_builtins(body.tools) or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+    }
+
+
+Json = dict[str, Any]
+
+_PREFIXES = {BlockKind.THOUGHT: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_EVENT_NAMES = {
+    BlockKind.THOUGHT: "response.reasoning_text",
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+
+
+def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """Return the response body."""
+    last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
+    return orjson.dumps(_final_response(head, blocks.collect_blocks(deltas), last))
+
+
+def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
+    """Return the final `response` object."""
+    is_truncated = last.finish == "length"
+    status = "incomplete" if is_truncated else "completed"
+    items = [
+        _render_item(head, block, status if block is response_blocks[-1] else "completed")
+        for block in response_blocks
+    ]
+    return _response(
+        head,
+        status,
+        items,
+        incomplete_details={"reason": "max_output_tokens"} if is_truncated else None,
+        usage=_render_usage(total([last], 1)),
+    )
+
+
+def _response(head: Head, status: str, output: Sequence[Json], **fields: Any) -> Json:
+    return {
+        "id": f"resp_{head.id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.generation.model,
+        "output": output,
+        "previous_response_id": None,
+        "store": False,
+        "usage": None,
+        **head.generation.echo,
+        **fields,
+    }
+
+
+def _render_usage(usage: Usage) -> Json:
+    """Return the usage. Required fields that engines do not report are 0."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached or 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _identity(head: Head, block: Block) -> str:
+    return f"{_PREFIXES[block.kind]}_{head.id}_{block.number}"
+
+
+def _render_item(head: Head, block: Block, status: str) -> Json:
+    """Return an item of the output; an item in progress is empty."""
+    identity = _identity(head, block)
+    parts = [] if status == "in_progress" else [_render_part(head, block)]
+    if block.kind is BlockKind.THOUGHT:
+        return {"id": identity, "type": "reasoning", "status": status, "summary": [], "content": parts}
+    if block.kind is BlockKind.TEXT:
+        return {"id": identity, "type": "message", "status": status, "role": "assistant", "content": parts}
+    call = block.call
+    return {
+        "id": identity,
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id or f"call_{head.id[:24]}_{call.index}",
+        "name": call.name,
+        "arguments": block.content,
+    }
+
+
+def _render_part(head: Head, block: Block) -> Json:
+    """Return the only part of a message or a thought, with its content so far."""
+    if block.kind is BlockKind.THOUGHT:
+        return {"type": "reasoning_text", "text": block.content}
+    part: Json = {"type": "output_text", "text": block.content, "annotations": []}
+    return part | ({"logprobs": block.logprobs} if head.generation.sampling.logprobs else {})
+
+
+class ResponseEvents:
+    """The stream of one response."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._blocks = Blocks()
+        self._number = 0
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """Return an `error` event, which clients raise, and the response with the content so far."""
+        error_fields = orjson.loads(wire.error_answer(error).body)["error"]
+        events = [self._start_events()] if not self._number else []
+        flat_fields = {name: error_fields[name] for name in ("code", "message", "param")}
+        events.append(self._event("error", **flat_fields, error=error_fields))
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
+        reason = {"code": "server_error", "message": error_fields["message"]}
+        events.append(
+            self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
+        )
+        return b"".join(events)
+
+    def _render_delta(self, delta: TextDelta) -> Iterator[bytes]:
+        if not self._number:
+            yield self._start_events()
+        # All steps first: only the very last block can be incomplete.
+        for step in list(self._blocks.steps(delta)):
+            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            yield from self._render_step(step, "incomplete" if is_truncated else "completed")
+        if delta.finish:
+            response = _final_response(self._head, self._blocks.made, delta)
+            yield self._event(f"response.{response['status']}", response=response)
+
+    def _start_events(self) -> bytes:
+        response = _response(self._head, "in_progress", [])
+        names = ("response.created", "response.in_progress")
+        return b"".join(self._event(name, response=response) for name in names)
+
+    def _render_step(self, step: BlockStep, status: str) -> Iterator[bytes]:
+        """Yield the events of one step; `status` is the final status of an item that the step closes."""
+        block, name = step.block, _EVENT_NAMES[step.block.kind]
+        position = {"item_id": _identity(self._head, block), "output_index": block.number}
+        inner = {} if block.kind is BlockKind.CALL else {"content_index": 0}
+        if step.change is BlockChange.OPENED:
+            blank = Block(block.number, block.kind, block.call)
+            item = _render_item(self._head, blank, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.number, item=item)
+            if inner:
+                part = _render_part(self._head, blank)
+                yield self._event("response.content_part.added", **position, **inner, part=part)
+        elif step.change is BlockChange.SAID:
+            logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
+            yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
+        else:
+            yield self._event(f"{name}.done", **position, **inner, **_final_content(block))
+            if inner:
+                part = _render_part(self._head, block)
+                yield self._event("response.content_part.done", **position, **inner, part=part)
+            item = _render_item(self._head, block, status)
+            yield self._event("response.output_item.done", output_index=block.number, item=item)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        content_json = orjson.dumps({"type": kind, "sequence_number": self._number, **content})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
+
+
+def _final_content(block: Block) -> Mapping[str, Any]:
+    """Return a block's content under the names that its last event uses."""
+    if block.kind is BlockKind.CALL:
+        return {"name": block.call.name, "arguments": block.content}
+    if block.kind is BlockKind.THOUGHT:
+        return {"text": block.content}
+    return {"text": block.content, "logprobs": block.logprobs}
+
+
+DIALECT = Dialect(parse_request, ResponseEvents, render_response)

@@ -1,0 +1,298 @@
+"""Embeddings (`/v1/embeddings`; Ollama's `/api/embed` and `/api/embeddings`) and `/v1/rerank`."""
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import InvalidInput
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import DeadlineExceeded
+from localai_cluster.rpc.messages import (
+    EMBEDDING_LAYOUT_PER_TOKEN,
+    EmbeddingResult,
+    PredictOptions,
+    RerankRequest,
+    RerankResult,
+)
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.dialects.ollama import to_nanoseconds
+from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
+from nodes.gateway import gateway
+from nodes.gateway.gateway import defined
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.streams import node_header
+
+MAX_TEXTS = 2048
+MAX_TEXT_BYTES = 1024 * 1024
+AT_ONCE = 8
+"""Limit on the concurrent texts of one request on its replica."""
+
+
+class WrongDimensions(InvalidInput):
+    """The model makes vectors of another length."""
+
+    code = "invalid_dimensions"
+
+
+Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1)]
+Texts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
+Input = str | tuple[int, ...]
+"""A text, or its token ids."""
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request. Its fields are checked in this order, and the API document shows them."""
+
+    encoding_format: Literal["float", "base64"] | None = "float"
+    user: str | None = None
+    model: Text
+    input: Annotated[
+        Text | Texts,
+        msgspec.Meta(
+            description=f"A text or up to {MAX_TEXTS} texts, none empty, "
+            f"each at most {MAX_TEXT_BYTES} bytes; the whole body at most {wire.MAX_BODY} bytes. "
+            "In place of a text the model's own token ids."
+        ),
+    ]
+    dimensions: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        msgspec.Meta(description="The model's own number or absent."),
+    ] = None
+
+    @property
+    def inputs(self) -> list[Input]:
+        """The input as a list; raises InvalidInput for a list of mixed kinds."""
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [item for item in self.input if isinstance(item, int)]
+        if ids and len(ids) == len(self.input):
+            return [tuple(ids)]
+        if ids:
+            raise InvalidInput("input: token ids and texts are mixed", field="input")
+        return [
+            item if isinstance(item, str) else tuple(item) for item in self.input if not isinstance(item, int)
+        ]
+
+
+def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
+    """Check a request's fields; raise InvalidInput, which names the first wrong field."""
+    body = wire.parse_struct(fields, EmbeddingsBody)
+    texts = [item for item in body.inputs if isinstance(item, str)]
+    if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
+        raise InvalidInput(f"a text of input must not exceed {MAX_TEXT_BYTES} bytes", field="input")
+    return body
+
+
+async def embed(request: InferenceRequest) -> Answer:
+    """Create the embeddings of one request."""
+    body = parse_request(wire.parse_json_object(request.body))
+    results = await compute_embeddings(request, body)
+    return Answer(render_response(body, results), headers=tuple(node_header(request)))
+
+
+async def compute_embeddings(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
+    """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
+    definition = await defined(body.model)
+    request.model = definition.name
+    options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
+    results = await gateway.current().run(
+        request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
+    )
+    for result in results:
+        _check_result(result, body.dimensions)
+    return results
+
+
+async def _call_engine(
+    engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
+) -> Sequence[EmbeddingResult]:
+    """Make one call for each text, up to `AT_ONCE` concurrently; the first failure cancels the others."""
+    if len(texts) == 1:
+        return [await _call(engine, options, texts[0], deadline)]
+    results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
+    waiting = iter(enumerate(texts))
+    callers = [
+        asyncio.ensure_future(_call_each(engine, options, waiting, results, deadline))
+        for _ in range(min(AT_ONCE, len(texts)))
+    ]
+    try:
+        await asyncio.gather(*callers)
+    finally:
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+    return results
+
+
+async def _call_each(
+    engine: BackendClient,
+    options: PredictOptions,
+    waiting: Iterator[tuple[int, Input]],
+    results: list[EmbeddingResult],
+    deadline: float,
+) -> None:
+    for index, text in waiting:
+        results[index] = await _call(engine, options, text, deadline)
+
+
+async def _call(
+    engine: BackendClient, options: PredictOptions, text: Input, deadline: float
+) -> EmbeddingResult:
+    remaining = deadline - clock.monotonic()
+    if remaining <= 0:
+        raise DeadlineExceeded
+    call = PredictOptions(Embeddings=text) if isinstance(text, str) else PredictOptions(EmbeddingTokens=text)
+    call.MergeFrom(options)
+    return await engine.embedding(call, remaining)
+
+
+def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
+    """Raise InvalidInput unless the model returns one vector for each text, of the requested length."""
+    if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
+        raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
+    if dimensions is not None and dimensions != len(result.embeddings):
+        raise WrongDimensions(
+            f"this model's vectors have {len(result.embeddings)} dimensions, not {dimensions}",
+            field="dimensions",
+        )
+
+
+def render_response(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
+    """Return the response body."""
+    tokens = count_tokens(results)
+    form: Callable[[Sequence[float]], object] = (
+        _encode_base64 if body.encoding_format == "base64" else to_float32
+    )
+    data = [
+        {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
+        for index, result in enumerate(results)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    answer = {"object": "list", "data": data, "model": body.model, "usage": usage}
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def count_tokens(results: Sequence[EmbeddingResult]) -> int:
+    """Return the number of tokens of all inputs."""
+    return sum(result.prompt_tokens or result.tokens for result in results)
+
+
+def to_float32(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
+    """Return the vector in single precision, as the engine sent it.
+
+    It prints in the fewest digits that parse to the same number.
+    """
+    return np.array(numbers, dtype=np.float32)
+
+
+def _encode_base64(numbers: Sequence[float]) -> str:
+    """Return base64 of little-endian float32, as the openai client decodes it."""
+    return base64.b64encode(to_float32(numbers).astype("<f4").tobytes()).decode()
+
+
+class EmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request. Other fields of Ollama's are ignored."""
+
+    model: Text
+    input: Text | list[Text]
+    dimensions: PositiveInt | None = None
+
+
+class OlderEmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request in the older form."""
+
+    model: Text
+    prompt: Text
+
+
+async def ollama_embed(request: InferenceRequest) -> Answer:
+    """Respond with a vector for each text."""
+    started_at = clock.monotonic()
+    body = wire.parse_struct(wire.parse_json_object(request.body), EmbedBody)
+    fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
+    results = await compute_embeddings(request, parse_request(fields))
+    answer = {
+        "model": body.model,
+        "embeddings": [to_float32(result.embeddings) for result in results],
+        "total_duration": to_nanoseconds(clock.monotonic() - started_at),
+        "load_duration": 0,
+        "prompt_eval_count": count_tokens(results),
+    }
+    return _ollama_answer(request, answer)
+
+
+async def ollama_embed_one(request: InferenceRequest) -> Answer:
+    """Respond with the vector of one text."""
+    body = wire.parse_struct(wire.parse_json_object(request.body), OlderEmbedBody)
+    try:
+        body_for_vectors = parse_request({"model": body.model, "input": body.prompt})
+    except InvalidInput as error:
+        raise InvalidInput(error.message, field="prompt") from error
+    (result,) = await compute_embeddings(request, body_for_vectors)
+    return _ollama_answer(request, {"embedding": to_float32(result.embeddings)})
+
+
+def _ollama_answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
+    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Answer(body, headers=tuple(node_header(request)))
+
+
+MOST_DOCUMENTS = 2048
+
+
+class RerankDocument(msgspec.Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, frozen=True):
+    """The body of a request."""
+
+    model: Text
+    query: Text
+    documents: Annotated[list[str | RerankDocument], msgspec.Meta(min_length=1, max_length=MOST_DOCUMENTS)]
+    top_n: PositiveInt | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+
+async def rerank(request: InferenceRequest) -> Answer:
+    """Rank the documents of one request."""
+    body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
+    definition = await defined(body.model)
+    request.model = definition.name
+    call = RerankRequest(
+        query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
+    )
+
+    async def work(engine: BackendClient) -> RerankResult:
+        return await engine.rerank(call, request.deadline - clock.monotonic())
+
+    result = await gateway.current().run(request, work)
+    return Answer(orjson.dumps(render_ranking(body, result)), headers=tuple(node_header(request)))
+
+
+def render_ranking(body: RerankBody, result: RerankResult) -> dict[str, Any]:
+    """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
+    best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
+    entries = []
+    for document in best[: body.top_n]:
+        entry: dict[str, Any] = {"index": document.index, "relevance_score": document.relevance_score}
+        if body.return_documents is not False:
+            entry["document"] = {"text": document.text}
+        entries.append(entry)
+    usage = {"total_tokens": result.usage.total_tokens, "prompt_tokens": result.usage.prompt_tokens}
+    return {"model": body.model, "usage": usage, "results": entries}

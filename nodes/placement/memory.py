@@ -1,0 +1,212 @@
+"""The memory of a node and its GPUs: what a model needs, what loads still allocate, which GPUs fit. Pure.
+
+A worker reports every ten seconds how much memory is available, not which engine uses the rest. So each load
+records the bytes that it needs and the reading by which it was placed; neither ever changes. The node then
+has at most what that reading showed, less the needs of this load and all loads placed since: the same figure
+whether an engine has allocated nothing, half or all of its part. No heartbeat has to decrement anything, and
+a load that ends without a replica releases its reservation with its row.
+
+A published replica counts until the first reading after its publication, which is the first to show all of
+its memory. It counts longer while a load runs that was placed before: otherwise its allocation would be taken
+for that load's. Memory that is freed meanwhile may count as taken until the loads have ended. The opposite
+does not happen: no byte is reserved twice. The same holds for each GPU of a node that reports its GPUs.
+
+A load goes to the GPU that fits with the least left, so that large gaps stay for large models. If none fits,
+it goes to the fewest GPUs, those with the most memory free, each with a part in proportion to it
+(docs/decisions/0019). Each GPU of a split needs `SPLIT_OVERHEAD` in addition. A node that does not report its
+GPUs counts as a whole.
+
+Needs are estimated from a model's files and options (R2.37, R2.40, R2.41); `nodes/definitions/sizes.py`
+measures the files. 0 bytes means unknown.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+SPLIT_OVERHEAD = 512 * 2**20
+"""Bytes for a context and buffers on each GPU, and for layers that cannot be cut."""
+
+FreeByGpu = frozenset[tuple[int, int]]
+"""Pairs of a GPU's index and its free bytes; each index occurs once."""
+BytesByGpu = Mapping[int, int]
+"""Bytes by the GPU's index."""
+
+
+def fit_gpus(free: int, rooms: FreeByGpu, need: int) -> BytesByGpu | None:
+    """Return the bytes of each GPU for a load of `need` bytes; None if the memory is lacking.
+
+    The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
+    effectively free memory, which a budget may keep below that of its GPUs.
+    """
+    if need <= 0:
+        return {}
+    if free < need:
+        return None
+    if not rooms:
+        return {}
+    large_enough = [(room, index) for index, room in rooms if room >= need]
+    shares = {min(large_enough)[1]: need} if large_enough else _split(rooms, need)
+    return shares if shares and total_bytes(shares, need) <= free else None
+
+
+def _split(rooms: FreeByGpu, need: int) -> dict[int, int]:
+    """Split the need over the fewest GPUs that can hold it, at least two; empty if all of them cannot."""
+    # Negative, so that the GPU with the most memory comes first, and of equal ones the first by index.
+    usable = sorted([(SPLIT_OVERHEAD - room, index) for index, room in rooms if room > SPLIT_OVERHEAD])
+    usable_bytes = 0
+    for count, (negative, _) in enumerate(usable, 1):
+        usable_bytes -= negative
+        if usable_bytes >= need and count > 1:
+            return {
+                index: SPLIT_OVERHEAD - (need * negative_room // usable_bytes)
+                for negative_room, index in usable[:count]
+            }
+    return {}
+
+
+def fill_gpus(rooms: FreeByGpu, need: int) -> BytesByGpu:
+    """Return the memory of a load that fits nowhere: all that is free, GPUs with the most memory first."""
+    shares, remaining = {}, need
+    for negative, index in sorted([(-room, index) for index, room in rooms if room > 0]):
+        if remaining <= 0:
+            break
+        shares[index] = min(-negative, remaining)
+        remaining -= shares[index]
+    return shares
+
+
+def total_bytes(shares: BytesByGpu, need: int) -> int:
+    """Return the bytes that the load takes of the node: more than its need if it is split."""
+    return sum(shares.values()) or need
+
+
+def add_free_bytes(rooms: FreeByGpu, shares: Iterable[tuple[int, int]]) -> FreeByGpu:
+    """Add these bytes to the free memory of these GPUs (subtract if negative); keep the other GPUs."""
+    added = dict(shares)
+    return frozenset((index, room + added.get(index, 0)) for index, room in rooms)
+
+
+NEVER = datetime.min.replace(tzinfo=UTC)
+"""The reading time of a node that has reported no figure yet."""
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """The available memory of a node in bytes, and the time of its worker's report."""
+
+    available: int
+    at: datetime
+    ceiling: int = 0
+    """Most bytes that a budget allows, 0 = all. An earlier figure above it has not been allocated since."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """The bytes that one load needs, the reading by which it was placed, and the time of its publication."""
+
+    needed: int
+    seen: int
+    seen_at: datetime
+    loaded_at: datetime | None = None
+    gpus: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By GPU index: the bytes needed of it and the bytes available by that reading; empty if unknown."""
+
+
+def unallocated_on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
+    """Return the bytes of `reading.available` on one GPU that loads of its node will still allocate.
+
+    A reservation without GPUs may go to any: all of it counts on each GPU, as not allocated yet.
+    """
+    on_this_gpu = []
+    for reservation in reservations:
+        if not reservation.gpus:
+            on_this_gpu.append(replace(reservation, seen=reading.available))
+        elif index in reservation.gpus:
+            needed, available = reservation.gpus[index]
+            on_this_gpu.append(replace(reservation, needed=needed, seen=available))
+    return unallocated_bytes(on_this_gpu, reading)
+
+
+def unallocated_bytes(reservations: Iterable[Reservation], reading: MemoryReading) -> int:
+    """Return the bytes of `reading.available` that loads of this node will still allocate."""
+    counted = _counted(list(reservations), reading.at)
+    unread = sum(
+        reservation.needed
+        for reservation in counted
+        if reservation.loaded_at is None or reservation.loaded_at > reading.at
+    )
+    most = needed_since = 0
+    for reservation in sorted(counted, key=lambda reservation: reservation.seen_at, reverse=True):
+        needed_since += reservation.needed
+        available = min(reservation.seen, reading.ceiling) if reading.ceiling else reservation.seen
+        most = max(most, needed_since - (available - reading.available))
+    return min(most, unread)
+
+
+def _counted(reservations: Sequence[Reservation], read_at: datetime) -> list[Reservation]:
+    """Return the loads under way, and the replicas published since the earliest reading that matters.
+
+    Each replica that counts moves that reading back: its own reading matters as well.
+    """
+    counted = [reservation for reservation in reservations if reservation.loaded_at is None]
+    earliest = min([read_at, *(reservation.seen_at for reservation in counted)])
+    published = [
+        (reservation.loaded_at, reservation)
+        for reservation in reservations
+        if reservation.loaded_at is not None
+    ]
+    for loaded_at, reservation in sorted(published, key=lambda pair: pair[0], reverse=True):
+        if loaded_at <= earliest:
+            break
+        counted.append(reservation)
+        earliest = min(earliest, reservation.seen_at)
+    return counted
+
+
+CONTEXT = 8192
+"""Tokens of context if the definition does not set them (C37)."""
+UNKNOWN_PAYLOAD = 2 * 2**30
+LEAST_MARGIN = 2**30
+LARGEST = 2**62
+"""Bytes. Estimates are stored and added up: a header with nonsensical values must not cause an error."""
+
+_BYTES_PER_TOKEN = 2048
+_LAYERS, _EMBEDDING, _HEADS = 32, 4096, 8
+_KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q5_0": 5, "q5_1": 5, "q4_0": 4, "q4_1": 4}
+_PLAIN_KV_BITS = 16
+
+
+def estimate_vram(size: int, header: Mapping[str, int] | None, options: Mapping[str, Any]) -> int:
+    """Return the bytes that the engine will allocate for weights of `size` bytes; 0 if unknown (R2.41).
+
+    `header` holds the GGUF values of the model, by their keys without the architecture; None for other files,
+    empty for a file without values.
+    """
+    if size <= 0:
+        return 0
+    context = options.get("ContextSize") or 0
+    context = context if context > 0 else CONTEXT
+    if not header:
+        return min(size + _BYTES_PER_TOKEN * context, LARGEST)
+    layers, unallocated_on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
+    if 0 < unallocated_on_gpu < layers:
+        size = size * unallocated_on_gpu // layers
+    heads = header.get("attention.head_count_kv") or header.get("attention.head_count") or _HEADS
+    kv = _kv_bits(options) * header.get("embedding_length", _EMBEDDING) * heads * context // 8
+    overhead = 2 * size * 2 // 100 + 150_000_000
+    return min(size + kv + overhead, LARGEST)
+
+
+def _kv_bits(options: Mapping[str, Any]) -> int:
+    """Return the bits of one number in the cache of keys and values; the larger of the two if they differ."""
+    kinds = (options.get("CacheTypeKey"), options.get("CacheTypeValue"))
+    return max(_KV_BITS.get(str(kind).lower(), _PLAIN_KV_BITS) for kind in kinds)
+
+
+def required_disk(payload: int) -> int:
+    """Return the free bytes that a node must have for files of `payload` bytes (R2.37)."""
+    if payload <= 0:
+        return UNKNOWN_PAYLOAD
+    return payload + max(payload // 20, LEAST_MARGIN)

@@ -1,0 +1,198 @@
+"""Resources of nodes: their GPUs one by one, VRAM budgets (R1.49), and samples of their memory.
+
+GPUs belong to the same reading as `available_vram`: both are written together, and a worker that reports only
+totals empties the list. So a GPU never counts as free by a figure that is older than the node's. A node has
+one memory sample per minute for an hour: a second process or a repeated run changes nothing. A node without
+heartbeats has no sample, which the chart shows as a gap.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from django.db import connection
+
+from localai_cluster.kit import errors
+from nodes.models import NodeSample
+
+MOST_GPUS = 64
+LARGEST_INDEX = 1023
+_LARGEST = 2**63 - 1
+GPU_LENGTHS = {"uuid": 96, "name": 128}
+"""Most characters."""
+
+GpuList = list[dict[str, Any]]
+
+
+def parse_gpus(value: Any) -> GpuList | None:
+    """Parse the GPUs of a body, sorted by index; None if it has none. Raise InvalidInput naming the field.
+
+    Unknown fields of a GPU are ignored.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > MOST_GPUS:
+        raise errors.InvalidInput(f"gpus must be a list of at most {MOST_GPUS} GPUs", field="gpus")
+    parsed = [_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]
+    _check_unique(parsed, "index")
+    _check_unique([gpu for gpu in parsed if gpu["uuid"]], "uuid")
+    return sorted(parsed, key=lambda gpu: gpu["index"])
+
+
+def _gpu(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise errors.InvalidInput(f"{field} must be an object", field=field)
+    return {name: check(f"{field}.{name}", value.get(name)) for name, check in _CHECKS.items()}
+
+
+def _check_unique(parsed: Sequence[Mapping[str, Any]], name: str) -> None:
+    values = set()
+    for gpu in parsed:
+        if gpu[name] in values:
+            raise errors.InvalidInput(f"gpus has two of {name} {gpu[name]}", field="gpus")
+        values.add(gpu[name])
+
+
+def _whole_number(most: int) -> Callable[[str, Any], int]:
+    def check(field: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise errors.InvalidInput(f"{field} must be a whole number from 0 to {most}", field=field)
+        return value
+
+    return check
+
+
+def _text(longest: int) -> Callable[[str, Any], str]:
+    def check(field: str, value: Any) -> str:
+        if value is None:
+            return ""
+        if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+            raise errors.InvalidInput(
+                f"{field} must be a printable text of at most {longest} characters", field=field
+            )
+        return value
+
+    return check
+
+
+def _percent(field: str, value: Any) -> int | None:
+    return None if value is None else _whole_number(100)(field, value)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "index": _whole_number(LARGEST_INDEX),
+    "uuid": _text(GPU_LENGTHS["uuid"]),
+    "name": _text(GPU_LENGTHS["name"]),
+    "total_vram": _whole_number(_LARGEST),
+    "free_vram": _whole_number(_LARGEST),
+    "utilization": _percent,
+}
+GPUS_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "nullable": True,
+    "maxItems": MOST_GPUS,
+    "description": "The GPUs one by one, with `available_vram` (else it is their sum). No index and no UUID"
+    " twice. Absent beside `available_vram`: they are not known one by one.",
+    "items": {
+        "type": "object",
+        "required": ["index", "total_vram", "free_vram"],
+        "properties": {
+            "index": {"type": "integer", "minimum": 0, "maximum": LARGEST_INDEX},
+            "uuid": {"type": "string", "maxLength": GPU_LENGTHS["uuid"], "nullable": True},
+            "name": {"type": "string", "maxLength": GPU_LENGTHS["name"], "nullable": True},
+            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
+            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": _LARGEST},
+            "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
+        },
+    },
+}
+"""The schema of the values that `read` accepts, for the API document."""
+
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
+
+
+def budget_ceiling(text: str, total: int) -> int:
+    """Return the bytes of `total` that may be used, 0 = no cap; raise ValueError if `text` is not a budget.
+
+    Accepts `50%`, a fraction up to 1, a whole number of bytes, or a number with B, KB … TB, KiB … TiB.
+    """
+    text = text.strip().lower()
+    if not text:
+        return 0
+    parsed = _SIZE.match(text)
+    if parsed is None:
+        raise ValueError(f"not a VRAM budget: {text!r}")
+    return min(_amount(Decimal(parsed[1]), parsed[2] or "", total), total)
+
+
+def _amount(number: Decimal, unit: str, total: int) -> int:
+    if unit == "%":
+        if number > 100:
+            raise ValueError("a VRAM budget over 100 %")
+        return int(total * number / 100)
+    if unit:
+        return int(number * _UNITS[unit])
+    if number <= 1:
+        return int(total * number)
+    if number != number.to_integral_value():
+        raise ValueError("a VRAM budget with a fraction of a byte")
+    return int(number)
+
+
+def budget_ceiling_or_none(text: str, total: int) -> int:
+    """Return `ceiling`, or no cap if the budget is unreadable (R1.49, registry level)."""
+    try:
+        return budget_ceiling(text, total)
+    except ValueError:
+        return 0
+
+
+def cap_to_ceiling(available: int, ceiling_bytes: int) -> int:
+    """Return the part of `available` that a ceiling allows, 0 = no ceiling (R1.36)."""
+    return min(available, ceiling_bytes) if ceiling_bytes else available
+
+
+SAMPLES_KEPT = timedelta(hours=1)
+SAMPLE_EVERY = timedelta(minutes=1)
+
+_SAMPLE = """
+INSERT INTO node_samples (node_id, at, vram_used, ram_used)
+SELECT id, %(at)s,
+    CASE WHEN total_vram > 0 THEN GREATEST(0,
+        CASE WHEN vram_budget_bytes > 0 THEN LEAST(vram_budget_bytes, total_vram) ELSE total_vram END
+        - available_vram) END,
+    CASE WHEN total_ram > 0 THEN GREATEST(0, total_ram - available_ram) END
+FROM backend_nodes
+WHERE status NOT IN ('pending', 'offline') AND (total_vram > 0 OR total_ram > 0)
+ON CONFLICT (node_id, at) DO NOTHING
+"""
+
+
+def store_samples(*, now: datetime) -> int:
+    """Store this minute's sample of every online node; return the number stored.
+
+    Deletes samples older than an hour.
+    """
+    minute = now.replace(second=0, microsecond=0)
+    with connection.cursor() as cursor:
+        cursor.execute(_SAMPLE, {"at": minute})
+        stored: int = cursor.rowcount
+    NodeSample.objects.filter(at__lt=minute - SAMPLES_KEPT).delete()
+    return stored
+
+
+def samples_of_node(node_id: UUID, *, now: datetime) -> list[tuple[datetime, int | None, int | None]]:
+    """Return the node's samples of the last hour, the oldest first: time, VRAM used, RAM used."""
+    rows = NodeSample.objects.filter(node_id=node_id, at__gte=now - SAMPLES_KEPT - SAMPLE_EVERY).order_by(
+        "at"
+    )
+    return list(rows.values_list("at", "vram_used", "ram_used"))

@@ -1,0 +1,255 @@
+"""Attempts at operations: a controller claims one under a lease, renews it, and records its outcome.
+
+Every function is one short transaction: lock the row, check fence and status against the table in
+`states.py`, write, take the next sequence number last (so that no transaction waits for a row while it holds
+the counter), and publish the change at commit. A function whose row belongs to another attempt raises
+`LeaseLost`; it never overwrites.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit import errors, leases
+from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.kit.rows import update_rows
+from operations import targets
+from operations.changes import events
+from operations.changes.publish import announce
+from operations.ledger.progress import REPORTED, Tick, catch_up, record
+from operations.models import (
+    QUEUED,
+    Operation,
+    OperationQuerySet,
+    OperationTarget,
+    Status,
+    TargetStatus,
+    storable,
+)
+from operations.states import Event, after
+
+
+def leased() -> OperationQuerySet:
+    """Return the operations that a controller is running under a lease."""
+    return Operation.objects.filter(status=Status.PROCESSING, by_parts=False)
+
+
+def owned(operation_id: UUID, fence: int) -> Operation:
+    """Return the operation of the attempt, locked; raise LeaseLost if the attempt does not own it."""
+    return leases.lock_attempt(leased(), (operation_id, fence))
+
+
+def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
+    """Record one report of the running attempt; raise LeaseLost if it no longer owns the operation."""
+    if record({(operation_id, fence): [tick]}, now=now):
+        raise LeaseLost(str(operation_id))
+
+
+def target_done(
+    operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
+) -> None:
+    """End the target on one node: success, or error with the reason; its progress stays (O70).
+
+    Idempotent: a target that has ended does not change. Raises LeaseLost if the attempt no longer owns the
+    operation, NotFound if the operation has no target on that node, ValueError unless the status is final.
+    """
+    if status not in targets.ENDED:
+        raise ValueError(f"{status} is no end")
+    with committed("ledger.target_done"):
+        operation = owned(operation_id, fence)
+        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
+        target = next((target for target in parts if target.node_id == node_id), None)
+        if target is None:
+            raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
+        if target.status in targets.ENDED:
+            return
+        target.status, target.error, target.phase = status, storable(error), ""
+        target.percentage = targets.share(target)
+        target.save()
+        if len(parts) > 1:
+            targets.add_up(operation, parts)
+        operation.updated_at = now
+        operation.save(update_fields=REPORTED)
+        announce([operation], {operation_id: parts}, [target])
+
+
+def finish(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    error: str = "",
+    message: str = "",
+    result: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
+) -> None:
+    """End the attempt's operation: complete, fail or cancel. Raises LeaseLost if the attempt lost it.
+
+    Targets that have already ended keep their status. A completed operation dismisses the failures of its
+    children. `ticks` are reports that are not written yet.
+    """
+    with committed("ledger.finish"):
+        operation, error = owned(operation_id, fence), storable(error)
+        catch_up(operation, ticks, now)
+        ok = event is Event.COMPLETE
+        operation.status = after(event, operation.status)
+        operation.end_lease()
+        operation.finished_at = operation.updated_at = now
+        operation.time_limit_at = None
+        operation.error = error
+        default_message = "completed" if ok else f"error: {error}" if error else event.value
+        operation.message = storable(message) or default_message
+        operation.phase = ""
+        operation.progress = 100 if ok else operation.progress
+        operation.result = dict(result or {})
+        operation.save()
+        unfinished = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+        if ok:
+            unfinished.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
+        else:
+            unfinished.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
+        announce([*(_dismiss_failed_children(operation, now) if ok else ()), operation])
+
+
+def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operation]:
+    """Dismiss the failed children of a completed operation; the caller announces them."""
+    failed = operation.children.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    children = list(failed.order_by("pk").select_for_update(no_key=True))
+    for child in children:
+        child.dismissed_at, child.dismissed_by = now, "system"
+        child.dismissed_comment = f"operation {operation.id} has completed without it"
+    Operation.objects.bulk_update(children, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+    return children
+
+
+def put_back(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    until: datetime,
+    reason: str,
+    payload: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
+) -> None:
+    """End the attempt and requeue the operation, with the reason and the time of the retry (rule 4).
+
+    The retry comes no later than `needed_until`, when the operation is abandoned.
+    """
+    with committed("ledger.put_back"):
+        operation = owned(operation_id, fence)
+        catch_up(operation, ticks, now)
+        operation.status = after(event, operation.status)
+        operation.end_lease()
+        operation.attempts += 1 if event is Event.POSTPONE else 0
+        deadline = operation.needed_until
+        operation.next_attempt_at = deadline if deadline is not None and now < deadline < until else until
+        operation.message = storable(reason) or operation.message
+        operation.phase, operation.time_limit_at = QUEUED, None
+        operation.updated_at = now
+        if payload is not None:
+            operation.payload = dict(payload)
+        operation.save()
+        announce([operation])
+
+
+_CLAIMED = [
+    *leases.COLUMNS, "status", "started_at", "updated_at",
+    "phase", "message", "progress", "current_bytes", "total_bytes",
+    "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
+]  # fmt: skip
+_HANDED_BACK = [
+    *leases.COLUMNS, "status", "next_attempt_at", "updated_at", "message", "phase",
+]  # fmt: skip
+
+
+def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operation]:
+    """Claim up to `limit` due operations under a lease of `lease` seconds; skip locked rows."""
+    with committed("ledger.claim"):
+        due = list(
+            Operation.objects.due(at=now)
+            .select_for_update(skip_locked=True, no_key=True)
+            .order_by("next_attempt_at")[:limit]
+        )
+        for operation in due:
+            operation.status = after(Event.CLAIM, operation.status)
+            operation.begin_lease(owner, now=now, lease=lease)
+            operation.started_at = operation.started_at or now
+            operation.updated_at = now
+            operation.phase, operation.message = "", "starting"
+            operation.progress = operation.current_bytes = operation.total_bytes = 0
+            operation.file_index = operation.total_files = operation.bytes_per_second = 0
+            operation.last_progress_at, operation.time_limit_at = now, None
+        targets.restart_parts(operation for operation in due if operation.fence > 1)
+        update_rows(due, _CLAIMED)
+        announce(due)
+    return due
+
+
+def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+    """Extend leases, see `leases.renew`."""
+    with committed("ledger.renew"):
+        return leases.renew(leased(), owner, ids, now=now, lease=lease)
+
+
+def confirm(operation_id: UUID, fence: int) -> None:
+    """Raise LeaseLost if the attempt does not own the operation any more; lock and write nothing."""
+    leases.confirm(leased(), (operation_id, fence))
+
+
+def release(owner: str, *, now: datetime) -> int:
+    """Release all operations of `owner`, which is stopping; return their number."""
+    with committed("ledger.release"):
+        mine = leases.lock_held(leased(), owner)
+        _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
+    return len(mine)
+
+
+def reap(*, now: datetime) -> tuple[int, int]:
+    """Requeue the operations whose lease has expired, or fail them after too many lost leases.
+
+    Return (requeued, failed).
+    """
+    with committed("ledger.reap"):
+        requeued, hopeless = leases.lock_expired(leased(), now=now)
+        _hand_back(requeued, Event.LOSE, now, "its controller fell silent; another one takes over")
+        for operation in hopeless:
+            finish(
+                operation.id,
+                operation.fence,
+                Event.FAIL,
+                now=now,
+                error=f"given up: {operation.lost_leases} controllers fell silent while working on it",
+            )
+    return len(requeued), len(hopeless)
+
+
+def _hand_back(operations: list[Operation], event: Event, now: datetime, reason: str) -> None:
+    for operation in operations:
+        operation.status = after(event, operation.status)
+        operation.end_lease()
+        operation.next_attempt_at = operation.updated_at = now
+        operation.message, operation.phase = reason, QUEUED
+    update_rows(operations, _HANDED_BACK)
+    announce(operations)
+
+
+def wake(ids: Collection[UUID], *, now: datetime) -> int:
+    """Make those of the operations that wait for nodes due now; return their number.
+
+    A back-off after a failed attempt is not cut short. The rows are locked in the order of their ids, because
+    several controllers may wake the same ones.
+    """
+    if not ids:
+        return 0
+    with committed("ledger.wake"):
+        waiting = Operation.objects.filter(pk__in=ids, status=Status.WAITING, next_attempt_at__gt=now)
+        locked_ids = list(waiting.order_by("id").select_for_update(no_key=True).values_list("id", flat=True))
+        if locked_ids:
+            Operation.objects.filter(pk__in=locked_ids).update(next_attempt_at=now)
+            events.notify(events.OPERATIONS, f"* {Status.PENDING}")
+    return len(locked_ids)
