@@ -42,7 +42,7 @@ from nodes.commands.outcomes import (
     Unreadable,
 )
 from nodes.models import BackendNode, PendingBackendOp
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations.executor.work import Batch, Recorder, in_thread
 from operations.ledger.progress import Tick
 from operations.states import Event
@@ -307,6 +307,6 @@ def _offline(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
 def _mark_unhealthy(node_id: UUID, reason: str) -> None:
     """A3, A5; do nothing if the node was removed, or another attempt has marked it already."""
     try:
-        services.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
+        lifecycle.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
     except (errors.NotFound, errors.Conflict) as refusal:
         log.info("node %s is not marked unhealthy: %s", node_id, refusal.message)
