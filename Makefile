@@ -46,10 +46,10 @@ demo: gallery ui
 	@exec $(BIN)/python -m examples.demo $(ARGS)
 
 worker: install
-	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"
+	@exec $(BIN)/python -m localai_cluster.embedded.attach worker "$(NAME)"
 
 manage: install
-	@exec $(BIN)/python -m localai_cluster.embedded.manage "$(ARGS)"
+	@exec $(BIN)/python -m localai_cluster.embedded.attach manage "$(ARGS)"
 
 # The second part needs a browser; HEAP_MINUTES shortens the ten minutes of its memory figure.
 measure: install-test gallery ui
@@ -66,13 +66,13 @@ gallery: install
 	@$(BIN)/python examples/gallery/build.py
 
 ui: install
-	@$(BIN)/python -m localai_cluster.embedded.ui build
+	@$(BIN)/python -m localai_cluster.embedded.build build
 
 package: install ui
-	@$(BIN)/python -m localai_cluster.embedded.package
+	@$(BIN)/python -m localai_cluster.embedded.build package
 
 types: install
-	@$(BIN)/python -m localai_cluster.embedded.ui types
+	@$(BIN)/python -m localai_cluster.embedded.build types
 
 lint: install-test
 	@$(BIN)/python -m tests.checks.steps lint

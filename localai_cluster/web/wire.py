@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 Message = MutableMapping[str, Any]
@@ -77,7 +77,7 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
 
 def parse_json_object(body: bytes) -> Mapping[str, Any]:
     """Return the body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
-    if problem := json_depth.problem(body):
+    if problem := untrusted.json_problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
         value = orjson.loads(body) if body.strip() else {}

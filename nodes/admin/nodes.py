@@ -25,7 +25,7 @@ from django.utils.safestring import SafeString
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry import actions, bulk, lifecycle, resources

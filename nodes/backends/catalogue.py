@@ -23,7 +23,7 @@ from django.db.models import F
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
-from localai_cluster.kit import clock, conf, yaml_text
+from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
 from nodes.models import NodeBackend
@@ -183,7 +183,7 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
         return f"gallery {gallery.name} cannot be read: no answer within {READ_WITHIN:.0f} s"
     except Exception as error:  # a gallery that fails in an unforeseen way must not hide the others
         logger.exception("The gallery %s cannot be read", gallery.name)
-        return f"gallery {gallery.name} cannot be read: {yaml_text.reason_of(error)}"
+        return f"gallery {gallery.name} cannot be read: {untrusted.yaml_reason(error)}"
 
 
 async def _served(name: str) -> bytes:

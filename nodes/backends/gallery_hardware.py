@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from django.db.models import Case, F, Q, Value, When
 
-from localai_cluster.gallery_index import GalleryEntry, folded
-from localai_cluster.worker.build_selection import compatible, lookup
+from localai_cluster.gallery_index import GalleryEntry, compatible, folded, lookup
 from localai_cluster.worker.hardware import SMALL_VRAM
 from nodes.backends.catalogue import DEVELOPMENT, parents
 from nodes.models import BackendNode, NodeBackend

@@ -283,7 +283,7 @@ def _event(settlement: Settlement) -> Event:
 async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
     """Return the replicas to the picks; a failure here must not lose the worker's reply.
 
-    `upgrade_drains.return_forgotten` retries what fails.
+    `upgrade_drains.return_without_upgrade` retries what fails.
     """
     try:
         await request_draining.over(intent, settlement)

@@ -35,7 +35,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
-from nodes.replicas.retire import retire_unlisted
+from nodes.replicas.retire import end_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
 
@@ -313,7 +313,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    retired = await in_thread(retire_unlisted, node_id, running, before=asked_at)
+    retired = await in_thread(end_unlisted, node_id, running, before=asked_at)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 

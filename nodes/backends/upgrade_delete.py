@@ -119,11 +119,11 @@ async def _run_and_retire(
     bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
 ) -> Outcome[R]:
     """Run a command that stops engines; remove their rows and return its outcome."""
-    before = await in_thread(retire.of_node, node.id)
+    before = await in_thread(retire.engine_ids, node.id)
     outcome = await command()
     if isinstance(outcome, Done | Refused):
         keys = outcome.reply.stopped_process_keys if outcome.reply.reports_stopped_processes else ()
-        retired = await in_thread(retire.retire_stopped, node.id, keys, among=before) if keys else []
+        retired = await in_thread(retire.end_stopped, node.id, keys, among=before) if keys else []
         if retired:
             log.info("node %s stopped %s", node.name, ", ".join(retired))
         with contextlib.suppress(TimeoutError):

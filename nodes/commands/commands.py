@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, assert_never
 
 from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
-from localai_cluster.messaging import messages, subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.codec import DecodeError, decode, encode
 from localai_cluster.metrics import controller as metrics
 from nodes.commands import backend_names, progress_reports, shared_commands
@@ -107,7 +107,7 @@ class Worker:
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
         return await self._measured_request(
-            subjects.backend_list(self.node_id),
+            messages.backend_list(self.node_id),
             messages.Nothing(),
             messages.ListReply,
             lambda reply: reply.error,
@@ -141,7 +141,7 @@ class Worker:
     async def running(self) -> Outcome[messages.RunningReply]:
         """Return the engine processes that the worker runs."""
         return await self._measured_request(
-            subjects.models_running(self.node_id),
+            messages.models_running(self.node_id),
             messages.Nothing(),
             messages.RunningReply,
             lambda reply: reply.error,
@@ -153,7 +153,7 @@ class Worker:
         """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
         return await self._measured_request(
-            subjects.model_stop(self.node_id),
+            messages.model_stop(self.node_id),
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
             lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
@@ -164,7 +164,7 @@ class Worker:
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
         """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
         return await self._measured_request(
-            subjects.model_unload(self.node_id),
+            messages.model_unload(self.node_id),
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
             _failure,
@@ -175,7 +175,7 @@ class Worker:
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
         """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
         return await self._measured_request(
-            subjects.model_delete(self.node_id),
+            messages.model_delete(self.node_id),
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
             _failure,
@@ -190,12 +190,12 @@ class Worker:
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
         with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
-            await self.bus.publish(subjects.backend_stop(self.node_id), payload)
+            await self.bus.publish(messages.backend_stop(self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
-            await self.bus.publish(subjects.stop(self.node_id), _NO_PAYLOAD)
+            await self.bus.publish(messages.stop(self.node_id), _NO_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
@@ -209,7 +209,7 @@ class Worker:
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
                 return await self._command(
-                    subjects.backend_install(self.node_id),
+                    messages.backend_install(self.node_id),
                     command,
                     messages.InstallReply,
                     _failure,
@@ -232,7 +232,7 @@ class Worker:
         request = backend_names.understood(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
-                subjects.backend_upgrade(self.node_id),
+                messages.backend_upgrade(self.node_id),
                 request,
                 messages.UpgradeReply,
                 _failure,
@@ -251,7 +251,7 @@ class Worker:
                 op_id=request.op_id,
                 install_only=True,
             )
-            subject = subjects.backend_install(self.node_id)
+            subject = messages.backend_install(self.node_id)
             answer = await self._command(
                 subject, forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
             )
@@ -266,7 +266,7 @@ class Worker:
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
-            subjects.backend_delete(self.node_id),
+            messages.backend_delete(self.node_id),
             messages.DeleteRequest(backend_names.bare(backend)),
             messages.DeleteReply,
             _failure,
@@ -282,7 +282,7 @@ class Worker:
         there.
         """
         outcome = await self._measured_request(
-            subjects.backend_cancel(self.node_id),
+            messages.backend_cancel(self.node_id),
             messages.CancelRequest(op_id),
             messages.CancelReply,
             lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
@@ -340,7 +340,7 @@ class Worker:
     async def _request(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        inbox = subjects.inbox(self.node_id)
+        inbox = messages.inbox(self.node_id)
         try:
             with failpoints.asked(point):
                 reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)

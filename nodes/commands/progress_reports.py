@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from weakref import WeakKeyDictionary
 
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, Message, Subscription
 
 Receive = Callable[[bytes], None]
@@ -22,7 +22,7 @@ class _Reports:
     def __init__(self, bus: Bus, op_id: str) -> None:
         self.told: dict[str, list[Receive]] = {}
         # One at a time, in order.
-        opening = bus.subscribe(subjects.install_progress_everywhere(op_id), self._receive, limit=1)
+        opening = bus.subscribe(messages.install_progress_everywhere(op_id), self._receive, limit=1)
         self.opening: asyncio.Task[Subscription] = asyncio.create_task(opening, name=f"reports of {op_id}")
 
     async def _receive(self, message: Message) -> None:
@@ -36,7 +36,7 @@ _open: WeakKeyDictionary[Bus, dict[str, _Reports]] = WeakKeyDictionary()
 @contextlib.asynccontextmanager
 async def received(bus: Bus, node_id: str, op_id: str, receive: Receive) -> AsyncIterator[None]:
     """Call `receive` with each report of this node for this operation, from the start of the block on."""
-    reports, subject = _open.setdefault(bus, {}), subjects.install_progress(node_id, op_id)
+    reports, subject = _open.setdefault(bus, {}), messages.install_progress(node_id, op_id)
     shared = reports.get(op_id) or reports.setdefault(op_id, _Reports(bus, op_id))
     listeners = shared.told.setdefault(subject, [])
     listeners.append(receive)

@@ -330,4 +330,4 @@ async def wait_until_evicted(pending: PendingEviction, work: Work, slot: Slot) -
 
 
 def _remaining(pending: PendingEviction) -> list[tuple[str, str]]:
-    return [(str(row), row.state) for row in eviction.not_gone(pending.replicas)]
+    return [(str(row), row.state) for row in eviction.remaining_rows(pending.replicas)]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any, BinaryIO, TypeVar
 
-from localai_cluster.kit import clock, safe_files
+from localai_cluster.kit import clock, untrusted
 from nodes.loading.staging_plan import LocalFile
 from nodes.models import FileHash
 from operations.executor.work import in_thread
@@ -84,7 +84,7 @@ class OpenedFile:
     def _read(self, most: int) -> bytes:
         with self._lock:
             if self._file is None:
-                self._file = safe_files.open_file(self._local_file.path, follow_links=False)
+                self._file = untrusted.open_file(self._local_file.path, follow_links=False)
                 self._file.seek(self._offset)
             piece = self._file.read(most)
             if stamp_of(os.fstat(self._file.fileno())) != self._stamp:

@@ -15,7 +15,7 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
@@ -211,7 +211,7 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
     assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
-    assert not stage.bus.asked[subjects.backend_install(str(stage.one.id))], "no engine was started for it"
+    assert not stage.bus.asked[messages.backend_install(str(stage.one.id))], "no engine was started for it"
 
 
 CLOSED = "127.0.0.1:1"
@@ -372,7 +372,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
+    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
     assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))

@@ -13,8 +13,8 @@ import pytest
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
@@ -236,7 +236,7 @@ def claimed(operation: Operation) -> Work:
 async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
-        bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+        bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     wanted = load_placement.LoadNeeds(definition(), NO_NEED)
     return await load_placement.reserve_slot(
         bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)

@@ -9,8 +9,8 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
@@ -127,7 +127,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
     assert isinstance(ended, Postpone), ended
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
     await stops(stage)
-    (stop,) = stage.bus.asked[subjects.model_stop(str(stage.one.id))]
+    (stop,) = stage.bus.asked[messages.model_stop(str(stage.one.id))]
     assert decode(stop, m.StopModelRequest).expected_address == STARTED.address
 
 
@@ -147,7 +147,7 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
-    assert stage.bus.asked[subjects.backend_install(str(stage.one.id))] == []
+    assert stage.bus.asked[messages.backend_install(str(stage.one.id))] == []
     assert await hot.in_thread(left) == []
 
 
@@ -216,7 +216,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[NodeModel]:
         try:
-            return load_ends.end_abandoned("m", now=clock.now())
+            return load_ends.end_abandoned_loads("m", now=clock.now())
         finally:
             connection.close()
 

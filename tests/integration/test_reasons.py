@@ -19,8 +19,8 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import decision_log, fleet_queries
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
@@ -83,7 +83,7 @@ async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
     return await load_placement.reserve_slot(
         bus, work, what, attempt=AttemptId(work.id, work.operation.fence)

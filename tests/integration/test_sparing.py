@@ -14,8 +14,8 @@ from django.db import OperationalError
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.backends import admission, backend_requests, intents, request_draining, wave_requests
@@ -104,7 +104,7 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
 async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
     """Review R21. It stops the last replica of m too: nobody would be asked about it."""
     stage.kind = backend_requests.INSTALL
-    stage.bus.replies[subjects.models_running(str(stage.node.id))] = m.RunningReply(())
+    stage.bus.replies[messages.models_running(str(stage.node.id))] = m.RunningReply(())
 
     def begins() -> Intent:
         stage.alone()
@@ -382,11 +382,11 @@ async def test_the_answer_counts_though_the_replicas_cannot_be_put_back(
     def fails(*intent: Any) -> None:
         raise OperationalError("deadlock detected")
 
-    monkeypatch.setattr(upgrade_drains, "end", fails)
+    monkeypatch.setattr(upgrade_drains, "end_upgrade", fails)
     intent = await hot.in_thread(stage.begins_in_waves)
     assert (await stage.carries_out(intent)).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     monkeypatch.undo()
-    await hot.in_thread(upgrade_drains.return_forgotten)
+    await hot.in_thread(upgrade_drains.return_without_upgrade)
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}

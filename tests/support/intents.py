@@ -7,8 +7,8 @@ import pytest
 from django.conf import settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.backends import admission, backend_requests, intent_queue, intents
 from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
@@ -23,9 +23,9 @@ from tests.support.bus import PlayedBus
 INSTALL, UPGRADE, DELETE = backend_requests.INSTALL, backend_requests.UPGRADE, backend_requests.DELETE
 KINDS = [INSTALL, UPGRADE, DELETE]
 _SUBJECTS = {
-    INSTALL: subjects.backend_install,
-    UPGRADE: subjects.backend_upgrade,
-    DELETE: subjects.backend_delete,
+    INSTALL: messages.backend_install,
+    UPGRADE: messages.backend_upgrade,
+    DELETE: messages.backend_delete,
 }
 
 
@@ -76,7 +76,7 @@ class Stage:
     def lists(self, *backends: m.InstalledBackend, instance: str = "") -> None:
         """What the worker answers to `backend.list`."""
         listed = m.ListReply(backends, instance=instance)
-        self.bus.replies[subjects.backend_list(str(self.node.id))] = listed
+        self.bus.replies[messages.backend_list(str(self.node.id))] = listed
 
     def begins(self, kind: str, **wish: Any) -> Intent:
         """The first attempt of an operation on echo."""
