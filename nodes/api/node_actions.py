@@ -32,7 +32,7 @@ from nodes.api.base import (
 from nodes.api.cluster_backends import MOST_NODES
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
 from nodes.api.node_settings import LABELS
-from nodes.backends import bulk_install, node_stop
+from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
@@ -334,7 +334,7 @@ class StopView(NodeView):
         offline.
         """
         node = BackendNode.objects.get(pk=require_node_id(node_id))
-        admission = node_stop.request_stop(
+        admitted = node_stop.request_stop(
             node,
             actor=actor_of(request).name,
             now=clock.now(),
@@ -342,12 +342,12 @@ class StopView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        job = str(admission.operation.id)
+        job = str(admitted.operation.id)
         body = ACCEPTED.of(
-            message=actions.STOP.message if admission.created else "the worker is already being stopped",
+            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            deduplicated=not admission.created,
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -459,14 +459,14 @@ class BulkView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        admission = bulk.request(bulk_request, now=clock.now())
-        job = str(admission.operation.id)
-        started = "started" if admission.created else "in progress already"
+        admitted = bulk.request(bulk_request, now=clock.now())
+        job = str(admitted.operation.id)
+        started = "started" if admitted.created else "in progress already"
         body = ACCEPTED.of(
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admission.operation.element} {started}",
-            deduplicated=not admission.created,
+            message=f"{fields['verb']} of {admitted.operation.element} {started}",
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -492,5 +492,5 @@ class BulkInstallView(NodeView):
         """
         fields = validate_body(BulkInstallSerializer, request)
         wish, asked = install_request(fields), requester_of(request, [])
-        admission = bulk_install.request(wish, asked, fields["ids"], now=clock.now())
-        return Response(accepted_body(admission, INSTALL), status=202)
+        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        return Response(accepted_body(admitted, INSTALL), status=202)

@@ -33,8 +33,7 @@ from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import following, lookup
 from nodes.models import BackendNode, NodeModel
 
