@@ -13,7 +13,7 @@ from localai_cluster.kit import periodic
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.env import weak_secret
 from nodes.live.shapes import NOTICE
-from nodes.registry.mass_silence import Hold
+from nodes.registry.mass_silence import CurrentHold
 from operations.executor.controllers import SILENT_AFTER, Seen
 
 Notice = dict[str, Any]
@@ -36,7 +36,7 @@ class ClusterFacts:
     tasks_wait_since: datetime | None = None
     """Since when nobody has taken the oldest scheduled task."""
     redis_away: bool = False
-    held: Hold | None = None
+    held: CurrentHold | None = None
     """Nodes that fell silent together and are kept."""
     disk: DiskUsage | None = None
     """The disk of the server's data folder; None if it has not been read."""

@@ -64,7 +64,7 @@ class Snapshot:
     rules: str
     """The revision of the scheduling rules."""
     tasks_wait_since: datetime | None = None
-    held: mass_silence.Hold | None = None
+    held: mass_silence.CurrentHold | None = None
 
 
 def read_snapshot() -> Snapshot:

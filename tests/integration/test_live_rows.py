@@ -16,7 +16,7 @@ from nodes.live import history, notices, rows, watch
 from nodes.live.history import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.registry import claims, lifecycle
-from nodes.registry.mass_silence import Hold
+from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
@@ -360,7 +360,7 @@ def test_who_carries_schedules_out_and_brings_news(facts: notices.ClusterFacts, 
 
 
 def test_nodes_that_fell_silent_together_are_an_alarm() -> None:
-    held = Hold(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
+    held = CurrentHold(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
     facts = notices.ClusterFacts(SOUND, 0, 0, held=held)
     assert told(facts) == ["mass-silence"]
     (found,) = notices.active_notices(facts, STRONG, NOW)
