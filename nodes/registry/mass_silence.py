@@ -13,7 +13,7 @@ from nodes.registry.timeline import Entry
 
 
 @dataclass(frozen=True)
-class Hold:
+class CurrentHold:
     """The hold: `silent` of `of` nodes are silent, and are kept until `until`."""
 
     since: datetime
@@ -25,16 +25,16 @@ class Hold:
         return f"{self.silent} of {self.of} nodes fell silent at once; kept until {self.until:%H:%M} UTC"
 
 
-def current_hold() -> Hold | None:
+def current_hold() -> CurrentHold | None:
     """Return the current hold, None without one; one query."""
     row = MassSilence.objects.first()
-    return None if row is None else Hold(row.since, row.until, len(row.nodes), row.of)
+    return None if row is None else CurrentHold(row.since, row.until, len(row.nodes), row.of)
 
 
 def hold(
     nodes: Sequence[UUID], *, since: datetime, until: datetime, of: int, actor: Actor, now: datetime
 ) -> None:
-    """Hold these silent nodes; nodes that are newly held get an event in their timeline.
+    """CurrentHold these silent nodes; nodes that are newly held get an event in their timeline.
 
     Needs a transaction in which no one else decides. A constant number of statements.
     """
@@ -48,7 +48,7 @@ def hold(
     held_ids = frozenset(current.nodes if current else ())
     newly_held = [node for node in nodes if str(node) not in held_ids]
     if newly_held:
-        _record_hold(newly_held, Hold(since, until, len(silent), of), actor, now)
+        _record_hold(newly_held, CurrentHold(since, until, len(silent), of), actor, now)
 
 
 def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
@@ -69,7 +69,7 @@ def release() -> None:
     MassSilence.objects.all().delete()
 
 
-def _record_hold(nodes: Collection[UUID], current_hold: Hold, actor: Actor, now: datetime) -> None:
+def _record_hold(nodes: Collection[UUID], current_hold: CurrentHold, actor: Actor, now: datetime) -> None:
     rows = BackendNode.objects.filter(pk__in=nodes).order_by("id").values_list("id", "name", "status")
     kind = NodeEvent.Kind.SILENCE_HELD
     entries = [Entry(id, name, kind, actor, str(current_hold), status, status) for id, name, status in rows]
