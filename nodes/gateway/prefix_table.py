@@ -112,14 +112,14 @@ def _decay_factor(age: float, half_life: float) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _PrefixNode:
     """Consecutive blocks that were always used together, after those of `parent`: a node of the radix tree.
 
     A block is used whenever one after it is, so a node was never used before the nodes below it, and the
     blocks of a chain that the table has are the beginning of the chain.
     """
 
-    parent: "_Node | None"
+    parent: "_PrefixNode | None"
     start: int
     """Number of blocks before the first of this node."""
     blocks: Chain
@@ -131,10 +131,10 @@ class _Table:
     """The prefix tree of one model."""
 
     def __init__(self, ttl: float, half_life: float) -> None:
-        self.nodes: dict[int, _Node] = {}
+        self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
         self.owners: dict[Place, _Owner] = {}
-        self._order: OrderedDict[_Node, None] = OrderedDict()
+        self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; of one chain the last comes first."""
         self._ttl = ttl
         self._half_life = half_life
@@ -187,7 +187,7 @@ class _Table:
         owner.add(len(chain), now, self._half_life)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
         if depth < len(chain):
-            leaf = _Node(parent, depth, chain[depth:], owner, now)
+            leaf = _PrefixNode(parent, depth, chain[depth:], owner, now)
             self.nodes.update(dict.fromkeys(leaf.blocks, leaf))
             self._order[leaf] = None
         node = parent
@@ -210,18 +210,18 @@ class _Table:
         for owner in self.owners.values():
             yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
 
-    def _split(self, node: _Node, depth: int) -> _Node:
+    def _split(self, node: _PrefixNode, depth: int) -> _PrefixNode:
         """Return the node that ends after `depth` blocks; the rest of `node` stays below it."""
         count = depth - node.start
         if count == len(node.blocks):
             return node
-        head = _Node(node.parent, node.start, node.blocks[:count], node.owner, node.used_at)
+        head = _PrefixNode(node.parent, node.start, node.blocks[:count], node.owner, node.used_at)
         node.parent, node.start, node.blocks = head, depth, node.blocks[count:]
         self.nodes.update(dict.fromkeys(head.blocks, head))
         self._order[head] = None
         return head
 
-    def _drop(self, node: _Node, count: int, now: float) -> None:
+    def _drop(self, node: _PrefixNode, count: int, now: float) -> None:
         """Drop the last `count` blocks of a node without nodes below it."""
         for block in node.blocks[-count:]:
             if self.nodes.get(block) is node:
