@@ -11,7 +11,7 @@ from typing import Any
 from localai_cluster import system_health
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
 from nodes.api import openapi as api
-from nodes.dialects.openapi import ROUTES, error_answers
+from nodes.dialects import openapi as inference
 from nodes.live import shapes as live
 from nodes.live import shapes as messages
 
@@ -109,7 +109,7 @@ METRICS: Operation = {
             "description": "The figures, in the text format of Prometheus 0.0.4.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
         },
-        **error_answers(401, 403, 429, 503),
+        **inference.error_answers(401, 403, 429, 503),
     },
 }
 
@@ -124,10 +124,7 @@ RAW_ROUTES: list[RawRoute] = [
 
 def raw_routes() -> list[RawRoute]:
     """Return every route that Django's resolver does not know, such as heartbeats and inference."""
-    inference = [
-        (method, path, operation) for path, methods in ROUTES.items() for method, operation in methods.items()
-    ]
-    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference
+    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference.operations()
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
