@@ -10,7 +10,7 @@ from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 
 from localai_cluster import health
-from localai_cluster.documents import DocsView, SchemaView
+from localai_cluster.api_document import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page

@@ -17,7 +17,7 @@ from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
-from localai_cluster.kit import errors, json_depth
+from localai_cluster.kit import errors, untrusted
 
 MALFORMED = "invalid request body"
 
@@ -26,7 +26,7 @@ def parse_json(raw: bytes) -> Any:
     """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
     if not raw.strip():
         return {}
-    if problem := json_depth.problem(raw):
+    if problem := untrusted.json_problem(raw):
         raise errors.InvalidInput(f"the request body is {problem}")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse)

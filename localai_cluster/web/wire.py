@@ -9,7 +9,7 @@ import msgspec
 import orjson
 from msgspec import UNSET, UnsetType
 
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 Message = MutableMapping[str, Any]
@@ -122,7 +122,7 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
 
 def parse_json_object(body: bytes) -> Mapping[str, Any]:
     """Return the body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
-    if problem := json_depth.problem(body):
+    if problem := untrusted.json_problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
         value = orjson.loads(body) if body.strip() else {}

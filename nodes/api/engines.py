@@ -44,7 +44,7 @@ from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_queries
 from nodes.definitions import folder
-from nodes.loading import load, wait
+from nodes.loading import load_request, wait
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
@@ -158,7 +158,7 @@ class LoadView(APIView):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key(model),
             element=model,
             payload={"model": model},

