@@ -231,7 +231,7 @@ class CallContent(ResponseBody, tag_field="type", tag="tool_use"):
 OutputBlock = TextContent | ThinkingContent | CallContent
 
 
-class UsageBody(ResponseBody):
+class MessageUsage(ResponseBody):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: (
@@ -249,7 +249,7 @@ class MessageResponse(ResponseBody, kw_only=True):
         str, msgspec.Meta(extra_json_schema={"enum": ["end_turn", "max_tokens", "tool_use"]})
     ]
     stop_sequence: str | None = None
-    usage: UsageBody
+    usage: MessageUsage
 
 
 class ErrorDetail(ResponseBody):
@@ -257,7 +257,7 @@ class ErrorDetail(ResponseBody):
     message: str
 
 
-class ErrorBody(ResponseBody, kw_only=True):
+class AnthropicErrorBody(ResponseBody, kw_only=True):
     type: Literal["error"] = "error"
     error: ErrorDetail
 
@@ -359,10 +359,10 @@ _TYPES = {
 """Error types by HTTP status; every other status is an `api_error`."""
 
 
-def _error(error: ClusterError) -> ErrorBody:
+def _error(error: ClusterError) -> AnthropicErrorBody:
     """Return the error envelope. It has no attribute for the field, so the text names it."""
     kind = _TYPES.get(error.status, "api_error")
-    return ErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
+    return AnthropicErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
 
 
 def render_error(error: ClusterError) -> Answer:
@@ -391,12 +391,12 @@ def _reason(finish: str) -> str:
     return _REASONS.get(finish, "end_turn")
 
 
-def _render_usage(usage: Usage) -> UsageBody:
+def _render_usage(usage: Usage) -> MessageUsage:
     """Return the usage in Anthropic's form.
 
     Cached tokens are excluded from the prompt's, and present only if the engine reported them.
     """
-    return UsageBody(
+    return MessageUsage(
         usage.prompt - (usage.cached or 0), usage.completion, UNSET if usage.cached is None else usage.cached
     )
 

@@ -97,16 +97,16 @@ class CallFunction(ResponseBody):
     arguments: dict[str, Any]
 
 
-class CallBody(ResponseBody):
+class OllamaCallBody(ResponseBody):
     id: str
     function: CallFunction
 
 
-class MessageBody(ResponseBody, kw_only=True):
+class OllamaMessageBody(ResponseBody, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     thinking: str | UnsetType = UNSET
-    tool_calls: list[CallBody] | UnsetType = UNSET
+    tool_calls: list[OllamaCallBody] | UnsetType = UNSET
 
 
 class LastLine(ResponseBody, kw_only=True):
@@ -123,16 +123,16 @@ class LastLine(ResponseBody, kw_only=True):
     logprobs: list[dict[str, Any]] | UnsetType = UNSET
 
 
-class ChatResponse(LastLine, kw_only=True):
-    message: MessageBody
+class OllamaChatResponse(LastLine, kw_only=True):
+    message: OllamaMessageBody
 
 
-class GenerateResponse(LastLine, kw_only=True):
+class OllamaGenerateResponse(LastLine, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
 
 
-class ErrorBody(ResponseBody):
+class OllamaErrorBody(ResponseBody):
     error: str
 
 
@@ -270,24 +270,24 @@ def _schema(format: str | dict[str, Any] | None) -> str:
 
 KIND = b"application/x-ndjson"
 
-Renderer = Callable[[str, str, list[CallBody]], dict[str, Any]]
+Renderer = Callable[[str, str, list[OllamaCallBody]], dict[str, Any]]
 """Renders text, thoughts and tool calls in the form of a route."""
 
 
-def _as_message(text: str, thought: str, calls: list[CallBody]) -> dict[str, Any]:
+def _as_message(text: str, thought: str, calls: list[OllamaCallBody]) -> dict[str, Any]:
     return {
-        "message": MessageBody(content=text, thinking=thought or UNSET, tool_calls=calls or UNSET),
+        "message": OllamaMessageBody(content=text, thinking=thought or UNSET, tool_calls=calls or UNSET),
     }
 
 
-def _as_response(text: str, thought: str, _: list[CallBody]) -> dict[str, Any]:
+def _as_response(text: str, thought: str, _: list[OllamaCallBody]) -> dict[str, Any]:
     return {"response": text, **({"thinking": thought} if thought else {})}
 
 
 def render_error(error: ClusterError) -> Answer:
     """Return the error response in Ollama's envelope."""
     return wire.json_answer(
-        ErrorBody(wire.message_with_field(error)), error.status, wire.error_headers(error)
+        OllamaErrorBody(wire.message_with_field(error)), error.status, wire.error_headers(error)
     )
 
 
@@ -319,9 +319,9 @@ def _render_end(last: TextDelta) -> dict[str, Any]:
     }
 
 
-def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[CallBody]:
+def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[OllamaCallBody]:
     return [
-        CallBody(
+        OllamaCallBody(
             piece.id or f"call_{head.id[:24]}_{piece.index}",
             CallFunction(index, piece.name, blocks.parse_arguments(piece.arguments)),
         )
@@ -391,5 +391,5 @@ def _dialect(
     )
 
 
-CHAT = _dialect(parse_chat, ChatResponse, _as_message)
-GENERATE = _dialect(parse_generate, GenerateResponse, _as_response)
+CHAT = _dialect(parse_chat, OllamaChatResponse, _as_message)
+GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _as_response)

@@ -43,8 +43,8 @@ class Envelope:
 
 
 OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
-ANTHROPIC = Envelope(anthropic.render_error, anthropic.ErrorBody)
-OLLAMA = Envelope(ollama.render_error, ollama.ErrorBody)
+ANTHROPIC = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
+OLLAMA = Envelope(ollama.render_error, ollama.OllamaErrorBody)
 ERRORS = (400, 401, 403, 404, 413, 429, 500, 503)
 
 
@@ -271,7 +271,7 @@ _OTHERS: Mapping[str, Route] = {
         handler=generation_handler(ollama.CHAT),
         envelope=OLLAMA,
         body=ollama.OllamaChatBody,
-        response=ollama.ChatResponse,
+        response=ollama.OllamaChatResponse,
         other_kinds=_LINES,
         description=_OLLAMA_STREAM,
     ),
@@ -281,7 +281,7 @@ _OTHERS: Mapping[str, Route] = {
         handler=generation_handler(ollama.GENERATE),
         envelope=OLLAMA,
         body=ollama.GenerateBody,
-        response=ollama.GenerateResponse,
+        response=ollama.OllamaGenerateResponse,
         other_kinds=_LINES,
         description=_OLLAMA_STREAM,
     ),
