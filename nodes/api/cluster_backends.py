@@ -30,10 +30,10 @@ from nodes.api.node_backends import (
     checked_name,
     install_wish,
 )
-from nodes.backends import catalogue, install, node_commands, wave_requests
-from nodes.backends.admission import ask
+from nodes.backends import catalogue, node_commands, wave_requests
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
@@ -161,7 +161,7 @@ def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
         confirmed = sorted(set(fields.get("last_replicas", ())))
         asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
         wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
-    return ask(wish, asked, now=clock.now())
+    return admit(wish, asked, now=clock.now())
 
 
 def refuse_concrete(wish: Wish) -> None:
@@ -169,7 +169,7 @@ def refuse_concrete(wish: Wish) -> None:
 
     A gallery that cannot be read now is no reason to refuse.
     """
-    builds = catalogue.reader.read(install.galleries()).builds
+    builds = catalogue.reader.read(node_commands.galleries()).builds
     name = folded(wish.backend)
     parent = catalogue.parents(builds).get(name)
     meta = any(one.is_meta and folded(one.name) == name for one in builds)

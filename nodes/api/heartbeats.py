@@ -203,7 +203,7 @@ class HeartbeatApplication:
 
     async def _note_exits(self, call: _Call) -> None:
         try:
-            await checks.note_exits(self._database(), call.beat.id, call.ended)
+            await checks.report_exits(self._database(), call.beat.id, call.ended)
         except UNREACHABLE as error:
             raise errors.Unavailable("the database is unavailable") from error
 

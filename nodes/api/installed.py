@@ -21,7 +21,7 @@ from nodes.api.base import NODE_ID, answered
 from nodes.api.catalogue import CATALOGUE_OLD
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import Upgrade
 
 METADATA = Shape(
     "BackendMetadata",

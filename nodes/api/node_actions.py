@@ -23,7 +23,7 @@ from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, e
 from nodes.api.cluster_backends import MOST_NODES
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted, asked_by, install_wish
 from nodes.api.node_settings import LABELS
-from nodes.backends import bulk_install, node_stop
+from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, node_rows, services
@@ -322,7 +322,7 @@ class StopView(NodeView):
         offline.
         """
         node = BackendNode.objects.get(pk=existing(node_id))
-        admission = node_stop.request_stop(
+        admitted = node_stop.request_stop(
             node,
             actor=actor_of(request).name,
             now=clock.now(),
@@ -330,12 +330,12 @@ class StopView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        job = str(admission.operation.id)
+        job = str(admitted.operation.id)
         body = ACCEPTED.of(
-            message=actions.STOP.message if admission.created else "the worker is already being stopped",
+            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            deduplicated=not admission.created,
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -445,14 +445,14 @@ class BulkView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        admission = bulk.request(bulk_request, now=clock.now())
-        job = str(admission.operation.id)
-        started = "started" if admission.created else "in progress already"
+        admitted = bulk.request(bulk_request, now=clock.now())
+        job = str(admitted.operation.id)
+        started = "started" if admitted.created else "in progress already"
         body = ACCEPTED.of(
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admission.operation.element} {started}",
-            deduplicated=not admission.created,
+            message=f"{fields['verb']} of {admitted.operation.element} {started}",
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -478,5 +478,5 @@ class BulkInstallView(NodeView):
         """
         fields = validate_body(BulkInstallSerializer, request)
         wish, asked = install_wish(fields), asked_by(request, [])
-        admission = bulk_install.request(wish, asked, fields["ids"], now=clock.now())
-        return Response(accepted(admission, INSTALL), status=202)
+        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        return Response(accepted(admitted, INSTALL), status=202)

@@ -33,9 +33,9 @@ from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
 from nodes.api.base import NodeView, answered, existing, header, sent
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
-from nodes.backends.admission import ask
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
-from nodes.backends.upgrade_rules import is_image
+from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
 from operations.ledger.admission import Admission
 
@@ -236,7 +236,7 @@ def accepted(admission: Admission, kind: str) -> dict[str, Any]:
 
 
 def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = ask(wish, asked_by(request, [node]), now=clock.now())
+    admission = admit(wish, asked_by(request, [node]), now=clock.now())
     return Response(accepted(admission, wish.kind), status=202)
 
 

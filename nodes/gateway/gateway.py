@@ -267,6 +267,6 @@ def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: P
         if _running is not None:
             _running.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
-        prefixes.removed(hooks.heard(payload))
+        prefixes.removed(hooks.decode(payload))
     if prefixes is not None and channel == "":
         prefixes.forget_all()

@@ -16,7 +16,7 @@ import msgspec
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Outbox:
         self._waiting.append(update)
         self._woken.set()
 
-    def removed(self, replica: Removed) -> None:
+    def removed(self, replica: RemovedReplica) -> None:
         """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
         update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
         self._loop.call_soon_threadsafe(self.tell, update)

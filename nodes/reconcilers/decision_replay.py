@@ -48,7 +48,7 @@ def _from(state: State, record: PlacementRecord) -> ReplayedDecision | None:
         case DecisionKind.SCALE:
             return _scaled(state, record)
         case DecisionKind.UNLOAD:
-            words = unload_records.again(state, record.model_name, record.operation_id)
+            words = unload_records.replay_unload(state, record.model_name, record.operation_id)
             return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
         case DecisionKind.EVICTION:
             return _evicted(state, record)

@@ -172,26 +172,26 @@ class TestScaling:
     def test_what_is_loaded_and_what_is_retired_is_kept_in_the_words_of_the_rule(self) -> None:
         node = hot.node("one", max_replicas_per_model=3)
         rule(2)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", "")]
         assert last_scaled().reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
         Operation.objects.all().delete()
         for index in range(3):
             hot.replica(node, "m", index, last_used=clock.now() - HOUR)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records()[1:] == [("m", "scale", "scaled", ""), ("m", "unload", "unloading", "")]
         assert last_scaled().reason.startswith("replica 2 on one idle for 60 min and more than 2 there")
         unload = PlacementRecord.objects.latest("id")
         assert unload.reason == f"{last_scaled().reason}; replicas that leave: 2 on one"
         count = PlacementRecord.objects.count()
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert PlacementRecord.objects.count() == count, "nothing was decided"
 
     @pytest.mark.rule("R4.23", "I14")
     def test_what_cannot_be_had_is_kept_once_as_long_as_its_words_stay(self) -> None:
         rule(1, model="undefined")
         for _ in range(4):
-            replicas.look(tick=True)
+            replicas.run_pass(tick=True)
         assert records() == [("undefined", "scale", "waiting", "")]
 
     @pytest.mark.rule("R4.5", "I14")
@@ -203,7 +203,7 @@ class TestScaling:
 
         monkeypatch.setattr(load_request, "request_scale_up", refuses)
         rule(1)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", ""), ("m", "scale", "refused", "")]
         assert last_scaled().reason.endswith("1 more; refused: model_unload of m is in progress")
 
@@ -215,7 +215,7 @@ class TestScaling:
                 rule(1, model=name)
                 (models / f"{name}.yaml").write_text(f"name: {name}\nbackend: b\nparameters: {{model: x}}\n")
             demands = passes.read_desired_states()
-            fleet = replicas.observe(demands, replicas.revisions_now(), clock.now())
+            fleet = replicas.observe(demands, replicas.definition_revisions(), clock.now())
             rulings = plan(fleet, demands, clock.now(), tick=True)
             about = {demand.model: demand for demand in demands}
             with CaptureQueriesContext(connection) as queries:

@@ -372,7 +372,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
+    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
     assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))

@@ -133,10 +133,10 @@ def test_while_the_brake_holds_what_does_not_answer_counts_as_there() -> None:
     terminations.lose_all([row.pk], now=clock.now())
     now = clock.now()
     held = MassSilence.objects.create(since=now, until=now + timedelta(minutes=5), nodes=[], of=9)
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 1
     held.delete()
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 0
 
 
@@ -146,13 +146,13 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     node = hot.node()
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
     stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
     assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
@@ -169,7 +169,7 @@ def failed_load(node: BackendNode, *, started: bool) -> Slot:
     if started:
         assert slots.start(slot, attempt=mine, now=clock.now())
         slots.record_answer(slot, "127.0.0.1:7")
-    load_ends.give_up(slot, attempt=mine, now=clock.now())
+    load_ends.end_attempt(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -195,7 +195,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
     """Nothing to unload and nothing to return."""
     node = await in_thread(hot.node)
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: drains.held("echo").count()) == 0
+    assert await in_thread(lambda: drains.unloadable("echo").count()) == 0
     assert await in_thread(drains.return_abandoned) == []
     assert await in_thread(NodeModel.objects.count) == 1
 
@@ -267,7 +267,9 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     if state == "unloading":
         assert retire.confirm(row.pk, stop_sent=clock.now())
     else:
-        load_ends.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
+        load_ends.end_attempt(
+            Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now()
+        )
     assert not NodeModel.objects.exists()
 
 
@@ -378,7 +380,7 @@ def evicts(number: int, need: Need) -> None:
 def gives_way(row: NodeModel) -> None:
     """To a successor, unless a request or an eviction was faster."""
     with contextlib.suppress(errors.Conflict):
-        replicas.give_way(row.pk, clock.now())
+        replicas.replace_replica(row.pk, clock.now())
 
 
 @pytest.mark.rule("R2.51", "R1.79", "R4.18")
@@ -417,7 +419,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     await lost(row)
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:
-        await in_thread(lambda: replicas.look(tick=False))
+        await in_thread(lambda: replicas.run_pass(tick=False))
         (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
         assert operation.kind == load_request.KIND
         place = await in_thread(lambda: placed_besides(frozen))

@@ -216,7 +216,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[NodeModel]:
         try:
-            return load_ends.end_abandoned("m", now=clock.now())
+            return load_ends.end_abandoned_loads("m", now=clock.now())
         finally:
             connection.close()
 

@@ -226,7 +226,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+    load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -320,7 +320,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]

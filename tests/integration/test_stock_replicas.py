@@ -16,7 +16,7 @@ from localai_cluster.messaging.bus import NoResponders
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import hooks, retire
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
@@ -108,10 +108,10 @@ def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPa
     asked_at = clock.now()
     hot.replica(node, index=2, updated_at=asked_at)
     hot.replica(node, index=3, state="loading", address="", updated_at=asked_at - EARLIER)
-    told: list[Removed] = []
+    told: list[RemovedReplica] = []
     monkeypatch.setattr(hooks, "on_removed", [told.append])
-    gone = retire.retire_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
+    gone = retire.end_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
     assert gone == ["echo#0"]
-    assert told == [Removed("echo", node.id, 0)]
+    assert told == [RemovedReplica("echo", node.id, 0)]
     assert rows(node) == ["echo#1", "echo#2", "echo#3"]
     assert rows(other) == ["echo#0"]

@@ -305,7 +305,7 @@ class TestDrainedNode:
         """What a drain still waits for must not be stopped."""
 
         def nothing_due() -> bool:
-            return drained_nodes.claim(16, now=clock.now()) == []
+            return drained_nodes.claim_due(16, now=clock.now()) == []
 
         replica = await in_thread(hot.replica, stage.node)
         assert await in_thread(nothing_due)

@@ -263,7 +263,7 @@ async def test_an_engine_that_another_has_replaced_is_not_stopped(stage: Stage) 
 async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stage: Stage) -> None:
     """Killed between the statement that withdraws and the command: the rows say what is left to do."""
     work = await in_thread(stage.begins)
-    await in_thread(unload._begin, work)
+    await in_thread(unload._drain_targets, work)
     assert {state for _, model, state in await rows() if model == "echo"} == {"unloading"}
     again = await in_thread(stage.taken_over)
     assert await stage.carries_out(again) == {"nodes": ["one", "two"]}
@@ -364,7 +364,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_was_not_stopped_serves_again_after_a_cancel(self, stage: Stage) -> None:
         work = await in_thread(stage.begins)
-        await in_thread(unload._begin, work)
+        await in_thread(unload._drain_targets, work)
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows(), "its operation is active"
         await in_thread(ended_as_cancelled)
@@ -378,9 +378,9 @@ class TestLeftBehind:
     ) -> None:
         """The one on the node began first; the one of the cluster took its row over, and was cancelled."""
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=index))
-        await in_thread(unload._begin, mine)
+        await in_thread(unload._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._begin, other)
+        await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "loaded")}
@@ -391,9 +391,9 @@ class TestLeftBehind:
     async def test_an_unload_of_another_replica_keeps_nothing_out(self, stage: Stage) -> None:
         await in_thread(lambda: hot.replica(stage.one, index=1))
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=1))
-        await in_thread(unload._begin, mine)
+        await in_thread(unload._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._begin, other)
+        await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         states = NodeModel.objects.filter(node=stage.one, model_name="echo").order_by("replica_index")
@@ -402,7 +402,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_an_upgrade_has_taken_out_stays_out(self, stage: Stage) -> None:
         work = await in_thread(lambda: stage.begins(node=stage.one))
-        await in_thread(unload._begin, work)
+        await in_thread(unload._drain_targets, work)
         mine = NodeModel.objects.filter(node=stage.one, model_name="echo")
         intent = {"backend": "echo", "op": "upgrade", "operation_id": uuid4(), "spares_requests": True}
         lease = {"lease_owner": "c", "lease_until": clock.now() + timedelta(hours=1)}
@@ -412,7 +412,7 @@ class TestLeftBehind:
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows()
         await in_thread(upgrade.delete)
-        await in_thread(upgrade_drains.return_forgotten)
+        await in_thread(upgrade_drains.return_without_upgrade)
         assert ("one", "echo", "loaded") in await rows()
 
     async def test_an_unload_whose_replica_serves_again_is_no_success(self, stage: Stage) -> None:

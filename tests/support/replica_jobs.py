@@ -85,7 +85,7 @@ class Cluster:
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
-        call(load_ends.end_abandoned, model, now=clock.now())
+        call(load_ends.end_abandoned_loads, model, now=clock.now())
         views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
@@ -106,14 +106,14 @@ class Cluster:
         self.world.note(f"  slot {model}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}")
         try:
             for _ in range(6):
-                if not call(eviction.not_gone([one.id for one in victims]).exists):
+                if not call(eviction.remaining_rows([one.id for one in victims]).exists):
                     break
                 pause("sleep")
             else:
                 raise LoadFailed("no room")
             self._publish(operation, slot, attempt)
         except LoadFailed:
-            call(load_ends.give_up, slot, attempt=attempt, now=clock.now())
+            call(load_ends.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
     def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
@@ -126,7 +126,7 @@ class Cluster:
             raise LoadFailed("the slot was lost")
         address = self._start(operation, slot)
         call(slots.record_answer, slot, address)
-        call(retire.retire_at, address, node_id=slot.node_id, but=slot.id)
+        call(retire.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
         replaces = operation.payload["replaces"]
         if not call(

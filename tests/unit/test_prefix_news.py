@@ -18,7 +18,7 @@ from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given, Invalidated, Outbox, hear, read
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from tests.support.bus import PlayedBus
 
 NODE = UUID(int=7)
@@ -48,7 +48,7 @@ def test_what_is_on_the_wire() -> None:
         telling = Outbox(bus)
         sending = asyncio.create_task(telling.run())
         telling.tell(observed)
-        telling.removed(Removed("m", NODE, hooks.ALL_REPLICAS))
+        telling.removed(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
         assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
         sending.cancel()
         return bus.published
@@ -179,15 +179,15 @@ def test_pressure_is_a_request_that_was_kept_away() -> None:
 @pytest.mark.rule("R3.21", "R3.23", "T-PFX-48", "T-PFX-50", "T-PFX-51", "T-PFX-52", "R1.106")
 def test_a_removal_is_told_whether_or_not_it_was_known() -> None:
     """R3.21: by who removed the row; and by a NOTIFY, which all processes of the cluster hear."""
-    for removed in (Removed("a b/c", NODE, 3), Removed("m", NODE, -1)):
-        assert hooks.heard(hooks.told(removed)) == removed
+    for removed in (RemovedReplica("a b/c", NODE, 3), RemovedReplica("m", NODE, -1)):
+        assert hooks.decode(hooks.encode(removed)) == removed
     ours = Prefixes(300, lambda news: None)
-    ours.removed(Removed("m", NODE, -1))
+    ours.removed(RemovedReplica("m", NODE, -1))
     assert not ours._affinity._tables
     landed(ours, (NODE, 1))
-    ours.removed(Removed("m", NODE, 0))
+    ours.removed(RemovedReplica("m", NODE, 0))
     assert asked(ours).preferred == (NODE, 1)
-    ours.removed(Removed("m", NODE, 1))
+    ours.removed(RemovedReplica("m", NODE, 1))
     assert asked(ours).preferred is None
 
 
