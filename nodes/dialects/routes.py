@@ -83,7 +83,9 @@ def generation_handler(dialect: Dialect) -> Handler:
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
             return EventStream(
-                request, dialect.told(head), lambda sink: generate(request, generation, sink, lambda: None)
+                request,
+                dialect.rendering(head),
+                lambda sink: generate(request, generation, sink, lambda: None),
             )
         deltas: list[TextDelta] = []
 
