@@ -134,7 +134,7 @@ _EXAMPLE = response_example(
 
 @dataclass(frozen=True)
 class CatalogueQuery:
-    """Which entries of the catalogue, in which order, and which page of them."""
+    """Filter, order and page of the catalogue."""
 
     term: str
     tag: str
@@ -144,7 +144,7 @@ class CatalogueQuery:
     descending: bool
 
     def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
-        """All that fit; without an order they stay as the galleries list them."""
+        """Return the matching entries; without an order they stay as the galleries list them."""
         found = [entry for entry in entries if self._fits(entry)]
         if self.sort:
             found.sort(key=_ORDERS["name"])
@@ -157,7 +157,7 @@ class CatalogueQuery:
         return self.term in text.casefold() and (not self.tag or self.tag in tags)
 
     def page_of(self, entries: Sequence[Entry]) -> Entry:
-        """The page, and its neighbours; a neighbour that is not there is the nearest page that is."""
+        """Return the page and the numbers of its neighbours, clipped to existing pages."""
         pages = -(-len(entries) // self.items)
         first = (self.page - 1) * self.items
         return {
@@ -178,7 +178,7 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 
 
 def parse_query(request: Request) -> CatalogueQuery:
-    """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
+    """Parse the parameters of a request; raise InvalidInput naming the parameter."""
     given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
         term=given.text("term", LONGEST_SEARCH).casefold(),
@@ -195,7 +195,7 @@ _checked_fingerprint = ""
 
 
 def _gallery_changed(fingerprint: str) -> None:
-    """The galleries are not those of the last upgrade check."""
+    """Request an upgrade check, because the galleries have changed since the last one."""
     global _checked_fingerprint
     if fingerprint != _checked_fingerprint:
         _checked_fingerprint = fingerprint
@@ -203,7 +203,7 @@ def _gallery_changed(fingerprint: str) -> None:
 
 
 def read_galleries() -> catalogue.Offer:
-    """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
+    """Return the offer of the galleries; one query. Raise Unavailable if none of them can be read."""
     configured = node_commands.galleries()
     standing = upgrade_state.standing()
     offer = catalogue.reader.read(configured, standing.answered)
@@ -215,7 +215,6 @@ def read_galleries() -> catalogue.Offer:
 
 
 def repositories() -> list[Entry]:
-    """The configured galleries, without credentials."""
     return [
         REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
     ]

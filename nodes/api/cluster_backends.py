@@ -57,7 +57,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def describe_command(
     name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of one command."""
+    """Describe a command in the API document."""
     return extend_schema(
         operation_id=f"backends_{name}",
         summary=summary,
@@ -99,7 +99,6 @@ class WaveOptionsSerializer(NullIsAbsent):
 
 
 def last_replicas_field() -> serializers.ListField:
-    """The field in which last replicas are confirmed."""
     return serializers.ListField(
         child=Text(max_length=255),
         required=False,
@@ -116,7 +115,7 @@ class UpgradeSerializer(NodesSerializer):
     last_replicas = last_replicas_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Confirmations are for waves: without them an upgrade asks nothing."""
+        """Require `waves` for confirmations: without them an upgrade needs none."""
         if attrs.get("last_replicas") and attrs.get("waves") is None:
             raise serializers.ValidationError({"last_replicas": ["needs waves"]})
         return attrs
@@ -139,7 +138,6 @@ class ExternalSerializer(InstallSerializer, NodesSerializer):
 
 
 def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
-    """The request with its nodes. Raises NotFound and Conflict, which name the node."""
     if not (ids := fields.get("nodes")):
         ready, left_out = everywhere(wish)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
@@ -153,7 +151,7 @@ def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
 
 
 def admit_command(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
-    """Makes the operation for the nodes of `fields`, or joins the one that does the same."""
+    """Create the operation for the nodes of `fields`, or join the one that does the same."""
     asked = _chosen(by, wish, fields)
     if asked.all_nodes and wish.kind == INSTALL and not wish.uri:
         refuse_hardware_build(wish)
@@ -165,7 +163,7 @@ def admit_command(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
 
 
 def refuse_hardware_build(wish: Wish) -> None:
-    """O11: a build for one kind of hardware must not go to all nodes; Conflict names what to install instead.
+    """Refuse a build for one kind of hardware on all nodes (O11); Conflict names the one to install instead.
 
     A gallery that cannot be read now is no reason to refuse.
     """
@@ -183,7 +181,6 @@ def refuse_hardware_build(wish: Wish) -> None:
 
 
 def started_body(admission: Admission, said: CommandTexts) -> dict[str, Any]:
-    """What the answer says."""
     job = str(admission.operation.id)
     return STARTED.of(
         jobID=job,
@@ -228,7 +225,7 @@ class InstallEverywhereView(_Everywhere):
         return self._answer(request, name)
 
     def wish(self, name: str, fields: dict[str, Any]) -> Wish:
-        """The gallery of `gallery@name` is kept."""
+        """Return the request; the gallery of `gallery@name` is kept."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
         return Wish(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
@@ -314,12 +311,10 @@ class ApplySerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["id"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
         return schema
 
     def validate_id(self, value: str) -> str:
-        """A gallery's name, with an optional `gallery@` before it."""
         if not value:
             raise serializers.ValidationError("must not be empty")
         return check_backend_name(value) or ""

@@ -122,12 +122,10 @@ class BackendModelSerializer(UnloadModelSerializer):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With something in it."""
         schema["properties"]["model"] |= {"minLength": 1}
         return schema
 
     def validate_model(self, name: str) -> str:
-        """Something that is a name."""
         return check_model_name(name)
 
 
@@ -376,7 +374,7 @@ class LogLinesView(NodeView):
 
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
-    """What the worker answers; no connection to the database waits for it."""
+    """Return the response of the worker; no connection to the database is held meanwhile."""
     found = parse_node_id(node_id)
     if found is None:
         raise errors.NotFound("node not found")

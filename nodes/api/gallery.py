@@ -36,7 +36,7 @@ _UNKNOWN = "there is no such file in the gallery"
 
 @dataclass(frozen=True)
 class _Opened:
-    """An open file and the part of it to send: `length` bytes from `start`."""
+    """An open file and the range of it to send: `length` bytes from `start`."""
 
     file: BinaryIO
     size: int
@@ -70,10 +70,9 @@ class NoSuchRange(errors.InvalidInput):
 
 
 class GalleryApplication:
-    """The ASGI application."""
+    """ASGI application."""
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
-        """Answers one request."""
         try:
             opened = await self._opened(scope)
         except Exception as raised:
@@ -108,7 +107,7 @@ class GalleryApplication:
 
 
 async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
-    """Raises unless the bearer is this node, approved and with a secret of its own."""
+    """Raise unless the bearer is this node, approved and with a secret of its own."""
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
@@ -139,7 +138,7 @@ def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
 
 
 def _part(file: BinaryIO, asked: str) -> _Opened:
-    """The part that a Range header asks for, the whole file without one or with one that we do not know."""
+    """Apply a Range header; without one, or with an unknown one, the whole file is sent."""
     size = file.seek(0, 2)
     found = _RANGE.fullmatch(asked)
     if found is None:
@@ -155,7 +154,7 @@ def _part(file: BinaryIO, asked: str) -> _Opened:
 
 
 async def _send(opened: _Opened, receive: Any, send: Any) -> None:
-    """Sends the file, at the client's pace, until all is sent, the client leaves, or it stops reading."""
+    """Send the file at the client's pace, until it is complete, the client leaves, or it stops reading."""
     gone = asyncio.create_task(wire.wait_until_disconnected(receive))
     try:
         status = 206 if opened.partial else 200

@@ -114,7 +114,6 @@ _LIST_EXAMPLE = response_example(
 
 
 def upgrades_by_backend(found: Iterable[Upgrade]) -> dict[str, Row]:
-    """The upgrades by backend, as §4.4 has them."""
     return {one.backend.name: _upgrade(one) for one in found}
 
 

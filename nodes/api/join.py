@@ -113,7 +113,6 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the defaults."""
         properties = schema["properties"]
         properties["lifetime_seconds"]["default"] = joining.USUAL
         properties["uses"]["default"] = 1
@@ -122,7 +121,6 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    """The tokens as they are shown; no query."""
     return [JOIN_TOKEN.of(**_facts(one, now)) for one in tokens]
 
 
@@ -228,10 +226,10 @@ SCRIPT, WHEEL = "text/x-shellscript", "application/zip"
 
 
 class JoinAuthentication(BaseAuthentication):
-    """A token that lets a worker register; wrong ones are counted. People are for the next ones."""
+    """Authenticates by a token that lets a worker register; counts wrong ones. The next classes are for people."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """A joining machine, None for a person; 401 for a wrong token, 429 after too many of them."""
+        """Return a joining machine, None for a person; 401 for a wrong token, 429 after too many of them."""
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
@@ -254,7 +252,7 @@ class JoinAuthentication(BaseAuthentication):
         raise identity.WrongCredential("invalid registration token")
 
     def authenticate_header(self, request: Request) -> str:
-        """Makes DRF answer 401, not 403."""
+        """Return the challenge that makes DRF respond 401, not 403."""
         return CHALLENGE
 
 
@@ -265,17 +263,15 @@ class JoinScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-cal
     name = "joinToken"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
         return {"type": "http", "scheme": "bearer", "description": "Join token or registration token."}
 
 
 class MayJoin(BasePermission):
-    """Joining machines and admins."""
+    """Permission of joining machines and admins."""
 
     message = "admin access required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        """Whether the caller holds a token to register with, or is an admin."""
         who = principal(request)
         return who.kind == "joining" or who.is_admin
 

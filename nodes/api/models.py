@@ -179,7 +179,6 @@ AdmitUnload = Callable[..., Admission]
 
 
 def _done(text: str, goes_on: str) -> list[Any]:
-    """The examples of both answers."""
     job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}
     return [
         response_example({"message": text} | job),
@@ -197,7 +196,7 @@ def describe_waiting_command(
     example: Any,
     said: tuple[str, str],
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of a command that waits."""
+    """Describe in the API document a command that waits."""
     return extend_schema(
         operation_id=operation_id,
         summary=summary,
@@ -223,12 +222,10 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["model_name"] |= {"pattern": _MODEL_NAME, "minLength": 1}
         return schema
 
     def validate_model_name(self, name: str) -> str:
-        """Something that is a name."""
         return check_model_name(name)
 
 
@@ -242,7 +239,7 @@ class DeleteModelSerializer(UnloadModelSerializer):
     """The same; the name becomes a path on the worker."""
 
     def validate_model_name(self, name: str) -> str:
-        """A name that stays inside the models folder of a worker."""
+        """Require a name that stays inside the models folder of a worker."""
         checked = check_model_name(name)
         if any(part in ("", ".", "..") for part in checked.split("/")):
             raise serializers.ValidationError("must be a path inside the models folder")
@@ -250,7 +247,7 @@ class DeleteModelSerializer(UnloadModelSerializer):
 
 
 def check_model_name(name: str) -> str:
-    """The name; ValidationError for what cannot be one."""
+    """Return the name; raise ValidationError for a text that cannot be one."""
     if not name or name != name.strip():
         raise serializers.ValidationError("must be a name without blanks around it")
     if any(names.unprintable(character) for character in name):
@@ -269,7 +266,6 @@ class _ModelView(NodeView):
         said: tuple[str, str],
         node_id: str | None = None,
     ) -> Response:
-        """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
         fields = validate_body(shape, request)
         node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
         return run_and_respond(request, ask, fields, said, node)
@@ -282,7 +278,7 @@ def run_and_respond(
     said: tuple[str, str],
     node: BackendNode | None = None,
 ) -> Response:
-    """Admits and waits: 200 after the end, 202 while it goes on, CommandFailed with the reasons."""
+    """Admit and wait: 200 after the end, 202 while it is running, CommandFailed with the reasons."""
     wish = UnloadRequest(
         fields["model_name"],
         principal(request).name,
@@ -309,9 +305,9 @@ def run_and_respond(
 
 
 def wait_for_end(operation: Operation, seconds: float) -> Operation:
-    """The operation when it has ended, or as it is after `seconds`.
+    """Wait for the end of the operation, for `seconds` at most; return it as it is then.
 
-    Raises CommandFailed if its record was cleared before that was seen.
+    Raises CommandFailed if its record was cleared meanwhile.
     """
     if not connection.in_atomic_block:
         connection.close()  # the wait needs none, and there are fewer than requests

@@ -71,19 +71,17 @@ class ReasonSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Without what no text column can keep."""
         schema["properties"]["reason"]["pattern"] = _NO_NULL
         return schema
 
 
 class Fingerprints(Text):
-    """The fingerprint that somebody compared; "" for a node without a secret of its own."""
+    """The fingerprint that the user compared; "" for a node without a secret of its own."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(max_length=64, **options)
 
     def to_internal_value(self, data: Any) -> str:
-        """In lower case, as the registry has it."""
         text = str(super().to_internal_value(data)).lower()
         if not _FINGERPRINT.fullmatch(text):
             raise serializers.ValidationError("must be 64 hex digits, or empty")
@@ -97,7 +95,6 @@ class ApproveSerializer(ReasonSerializer):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of a fingerprint."""
         schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
         return super().described(schema)
 
@@ -108,14 +105,12 @@ class RejectionSerializer(ReasonSerializer):
     reason = Text(max_length=actions.LONGEST_REASON)
 
     def validate_reason(self, reason: str) -> str:
-        """Something to read."""
         if not names.plain(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With something to read in it."""
         schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
         return schema
 
@@ -136,14 +131,12 @@ class ApproveManySerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of a fingerprint, and how many."""
         texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
         keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
         schema["properties"]["fingerprints"] |= keys
         return schema
 
     def validate_fingerprints(self, given: dict[str, str] | None) -> dict[UUID, str]:
-        """By id."""
         try:
             return {UUID(text): fingerprint for text, fingerprint in (given or {}).items()}
         except ValueError:

@@ -59,20 +59,18 @@ class InstallSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names, and that one of three must be there."""
         for name in ("backend", "name", "alias"):
             schema["properties"][name]["pattern"] = f"^({BACKEND_NAME})?$"
         return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
 
     def validate_backend(self, value: str | None) -> str | None:
-        """A gallery's name, with an optional `gallery@` before it."""
         return check_backend_name(value)
 
     validate_name = validate_backend
     validate_alias = validate_backend
 
     def validate_uri(self, value: str | None) -> str | None:
-        """An address without control characters, and without a password: operations show it."""
+        """Refuse control characters, and a password: operations show the address."""
         if value and not value.isprintable():
             raise serializers.ValidationError("must not contain control characters")
         if value and "@" in _authority(value):
@@ -80,13 +78,13 @@ class InstallSerializer(Described, NullIsAbsent):
         return value
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """An image has no name of its own (`contract/worker.md` §18.5)."""
+        """Require a name for an image (`contract/worker.md` §18.5)."""
         if is_image(attrs.get("uri") or "") and not (attrs.get("name") or attrs.get("backend")):
             raise serializers.ValidationError({"name": ["must be given with the address of an image"]})
         return attrs
 
     def validate_backend_galleries(self, value: str | None) -> str:
-        """O37: anything but a list with galleries in it means the configured ones."""
+        """Return "" for anything but a list with galleries in it: the configured ones apply (O37)."""
         if not value:
             return ""
         try:
@@ -120,19 +118,18 @@ class BackendSerializer(Described, serializers.Serializer[Any]):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["backend"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
         return schema
 
     def validate_backend(self, value: str) -> str:
-        """The name as the worker lists it: a gallery before it says only where it came from."""
+        """Return the name as the worker lists it, without the gallery."""
         if not value:
             raise serializers.ValidationError("must not be empty")
         return (check_backend_name(value) or "").rpartition("@")[2]
 
 
 def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
-    """What an install asks for. Raises InvalidInput without a name or an address.
+    """Return the request of an install. Raise InvalidInput without a name or an address.
 
     Without a name the address stands for it (A22).
     """
@@ -153,7 +150,7 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
 
 
 def backend_name_in(text: str) -> str:
-    """A backend's name from a path. Raises InvalidInput for what is none."""
+    """Return a backend's name from a path; raise InvalidInput for an invalid one."""
     if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
         raise errors.InvalidInput("this is no name of a backend", field="name")
     return text.rpartition("@")[2]
@@ -174,7 +171,7 @@ _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 
 @dataclass(frozen=True)
 class CommandTexts:
-    """What an answer says: of a new operation, and of the one that was under way."""
+    """The messages for a new operation, and for one that was active already."""
 
     started: str
     joined: str
@@ -202,7 +199,6 @@ _RESPONSES = {
 def _schema(
     name: str, summary: str, body: type[Described], backend: str, said: CommandTexts
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of one command."""
     return extend_schema(
         operation_id=f"nodes_backends_{name}",
         summary=summary,
@@ -214,7 +210,6 @@ def _schema(
 
 
 def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
-    """Who asks, and for which nodes."""
     return Asked(
         nodes,
         actor=principal(request).name,
@@ -225,7 +220,6 @@ def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool 
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
-    """What an answer says of the operation that was made, or of the one that is under way."""
     job, said = str(admission.operation.id), COMMAND_TEXTS[kind]
     return ACCEPTED.of(
         jobID=job,
@@ -344,7 +338,6 @@ class NodeBackendsView(NodeView):
 
 
 def _age(node: BackendNode) -> dict[str, str]:
-    """As of when the list is true, and why there is no newer one."""
     known = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
     problem = names.plain(node.inventory_error).encode("ascii", "replace").decode()
     return known | ({"X-Inventory-Error": problem} if problem else {})

@@ -85,7 +85,7 @@ class LabelsView(NodeView):
 
 
 def parse_labels(request: Request) -> dict[str, str]:
-    """The body's labels; raises InvalidInput naming the key whose value is not a text."""
+    """Return the labels in the body; raise InvalidInput naming the key whose value is not a text."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
     for key, value in request.data.items():

@@ -231,7 +231,6 @@ class ReplicasView(NodeView):
 
 
 def replica_rows(node: UUID) -> list[Row]:
-    """A node's replicas for the wire."""
     return REPLICA.rows(NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index"))
 
 
@@ -291,7 +290,7 @@ class EventsView(NodeView):
 
 
 def _known_node_id(id_text: str) -> UUID:
-    """The id of a node that exists or has left events behind; raises NotFound."""
+    """Return the id of a node that exists or has left events behind; raise NotFound."""
     node = parse_node_id(id_text)
     if node is None or not (
         BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
@@ -301,7 +300,7 @@ def _known_node_id(id_text: str) -> UUID:
 
 
 def _page(rows: list[Row], limit: int) -> Row:
-    """At most `limit` of the rows, and where the older ones begin if there is one more."""
+    """Return at most `limit` of the rows, and the cursor of the older ones if there are any."""
     shown = rows[:limit]
     return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
 

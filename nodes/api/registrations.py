@@ -88,10 +88,9 @@ def _text() -> Text:
 
 
 class _Labels(serializers.DictField):
-    """Texts by text, counted before they are read."""
+    """Labels, counted before they are parsed."""
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
-        """The labels; the services know what each may be."""
         if isinstance(data, dict) and len(data) > MOST_LABELS:
             raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
         labels: dict[str, Any] = super().to_internal_value(data)
@@ -100,10 +99,9 @@ class _Labels(serializers.DictField):
 
 @extend_schema_field(OpenApiTypes.ANY)
 class _AnyField(serializers.Field[Any, Any, Any, Any]):
-    """Anything; `registration` reads it, and `described` says what it may be."""
+    """Any value; `parse_registration` checks it, and `described` describes it."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """As it came."""
         return data
 
 
@@ -168,7 +166,6 @@ class RegistrationSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With what `check` and the services check."""
         properties = schema["properties"]
         for name, longest in LENGTHS.items():
             properties[name]["maxLength"] = longest
@@ -197,9 +194,9 @@ class RegistrationSerializer(Described, NullIsAbsent):
 
 
 def parse_registration(fields: Mapping[str, Any]) -> Registration:
-    """What a validated body says, checked in the order of §1.1; raises InvalidInput naming the field.
+    """Check a validated body in the order of §1.1; raise InvalidInput naming the field.
 
-    What characters names and labels may have is the services' to say.
+    The registry checks the characters of names and labels.
     """
     told = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
     _check_presence(told)
@@ -233,7 +230,7 @@ def _check_length(text: str, field: str, longest: int) -> None:
 
 
 def _process(told: Mapping[str, Any], number: int) -> Running:
-    """Keys and addresses are only compared, so any characters will do: a model may have any name."""
+    """Parse a process. Keys and addresses are only compared, so any characters are valid."""
     field = f"running_processes.{number}"
     if not told["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
@@ -273,20 +270,19 @@ _Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread of its own with one of Django's connections."""
     async with ThreadSensitiveContext():
         return await database_sync_to_async(work)()
 
 
 class Registrar:
-    """Registers claims, all that arrive while a transaction is under way in the next one."""
+    """Registers claims; those that arrive during a transaction share the next one."""
 
     def __init__(self) -> None:
         self._asked: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, claim: Claim) -> Registered:
-        """Registers one claim; raises like `registration.register_one`."""
+        """Register one claim; raise like `registration.register_one`."""
         answer: asyncio.Future[registration.RegistrationOutcome | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -309,7 +305,7 @@ class Registrar:
                     answer.set_result(outcome)
 
     async def _together(self, claims: Sequence[Claim]) -> Sequence[registration.RegistrationOutcome | None]:
-        """What became of each claim; None for all if they have to be tried one by one."""
+        """Return the outcome of each claim; None for all if they must be tried one by one."""
         try:
             return await _in_thread(
                 lambda: registration.register_all(claims, **_registration_options(), patience=PATIENCE)
@@ -322,7 +318,7 @@ class Registrar:
 
 
 def _split_batch(asked: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
-    """Those that can share a transaction, no two of one name or secret, and the rest."""
+    """Return the claims that can share a transaction, no two of one name or secret, and the others."""
     batch: list[_Waiting] = []
     rest: list[_Waiting] = []
     taken: set[str] = set()
@@ -344,7 +340,7 @@ def _registration_options() -> dict[str, Any]:
 
 
 class RegistrationApplication:
-    """The ASGI application."""
+    """ASGI application."""
 
     error_type = "node_error"
     flat_auth = True
@@ -353,7 +349,6 @@ class RegistrationApplication:
         self._registrar = Registrar()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answers one request."""
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
         except Disconnected:
@@ -398,7 +393,7 @@ class RegistrationApplication:
 
 
 def _own_host(headers: dict[bytes, str]) -> str:
-    """The host under which the worker has reached this server; "" for what is none."""
+    """Return the host under which the worker has reached this server; "" for an invalid one."""
     try:
         return urlsplit(f"//{headers.get(b'host', '')[:255]}").hostname or ""
     except ValueError:
@@ -408,9 +403,9 @@ def _own_host(headers: dict[bytes, str]) -> str:
 async def _authenticate(
     scope: Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, joining.JoinTicket | None]:
-    """The token of the header, and the ticket if it is a join token.
+    """Return the token of the header, and the ticket if it is a join token.
 
-    401 with a wrong one, 429 unseen after too many failures.
+    401 with a wrong one, 429 without a check after too many failures.
     """
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
@@ -431,7 +426,7 @@ async def _authenticate(
 
 
 async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
-    """The body's fields; raises InvalidInput, or DRF's ValidationError naming a field."""
+    """Return the fields of the body; raise InvalidInput, or DRF's ValidationError naming a field."""
     raw = await request_body(receive, settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
     if raw and not is_json(headers.get(b"content-type", "")):
         raise errors.InvalidInput(MALFORMED)
@@ -440,7 +435,7 @@ async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
 
 
 async def _check_token(token: str, offered: str, address: str) -> None:
-    """The body carries the same token, and its refusal is nested where the header's is flat."""
+    """Require the same token in the body; its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not principals.secrets_equal(token, offered):

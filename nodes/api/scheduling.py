@@ -75,7 +75,6 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the bounds, which `nodes.scheduling.rules` checks in its own order."""
         for name, bounds in _BOUNDS.items():
             schema["properties"][name] |= bounds
         schema["required"] = ["model_name"]

@@ -22,9 +22,9 @@ _SILENCE = timedelta(seconds=SILENT_AFTER)
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a look found. `readable_since` = since when the database has been answering this process.
+    """The facts that notices depend on. `readable_since`: the end of the last outage of the database.
 
-    A controller that wrote nothing while the database was away is not silent; None when there was no outage.
+    A controller that wrote nothing during an outage is not silent; None when there was no outage.
     """
 
     controllers: Seen
@@ -56,7 +56,7 @@ def _notice(name: str, level: str, text: str, hint: str) -> Notice:
 
 
 def database_notice(as_of: datetime | None) -> Notice:
-    """The database cannot be read; the pages show old data."""
+    """Return the notice that the database cannot be read and the pages show old data."""
     seen = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
     return _notice(
         "database-unreachable",
@@ -67,7 +67,7 @@ def database_notice(as_of: datetime | None) -> Notice:
 
 
 def active_notices(facts: ClusterFacts, told: NoticeSettings, now: datetime) -> list[Notice]:
-    """All that holds, the worst first."""
+    """Return all notices, the worst first."""
     return [
         *disk_notices(facts.disk),
         *_controller_notices(facts, now),
@@ -80,7 +80,7 @@ def active_notices(facts: ClusterFacts, told: NoticeSettings, now: datetime) -> 
 
 
 def disk_notices(usage: DiskUsage | None) -> list[Notice]:
-    """The disk of the data folder is full: then little else works, whether or not the database is read."""
+    """Return the notice that the disk of the data folder is full; it does not depend on the database."""
     if usage is None or not usage.is_full:
         return []
     text = f"The disk of the server's data folder is full: {usage}."
@@ -89,7 +89,6 @@ def disk_notices(usage: DiskUsage | None) -> list[Notice]:
 
 
 def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
-    """Whether a controller runs and reaches the workers."""
     seen = facts.controllers
     if _silent(seen.at, facts, now):
         return [
@@ -113,7 +112,6 @@ def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
 
 
 def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
-    """Whether schedules are carried out, and whether changes reach the pages at once."""
     found = []
     waits = facts.tasks_wait_since
     if waits is not None:

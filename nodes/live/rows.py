@@ -35,7 +35,7 @@ _GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram
 
 
 class _InOrder(Aggregate):
-    """A group as one JSON text, in a fixed order: what did not change reads the same."""
+    """Aggregate: a group as one JSON text in a fixed order, so that equal rows compare equal."""
 
     function = "jsonb_agg"
     output_field = TextField()
@@ -50,7 +50,7 @@ class _NamesOf(_InOrder):
 
 
 class Raw(NamedTuple):
-    """One node as the queries answer it; texts are JSON, empty for nothing."""
+    """One node as the queries return it; texts are JSON, "" for none."""
 
     columns: tuple[Any, ...]
     labels: str
@@ -61,7 +61,7 @@ class Raw(NamedTuple):
 
 
 def read_nodes() -> dict[str, Raw]:
-    """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
+    """Return every node by id, in the order of names; six queries in the caller's view of the database."""
     columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
     found = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
@@ -100,7 +100,7 @@ def _conflicts() -> dict[str, int]:
 
 
 def render(raw: Raw) -> LiveNode:
-    """The node as it leaves."""
+    """Return the node in its shape."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
     more = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
     behind = {name: more[name] for name in _STATUS_FACTS}
@@ -121,7 +121,7 @@ def render(raw: Raw) -> LiveNode:
 
 
 def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """Why the node has its status, in words, and since when; neither for a healthy one."""
+    """Return why the node has its status and since when; neither for a healthy one."""
     status = node["status"]
     if status == "pending":
         return _pending_reason(node)

@@ -56,7 +56,7 @@ READ_LIMIT = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one look found."""
+    """The rows of one refresh."""
 
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
@@ -68,7 +68,7 @@ class Snapshot:
 
 
 def read_snapshot() -> Snapshot:
-    """Reads everything, in one view of the database and a constant number of queries."""
+    """Read everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
         held, revision = mass_silence.current_hold(), rules.rules_revision()
@@ -78,7 +78,6 @@ def read_snapshot() -> Snapshot:
 
 
 async def ping_redis() -> bool:
-    """Whether Redis or Valkey answers."""
     client = redis.asyncio.Redis.from_url(
         conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
     )
@@ -91,7 +90,7 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Looks while somebody watches, and tells every watcher what he does not know yet."""
+    """Polls the rows while somebody watches, and sends to every watcher what is new for it."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
@@ -116,7 +115,7 @@ class NodeFeed:
         self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """The messages for one watcher who stands at `cursor`, forever.
+        """Yield the messages for a watcher at `cursor`, forever.
 
         The first one about nodes comes even if nothing was missed. Close the iterator to stop watching.
         """
@@ -142,7 +141,7 @@ class NodeFeed:
                     await turn.wait()
 
     def _message(self, place: int | None) -> str:
-        """What somebody at `place` has to be told, made once for all who stand there."""
+        """Return the message for a watcher at `place`, created once for all who are there."""
         if place not in self._texts:
             if place is None:
                 nodes = list(self.history.nodes.values())
@@ -259,7 +258,7 @@ class NodeFeed:
         self._tell([*disk_notices(self._disk), database_notice(self._as_of), *known], False)
 
     def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
-        """Wakes the watchers if there is anything new."""
+        """Wake the watchers if there is anything new."""
         news = moved or more or not self._looked or found != self.notices
         if found != self.notices:
             self.notices = found
@@ -296,7 +295,7 @@ _shared: NodeFeed | None = None
 
 
 def shared() -> NodeFeed:
-    """The one feed of this process."""
+    """Return the feed of this process."""
     global _shared
     if _shared is None:
         _shared = NodeFeed(ping=ping_redis)
@@ -308,7 +307,7 @@ ALIVE_EVERY = 5.0
 
 
 def greeting(scope: Scope) -> str:
-    """Says who the server is and whom it takes the client for."""
+    """Return the first message: the server, and the user as whom the client is authenticated."""
     principal = scope["principal"]
     return encode_message(
         shapes.HELLO.of(
@@ -321,14 +320,14 @@ def greeting(scope: Scope) -> str:
 
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Nodes and notices."""
+    """Yield nodes and notices."""
     async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
 
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Lets a page tell a quiet cluster from a dead socket."""
+    """Yield signs of life, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

@@ -22,14 +22,14 @@ from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 
 class LabelsOf(Aggregate):
-    """The labels of a group as one JSON text."""
+    """Aggregate: the labels of a group as one JSON text."""
 
     function = "jsonb_object_agg"
     output_field = TextField()
 
 
 def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
-    """The list elements of these nodes, in their order; `whole` says that no node is left out."""
+    """Return the list elements of these nodes, in their order; `whole`: no node is left out."""
     rows = of.rows(nodes)
     among = None if whole else [row["id"] for row in rows]
     counts, labels, conflicts = _counts(among), _labels(among), _open_conflicts(among)
@@ -46,13 +46,12 @@ def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sh
 
 
 def version_skew_of(row: Row) -> str:
-    """What is odd about the version of a node in any of its shapes."""
+    """Return the version difference of a node in any of its shapes."""
     weak = bool(row.get("weak_identity"))
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
-    """Grouped by the node's id."""
     rows = rows if among is None else rows.filter(node_id__in=among)
     return rows.order_by().values("node_id").values_list(text("node_id"))
 
@@ -72,7 +71,7 @@ def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:
 
 
 def detail_row(node_id: UUID) -> Row | None:
-    """The node on its own, None if there is none: the list element and what lies behind its status.
+    """Return the node's list element with the facts behind its status; None if there is no such node.
 
     `labels` is always an object (R1.107).
     """
@@ -85,7 +84,6 @@ def detail_row(node_id: UUID) -> Row | None:
 
 
 def _gpus(node_id: UUID) -> list[Row]:
-    """With what is reserved on each."""
     node = BackendNode.objects.values("gpus", "vram_read_at").filter(pk=node_id).first()
     if node is None or not node["gpus"]:
         return []
@@ -94,7 +92,7 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:
-    """What an admin says instead of the worker: by whom and since when, as far as it is still known."""
+    """Return who overrode the worker's values and when, as far as the timeline still has it."""
     held = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
     told = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
     told = told.annotate(

@@ -74,7 +74,7 @@ FACT = Shape(
 
 
 def fact_column(at: str, by: str, reason: str) -> Combinable:
-    """A fact of a node's row as a JSON text, null while it does not hold."""
+    """Return a fact of a node's row as a JSON text, null while it does not hold."""
     return FACT.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
 
 
@@ -83,7 +83,6 @@ def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
 
 
 def _of_node(rows: QuerySet[NodeModel] | QuerySet[NodeConflict], figure: Count | Sum) -> Coalesce:
-    """A figure over other rows of the node."""
     grouped = rows.filter(node=OuterRef("pk")).order_by().values("node").annotate(figure=figure)
     return Coalesce(Subquery(grouped.values("figure")), 0)
 
@@ -439,7 +438,6 @@ LIVE_NODE_PATCH = Shape(
 
 
 def _claim(*kinds: NodeConflict.Mismatch) -> Case:
-    """What was offered, in a conflict of these kinds."""
     return Case(When(kind__in=kinds, then=F("claim")), default=Value(""))
 
 
