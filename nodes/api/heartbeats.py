@@ -67,33 +67,33 @@ class HeartbeatAuthenticator:
 
     async def _prove_all(self) -> None:
         while self._asked:
-            asked, self._asked = self._asked, []
-            verdicts, away = await self._look({beat.key: beat for beat, _ in asked})
-            for beat, verdict in asked:
+            waiting, self._asked = self._asked, []
+            verdicts, away = await self._look({beat.key: beat for beat, _ in waiting})
+            for beat, verdict in waiting:
                 if not verdict.done():
                     verdict.set_result(verdicts.get(beat.key, away))
 
     async def _look(
-        self, asked: Mapping[heartbeats.Key, Beat]
+        self, beats: Mapping[heartbeats.Key, Beat]
     ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
         away = errors.Unavailable("the database is unavailable")
         try:
-            return await self._verdicts(asked), away
+            return await self._verdicts(beats), away
         except errors.ClusterError as error:
             return {}, error
         except UNREACHABLE as error:
-            log.warning("%d heartbeats not proved: %s", len(asked), type(error).__name__)
+            log.warning("%d heartbeats not proved: %s", len(beats), type(error).__name__)
         except Exception:
             # Every caller gets an answer, also if the look fails.
-            log.exception("%d heartbeats not proved", len(asked))
+            log.exception("%d heartbeats not proved", len(beats))
         return {}, away
 
-    async def _verdicts(self, asked: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
+    async def _verdicts(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
         database = self._database()
         if self._known.is_worn:
             await self._known.refresh(database)
-        left = [beat for beat in asked.values() if not self._known.accepts(beat)]
-        return dict.fromkeys(asked) | await heartbeats.prove(database, left)
+        undecided = [beat for beat in beats.values() if not self._known.accepts(beat)]
+        return dict.fromkeys(beats) | await heartbeats.prove(database, undecided)
 
 
 class BeatWriter:
@@ -250,8 +250,8 @@ async def _note_copy(beat: Beat, source: str) -> None:
 
 def _node_in(path: str) -> UUID:
     """Return the node id in the URL; an invalid one becomes an id that no node has."""
-    found = _PATH.match(path)
-    return (parse_node_id(found["node_id"]) if found else None) or UUID(int=0)
+    match = _PATH.match(path)
+    return (parse_node_id(match["node_id"]) if match else None) or UUID(int=0)
 
 
 def _refusal(error: errors.ClusterError) -> dict[str, Any]:

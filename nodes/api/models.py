@@ -119,7 +119,7 @@ class CapabilitiesView(APIView):
 
         503 while the models folder does not answer.
         """
-        defined = {one.name: one for one in async_to_sync(folder.list_definitions)()}
+        defined = {definition.name: definition for definition in async_to_sync(folder.list_definitions)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -127,13 +127,13 @@ class CapabilitiesView(APIView):
             places[model].append(PLACE.of(node_id=str(node), node_name=name, state=state, node_status=status))
             backends.setdefault(model, backend)
         names = sorted(defined.keys() | places.keys())
-        found = [
+        models = [
             _model_row(name, defined.get(name), backends.get(name, ""), places.get(name, []))
             for name in names
         ]
         broken = async_to_sync(folder.list_problems)().files
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
-        return Response(MODELS.of(data=found, definitionErrors=errors))
+        return Response(MODELS.of(data=models, definitionErrors=errors))
 
 
 def _model_row(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:
@@ -194,7 +194,7 @@ def describe_waiting_command(
     summary: str,
     body: type[serializers.Serializer[Any]],
     example: Any,
-    said: tuple[str, str],
+    messages: tuple[str, str],
 ) -> Callable[[_Call], _Call]:
     """Describe in the API document a command that waits."""
     return extend_schema(
@@ -207,7 +207,7 @@ def describe_waiting_command(
             202: OpenApiResponse(DONE.ref, "The operation is recorded and goes on."),
             **refusals(400, 401, 403, 404, 409, 413, 502),
         },
-        examples=[example, *_done(*said)],
+        examples=[example, *_done(*messages)],
     )
 
 
@@ -261,25 +261,25 @@ class _ModelView(NodeView):
     def carry_out(
         self,
         request: Request,
-        ask: Callable[..., Admission],
+        admit_unload: Callable[..., Admission],
         shape: type[UnloadModelSerializer],
-        said: tuple[str, str],
+        messages: tuple[str, str],
         node_id: str | None = None,
     ) -> Response:
         fields = validate_body(shape, request)
         node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
-        return run_and_respond(request, ask, fields, said, node)
+        return run_and_respond(request, admit_unload, fields, messages, node)
 
 
 def run_and_respond(
     request: Request,
-    ask: Callable[..., Admission],
+    admit_unload: Callable[..., Admission],
     fields: dict[str, Any],
-    said: tuple[str, str],
+    messages: tuple[str, str],
     node: BackendNode | None = None,
 ) -> Response:
     """Admit and wait: 200 after the end, 202 while it is running, CommandFailed with the reasons."""
-    wish = UnloadRequest(
+    unload_request = UnloadRequest(
         fields["model_name"],
         principal(request).name,
         request_id.get(),
@@ -288,7 +288,7 @@ def run_and_respond(
         fields.get("replica_index"),
         fields.get("deadline_seconds"),
     )
-    admission = ask(wish, now=clock.now())
+    admission = admit_unload(unload_request, now=clock.now())
     operation = wait_for_end(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
     if operation.status == Status.FAILED:
         raise CommandFailed(operation.error)
@@ -296,7 +296,7 @@ def run_and_respond(
         raise CommandFailed(f"cancelled: {operation.message}")
     job, finished = str(operation.id), operation.status == Status.COMPLETED
     body = DONE.of(
-        message=said[0] if finished else said[1],
+        message=messages[0] if finished else messages[1],
         jobID=job,
         statusUrl=f"/api/backends/job/{job}",
         deduplicated=not admission.created,
@@ -321,10 +321,10 @@ async def _ended(operation_id: UUID, seconds: float) -> Operation:
             operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
             if operation is None:
                 raise CommandFailed("the record of the operation was cleared")
-            left = until - clock.monotonic()
-            if operation.status in TERMINAL or left <= 0:
+            remaining = until - clock.monotonic()
+            if operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(left, LOOK_EVERY))
+            await watch.changed(timeout=min(remaining, LOOK_EVERY))
 
 
 class NodeUnloadView(_ModelView):

@@ -133,8 +133,8 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
 
     Without a name the address stands for it (A22).
     """
-    asked, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
-    gallery, _, backend = (asked or name).rpartition("@")
+    gallery_name, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
+    gallery, _, backend = (gallery_name or name).rpartition("@")
     if not (backend or uri):
         raise errors.InvalidInput("backend name or uri required", field="backend")
     return Wish(
@@ -186,8 +186,8 @@ COMMAND_TEXTS = {
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _accepted(said: CommandTexts) -> dict[str, Any]:
-    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": said.started}
+def _accepted(texts: CommandTexts) -> dict[str, Any]:
+    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": texts.started}
 
 
 _RESPONSES = {
@@ -197,7 +197,7 @@ _RESPONSES = {
 
 
 def _schema(
-    name: str, summary: str, body: type[Described], backend: str, said: CommandTexts
+    name: str, summary: str, body: type[Described], backend: str, texts: CommandTexts
 ) -> Callable[[_Call], _Call]:
     return extend_schema(
         operation_id=f"nodes_backends_{name}",
@@ -205,7 +205,7 @@ def _schema(
         tags=["backends"],
         request=body,
         responses=_RESPONSES,
-        examples=[request_example({"backend": backend}), response_example(_accepted(said), status="202")],
+        examples=[request_example({"backend": backend}), response_example(_accepted(texts), status="202")],
     )
 
 
@@ -220,18 +220,18 @@ def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool 
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
-    job, said = str(admission.operation.id), COMMAND_TEXTS[kind]
+    job, texts = str(admission.operation.id), COMMAND_TEXTS[kind]
     return ACCEPTED.of(
         jobID=job,
         statusUrl=f"/api/backends/job/{job}",
-        message=said.started if admission.created else said.joined,
+        message=texts.started if admission.created else texts.joined,
         deduplicated=not admission.created,
     )
 
 
-def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = admit(wish, requester_of(request, [node]), now=clock.now())
-    return Response(accepted_body(admission, wish.kind), status=202)
+def _on_one(request: Request, node: BackendNode, command: Wish) -> Response:
+    admission = admit(command, requester_of(request, [node]), now=clock.now())
+    return Response(accepted_body(admission, command.kind), status=202)
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
@@ -247,8 +247,8 @@ class InstallView(NodeView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        wish = install_request(validate_body(InstallSerializer, request))
-        return _on_one(request, node_commands.find_node(require_node_id(node_id)), wish)
+        command = install_request(validate_body(InstallSerializer, request))
+        return _on_one(request, node_commands.find_node(require_node_id(node_id)), command)
 
 
 class UpgradeView(NodeView):
@@ -326,8 +326,8 @@ class NodeBackendsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """What the node's worker listed last; `X-As-Of` says when. An old list is asked for again."""
-        found = parse_node_id(node_id)
-        node = BackendNode.objects.filter(pk=found).first() if found else None
+        parsed_id = parse_node_id(node_id)
+        node = BackendNode.objects.filter(pk=parsed_id).first() if parsed_id else None
         if node is None:
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:
@@ -338,6 +338,6 @@ class NodeBackendsView(NodeView):
 
 
 def _age(node: BackendNode) -> dict[str, str]:
-    known = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
+    headers = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
     problem = names.plain(node.inventory_error).encode("ascii", "replace").decode()
-    return known | ({"X-Inventory-Error": problem} if problem else {})
+    return headers | ({"X-Inventory-Error": problem} if problem else {})

@@ -140,11 +140,11 @@ class NodesView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""
-        wanted = listing.wanted_nodes(request.query_params)
-        is_whole = wanted.page.whole and not wanted.filtered
-        rows = node_rows.list_rows(wanted.nodes[wanted.page.part], whole=is_whole)
-        total = len(rows) if wanted.page.whole else wanted.nodes.count()
-        return Response(rows, headers=wanted.page.headers(request, total))
+        node_query = listing.wanted_nodes(request.query_params)
+        is_whole = node_query.page.whole and not node_query.filtered
+        rows = node_rows.list_rows(node_query.nodes[node_query.page.part], whole=is_whole)
+        total = len(rows) if node_query.page.whole else node_query.nodes.count()
+        return Response(rows, headers=node_query.page.headers(request, total))
 
 
 class NodeDetailView(NodeView):
@@ -161,8 +161,8 @@ class NodeDetailView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
-        found = parse_node_id(node_id)
-        node = None if found is None else node_rows.detail_row(found)
+        parsed_id = parse_node_id(node_id)
+        node = None if parsed_id is None else node_rows.detail_row(parsed_id)
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)
@@ -279,12 +279,12 @@ class EventsView(NodeView):
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
-        given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
-        limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
+        parameters = listing.Parameters(request.query_params, "limit", "cursor", "kind")
+        limit = parameters.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
-        if kind := given.choice("kind", NodeEvent.Kind.values):
+        if kind := parameters.choice("kind", NodeEvent.Kind.values):
             rows = rows.filter(kind=kind)
-        if cursor := given.number("cursor", 1, LARGEST):
+        if cursor := parameters.number("cursor", 1, LARGEST):
             rows = rows.filter(id__lt=cursor)
         return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
 
@@ -334,6 +334,6 @@ class MemoryView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A sample a minute; none for minutes in which the node was not heard."""
-        found = resources.samples_of_node(require_node_id(node_id), now=clock.now())
-        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in found]
+        node_samples = resources.samples_of_node(require_node_id(node_id), now=clock.now())
+        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in node_samples]
         return Response(SAMPLES.of(samples=rows))

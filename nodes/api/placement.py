@@ -257,18 +257,18 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
     if "rule" in body:
         return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
-        wanted = load_explanation.needs_of(model)
-        if wanted is None:
+        needs = load_explanation.needs_of(model)
+        if needs is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
-        need, conflicts, backend = wanted.need, wanted.conflicts, wanted.definition.backend
+        need, conflicts, backend = needs.need, needs.conflicts, needs.definition.backend
     else:
-        asked = body["need"]
-        need = what_if.need_for(asked.get("vram", 0), asked.get("disk", 0))
+        sizes = body["need"]
+        need = what_if.need_for(sizes.get("vram", 0), sizes.get("disk", 0))
         conflicts, backend = frozenset[str](), ""
-    wish = what_if.PlanRequest(
+    plan_request = what_if.PlanRequest(
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
-    return what_if.plan(wish, now)
+    return what_if.plan(plan_request, now)
 
 
 _FULL = "no free slot for this model"

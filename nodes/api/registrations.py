@@ -198,24 +198,24 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
 
     The registry checks the characters of names and labels.
     """
-    told = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
-    _check_presence(told)
+    body = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
+    _check_presence(body)
     for name, longest in LENGTHS.items():
-        _check_text(told.get(name, ""), name, longest)
-    if not _ENGINE_TOKEN.match(told.get("engine_token", "")):
+        _check_text(body.get(name, ""), name, longest)
+    if not _ENGINE_TOKEN.match(body.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
-    told["gpus"] = resources.parse_gpus(told.get("gpus")) or []
-    if (running := told.get("running_processes")) is not None:
-        told["running_processes"] = [_process(one, number) for number, one in enumerate(running)]
-    return Registration(**told)
+    body["gpus"] = resources.parse_gpus(body.get("gpus")) or []
+    if (running := body.get("running_processes")) is not None:
+        body["running_processes"] = [_process(process, number) for number, process in enumerate(running)]
+    return Registration(**body)
 
 
-def _check_presence(told: Mapping[str, Any]) -> None:
-    if told["node_type"] not in NodeType.values:
+def _check_presence(body: Mapping[str, Any]) -> None:
+    if body["node_type"] not in NodeType.values:
         raise errors.InvalidInput('node_type must be "backend" or "agent"', field="node_type")
-    if not told.get("name", "").strip():
+    if not body.get("name", "").strip():
         raise errors.InvalidInput("name is required", field="name")
-    if told["node_type"] == NodeType.BACKEND and not told.get("address", "").strip():
+    if body["node_type"] == NodeType.BACKEND and not body.get("address", "").strip():
         raise errors.InvalidInput("address is required for a backend node", field="address")
 
 
@@ -229,14 +229,14 @@ def _check_length(text: str, field: str, longest: int) -> None:
         raise errors.InvalidInput(f"{field} exceeds {longest} characters", field=field)
 
 
-def _process(told: Mapping[str, Any], number: int) -> Running:
+def _process(body: Mapping[str, Any], number: int) -> Running:
     """Parse a process. Keys and addresses are only compared, so any characters are valid."""
     field = f"running_processes.{number}"
-    if not told["process_key"]:
+    if not body["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
-    _check_length(told["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
-    _check_length(told.get("address", ""), f"{field}.address", LENGTHS["address"])
-    return Running(**told)
+    _check_length(body["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
+    _check_length(body.get("address", ""), f"{field}.address", LENGTHS["address"])
+    return Running(**body)
 
 
 log = logging.getLogger(__name__)
@@ -289,12 +289,12 @@ class Registrar:
         self._asked.append((claim, answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._register_all())
-        found = await answer
-        if found is None:
+        outcome = await answer
+        if outcome is None:
             return await _in_thread(lambda: registration.register_one(claim, **_registration_options()))
-        if isinstance(found, errors.Conflict):
-            raise found
-        return found
+        if isinstance(outcome, errors.Conflict):
+            raise outcome
+        return outcome
 
     async def _register_all(self) -> None:
         while self._asked:
@@ -317,22 +317,22 @@ class Registrar:
             return [None] * len(claims)
 
 
-def _split_batch(asked: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
+def _split_batch(waiting: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
     """Return the claims that can share a transaction, no two of one name or secret, and the others."""
     batch: list[_Waiting] = []
-    rest: list[_Waiting] = []
-    taken: set[str] = set()
-    for one in asked:
-        own = {
-            f"name {names.key(one[0].registration.name)}",
-            f"secret {one[0].fingerprint or names.key(one[0].registration.name)}",
+    remaining: list[_Waiting] = []
+    used_names: set[str] = set()
+    for entry in waiting:
+        entry_names = {
+            f"name {names.key(entry[0].registration.name)}",
+            f"secret {entry[0].fingerprint or names.key(entry[0].registration.name)}",
         }
-        if len(batch) == MOST_TOGETHER or own & taken:
-            rest.append(one)
+        if len(batch) == MOST_TOGETHER or entry_names & used_names:
+            remaining.append(entry)
         else:
-            batch.append(one)
-            taken |= own
-    return batch, rest
+            batch.append(entry)
+            used_names |= entry_names
+    return batch, remaining
 
 
 def _registration_options() -> dict[str, Any]:
@@ -444,7 +444,7 @@ async def _check_token(token: str, offered: str, address: str) -> None:
 
 
 def _registration_responses() -> dict[int, Any]:
-    who = {
+    node = {
         "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
         "name": "w1",
         "node_type": "backend",
@@ -458,8 +458,8 @@ def _registration_responses() -> dict[int, Any]:
             REGISTERED.ref,
             "Registered; `pending` until an admin approves it.",
             [
-                response_example(who, status="201"),
-                response_example(who | agent, "approved agent", "201"),
+                response_example(node, status="201"),
+                response_example(node | agent, "approved agent", "201"),
             ],
         ),
         **refusals(400, 403, 409, 413, 429),

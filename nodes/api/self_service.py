@@ -167,7 +167,7 @@ class SelfRotateView(SelfServiceView):
 
 
 def _own_id(request: Request) -> UUID:
-    own = principal(request).node_id
-    if own is None:
+    node_id = principal(request).node_id
+    if node_id is None:
         raise errors.Forbidden()
-    return own
+    return node_id

@@ -79,8 +79,8 @@ class NodeAuthentication(WorkerAuthentication):
     def prove(self, request: Request, offered: str) -> Principal:
         """Return the node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
 
-        409 for a process that another one has replaced; a conflict is recorded for an admin. 429 for the shared
-        token of an address with too many failures, unless it is this node's credential.
+        409 for a process that another one has replaced; a conflict is recorded for an admin. 429 for the
+        shared token of an address with too many failures, unless it is this node's credential.
         """
         context = request.parser_context
         node_id = parse_node_id(context["kwargs"]["node_id"])
@@ -199,14 +199,14 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
 
 async def _from_a_person(scope: Scope) -> bool:
     """Return True if a user's key or a browser's session came with the request."""
-    found: list[Principal] = []
+    callers: list[Principal] = []
 
     async def note(inner: Any, receive: Any, send: Any) -> None:
-        found.append(await principal_of_socket(inner))
+        callers.append(await principal_of_socket(inner))
 
-    asked: Any = CookieMiddleware(SessionMiddleware(note))
-    await asked(scope, None, None)
-    return found[0].is_authenticated
+    middleware: Any = CookieMiddleware(SessionMiddleware(note))
+    await middleware(scope, None, None)
+    return callers[0].is_authenticated
 
 
 async def read_body(receive: Any, limit: int) -> bytes:

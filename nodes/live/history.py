@@ -72,23 +72,23 @@ class History:
 
     def compare(self, rows: dict[str, Raw]) -> Difference:
         """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
-        known, before = self._raw, self.nodes
+        raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
         for node, raw in rows.items():
-            if raw != known.get(node):
+            if raw != raw_before.get(node):
                 nodes[node] = now = render(raw)
                 if patch := _patch(node, before.get(node), now):
                     patches[node] = patch
-        return Difference(rows, nodes, patches, frozenset(known.keys() - rows.keys()))
+        return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
-    def accept(self, found: Difference, at: float) -> bool:
+    def accept(self, difference: Difference, at: float) -> bool:
         """Accept the snapshot compared last; return True if it differs from the one before."""
-        self._raw = found.rows
-        self.nodes.update(found.nodes)
-        for node in found.removed:
+        self._raw = difference.rows
+        self.nodes.update(difference.nodes)
+        for node in difference.removed:
             del self.nodes[node]
         self._forget(at)
-        change = Delta(self.number + 1, at, found.patches, found.removed)
+        change = Delta(self.number + 1, at, difference.patches, difference.removed)
         if not change.size:
             return False
         self.number = change.number

@@ -121,14 +121,14 @@ class NodeFeed:
         """
         async with self._watched():
             place = self.history.place(cursor) if cursor else None
-            told: list[Notice] | None = None
+            sent_notices: list[Notice] | None = None
             hints: dict[str, dict[str, Any]] = {}
             greeted = False
             while True:
                 turn = self._turn
-                if self._looked and told is not self.notices:
-                    told = self.notices
-                    yield _text(shapes.NOTICES.of(notices=told))
+                if self._looked and sent_notices is not self.notices:
+                    sent_notices = self.notices
+                    yield _text(shapes.NOTICES.of(notices=sent_notices))
                 for kind, hint in self.hints.items() if self._looked else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
@@ -178,11 +178,11 @@ class NodeFeed:
                 woken.clear()
                 await self._look()
                 # An outage is over when it is over, however long the last look waited for its end.
-                rest = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
+                pause = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(POLL_EVERY, rest)):
+                    async with asyncio.timeout(max(POLL_EVERY, pause)):
                         await woken.wait()
-                        await asyncio.sleep(max(GATHER_SECONDS, rest))
+                        await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
             await cancellation.end(hearing)
             await cancellation.end(pinging)
@@ -223,10 +223,10 @@ class NodeFeed:
             await asyncio.wait({reading}, timeout=READ_LIMIT)
 
     def _compare(self) -> tuple[Snapshot, Difference]:
-        found = self._read()
-        return found, self.history.compare(found.nodes)
+        snapshot = self._read()
+        return snapshot, self.history.compare(snapshot.nodes)
 
-    def _take(self, found: Snapshot, difference: Difference) -> None:
+    def _take(self, snapshot: Snapshot, difference: Difference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
@@ -234,52 +234,56 @@ class NodeFeed:
         self.looks += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.hints = self.hints, _change_messages(found)
-        self._tell(active_notices(self._facts(found), _notice_settings(), now), moved, self.hints != before)
+        before, self.hints = self.hints, _change_messages(snapshot)
+        self._tell(
+            active_notices(self._facts(snapshot), _notice_settings(), now), moved, self.hints != before
+        )
 
-    def _facts(self, found: Snapshot) -> ClusterFacts:
+    def _facts(self, snapshot: Snapshot) -> ClusterFacts:
         return ClusterFacts(
-            controllers=found.controllers,
-            open_conflicts=sum(raw.open_conflicts for raw in found.nodes.values()),
+            controllers=snapshot.controllers,
+            open_conflicts=sum(raw.open_conflicts for raw in snapshot.nodes.values()),
             weak_nodes=sum(node["weak_identity"] for node in self.history.nodes.values()),
             skewed_nodes=sum(bool(node["version_skew"]) for node in self.history.nodes.values()),
             readable_since=self._readable_since,
-            tasks_wait_since=found.tasks_wait_since,
+            tasks_wait_since=snapshot.tasks_wait_since,
             redis_away=self._unanswered > 1,
-            held=found.held,
+            held=snapshot.held,
             disk=self._disk,
         )
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._failing:
-            log.warning("nodes not read: %s; looking again", why)
+            log.warning("nodes not read: %s; looking again", reason)
             self._failing = True
-        known = [one for one in self.notices if one["id"] not in ("database-unreachable", "disk-full")]
-        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *known], False)
+        other_notices = [
+            notice for notice in self.notices if notice["id"] not in ("database-unreachable", "disk-full")
+        ]
+        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
 
-    def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
+    def _tell(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
         """Wake the watchers if there is anything new."""
-        news = moved or more or not self._looked or found != self.notices
-        if found != self.notices:
-            self.notices = found
+        has_news = moved or has_messages or not self._looked or notices != self.notices
+        if notices != self.notices:
+            self.notices = notices
         if moved:
             self._texts.clear()
         self._looked = True
-        if news:
+        if has_news:
             turn, self._turn = self._turn, asyncio.Event()
             turn.set()
 
 
-def _change_messages(found: Snapshot) -> dict[str, dict[str, Any]]:
-    standing = found.backends
+def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    check_state = snapshot.backends
     backends = shapes.BACKENDS_CHANGED.of(
-        revision=standing.revision,
-        checked_at=standing.checked_at.isoformat() if standing.checked_at else None,
-        checking=standing.checking,
-        problems=dict(standing.problems),
+        revision=check_state.revision,
+        checked_at=check_state.checked_at.isoformat() if check_state.checked_at else None,
+        checking=check_state.checking,
+        problems=dict(check_state.problems),
     )
-    told = (backends, shapes.RULES_CHANGED.of(revision=found.rules))
-    return {hint["type"]: hint for hint in told}
+    messages = (backends, shapes.RULES_CHANGED.of(revision=snapshot.rules))
+    return {hint["type"]: hint for hint in messages}
 
 
 def _notice_settings() -> NoticeSettings:

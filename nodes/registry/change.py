@@ -161,11 +161,11 @@ class Change:
         self._columns, self._entries = {}, []
         return names_set, entries
 
-    def _depart(self, which: states.Replicas) -> None:
-        if which == "forgotten":
+    def _depart(self, ended_replicas: states.Replicas) -> None:
+        if ended_replicas == "forgotten":
             retire.forget_nodes(self.node.id)
-        elif which == "all" or (
-            which == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
+        elif ended_replicas == "all" or (
+            ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
             retire.depart(self.node.id, now=self.now)
 

@@ -276,13 +276,15 @@ def finish_drains(*, now: datetime) -> int:
         return 0
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
-        left = lock_in_flight_counts(*(node.id for node in nodes))
-        over = [node for node in nodes if node.id in left and (not left[node.id] or _is_overdue(node, now))]
+        running = lock_in_flight_counts(*(node.id for node in nodes))
+        ended_nodes = [
+            node for node in nodes if node.id in running and (not running[node.id] or _is_overdue(node, now))
+        ]
         ended = apply_to_all(
-            over,
+            ended_nodes,
             Event.DRAIN_ENDED,
             actors.task("drains"),
-            lambda node: _drain_end_cause(left[node.id]),
+            lambda node: _drain_end_cause(running[node.id]),
             now=now,
         )
     return len(ended)

@@ -40,8 +40,8 @@ def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sh
             row["labels"] = orjson.loads(labels[node])
         if node in conflicts:
             row["open_conflicts"] = conflicts[node]
-        if said := version_skew_of(row):
-            row["version_skew"] = said
+        if difference := version_skew_of(row):
+            row["version_skew"] = difference
     return rows
 
 
@@ -79,8 +79,8 @@ def detail_row(node_id: UUID) -> Row | None:
     if not rows:
         return None
     sources = dict(NodeLabel.objects.filter(node=node_id).values_list("key", "source"))
-    found: Row = {"labels": {}} | rows[0] | {"label_sources": sources, "gpus": _gpus(node_id)}
-    return shape.NODE_DETAIL.of(**found, overrides=_overrides(node_id, found))
+    row: Row = {"labels": {}} | rows[0] | {"label_sources": sources, "gpus": _gpus(node_id)}
+    return shape.NODE_DETAIL.of(**row, overrides=_overrides(node_id, row))
 
 
 def _gpus(node_id: UUID) -> list[Row]:
@@ -93,14 +93,16 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 def _overrides(node_id: UUID, node: Row) -> Row:
     """Return who overrode the worker's values and when, as far as the timeline still has it."""
-    held = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
-    told = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
-    told = told.annotate(
-        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in held), default=Value(""))
+    overridden = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
+    override_events = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
+    override_events = override_events.annotate(
+        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in overridden), default=Value(""))
     )
-    latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
-    known = {what: shape.OVERRIDE.of(by=by, at=at) for what, by, at in latest}
-    return shape.OVERRIDES.of(**{name: known.get(name) or shape.OVERRIDE.of(by="", at=None) for name in held})
+    latest = override_events.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
+    author_by_name = {name: shape.OVERRIDE.of(by=by, at=at) for name, by, at in latest}
+    return shape.OVERRIDES.of(
+        **{name: author_by_name.get(name) or shape.OVERRIDE.of(by="", at=None) for name in overridden}
+    )
 
 
 STOCK = "stock worker"

@@ -412,10 +412,13 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
 
 
 def _fields(view: str) -> list[Field]:
-    found = [one for views, one in FIELDS if view in views]
+    fields = [shape_field for views, shape_field in FIELDS if view in views]
     if view == LIVE:
-        return [replace(one, optional=False) for one in found]
-    return [replace(one, optional=one.optional or one.nullable, nullable=False) for one in found]
+        return [replace(shape_field, optional=False) for shape_field in fields]
+    return [
+        replace(shape_field, optional=shape_field.optional or shape_field.nullable, nullable=False)
+        for shape_field in fields
+    ]
 
 
 NODE = Shape("Node", "One node in the list (§2.1).", _fields(LIST))
