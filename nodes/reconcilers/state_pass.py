@@ -17,7 +17,7 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock, conf
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
 from nodes.registry import dial_targets
