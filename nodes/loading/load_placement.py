@@ -124,7 +124,7 @@ def decide(
     name = wanted.definition.name
     setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
     selector = fleet_queries.selectors_of([name])[name]
-    view, decision = fleet_cache.shared_cache().decided(
+    view, decision = fleet_cache.shared_cache().decide(
         name,
         FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.is_restricted),
         only=request.allowed_nodes,

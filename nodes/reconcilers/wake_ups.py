@@ -16,7 +16,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import load, needs
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
@@ -61,7 +61,7 @@ def _loads(changed: Changed) -> list[UUID]:
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        fleet_queries.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_cache.read_fleet("", selector=Selector("", labels), only=changed),
         fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()

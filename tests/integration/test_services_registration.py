@@ -11,7 +11,7 @@ from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import errors
 from nodes.backends.node_commands import find_node
-from nodes.decisions.fleet_queries import read_fleet
+from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, find_refusal
 from nodes.registry import services
