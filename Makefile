@@ -1,6 +1,8 @@
 # Two commands to know: `make run` and `make check`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
+# Compiled modules are kept: a cluster and its tests start the same programs over and over.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help run check test test-browser sweep shots story placement-story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -44,10 +46,10 @@ demo: gallery ui
 	@exec $(BIN)/python -m examples.demo $(ARGS)
 
 worker: install
-	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"
+	@exec $(BIN)/python -m localai_cluster.embedded.attach worker "$(NAME)"
 
 manage: install
-	@exec $(BIN)/python -m localai_cluster.embedded.manage "$(ARGS)"
+	@exec $(BIN)/python -m localai_cluster.embedded.attach manage "$(ARGS)"
 
 # The second part needs a browser; HEAP_MINUTES shortens the ten minutes of its memory figure.
 measure: install-test gallery ui
@@ -64,13 +66,13 @@ gallery: install
 	@$(BIN)/python examples/gallery/build.py
 
 ui: install
-	@$(BIN)/python -m localai_cluster.embedded.ui build
+	@$(BIN)/python -m localai_cluster.embedded.build build
 
 package: install ui
-	@$(BIN)/python -m localai_cluster.embedded.package
+	@$(BIN)/python -m localai_cluster.embedded.build package
 
 types: install
-	@$(BIN)/python -m localai_cluster.embedded.ui types
+	@$(BIN)/python -m localai_cluster.embedded.build types
 
 lint: install-test
 	@$(BIN)/python -m tests.checks.steps lint

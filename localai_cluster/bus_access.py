@@ -10,8 +10,7 @@ from functools import lru_cache
 
 from localai_cluster.kit import clock, conf, nkeys
 from localai_cluster.kit.nkeys import KeyPair, Role
-from localai_cluster.messaging.credentials import Credentials, mint_service
-from localai_cluster.messaging.servers import Servers, parse_url, url_for_worker
+from localai_cluster.messaging.servers import Credentials, Servers, mint_service, parse_url, url_for_worker
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
 from localai_cluster.kit import conf
 from localai_cluster.kit.env import weak_secret
-from localai_cluster.messaging.credentials import Credentials
+from localai_cluster.messaging.servers import Credentials
 
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 

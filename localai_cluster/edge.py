@@ -15,10 +15,10 @@ from localai_cluster import raw_routes
 from localai_cluster.kit import clock, logs
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
+from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web import wire
-from localai_cluster.web.middleware import BoundedBody, Utf8Only
-from localai_cluster.web.static_files import StaticFiles
-from localai_cluster.websockets import websocket_application
+from localai_cluster.web.bodies import BoundedBody, Utf8Only
+from localai_cluster.web.page import StaticFiles
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import Endpoint
 

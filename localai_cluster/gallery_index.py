@@ -8,7 +8,7 @@ gallery: the control plane reads it from its folder, a worker over HTTP with its
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,8 @@ import httpx
 import yaml
 from yaml.composer import Composer
 
-from localai_cluster.kit import json_depth, safe_files, yaml_text
-from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit import untrusted
+from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery
 
 FETCH_TIMEOUT = 120.0
@@ -84,8 +84,8 @@ def folded(name: str) -> str:
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     """Return the entries of an index; skip anything else in it. GalleryUnreadable."""
     try:
-        listed = yaml_text.load(text, _Loader)
-    except yaml_text.InvalidYAML as error:
+        listed = untrusted.load_yaml(text, _Loader)
+    except untrusted.InvalidYAML as error:
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} {error}") from error
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
@@ -96,7 +96,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
 _FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
+class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
     """Safe YAML of bounded depth and size.
 
     libyaml tokenizes the text, Python composes it: libyaml's own composer recurses on the C stack, which a
@@ -111,8 +111,8 @@ class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one node; YAMLError below the deepest accepted level."""
         self._level += 1
-        if self._level > json_depth.LEVELS:
-            raise yaml.YAMLError(json_depth.TOO_DEEP)
+        if self._level > untrusted.LEVELS:
+            raise yaml.YAMLError(untrusted.TOO_DEEP)
         node = super().compose_node(parent, index)
         self._level -= 1
         return node
@@ -218,7 +218,7 @@ def open_served(folder: Path, name: str) -> BinaryIO:
     """Open a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
     if not is_served_name(name):
         raise ValueError("not the name of a file of the gallery")
-    return safe_files.open_file(folder / name, follow_links=False)
+    return untrusted.open_file(folder / name, follow_links=False)
 
 
 def read_served(folder: Path, name: str) -> bytes:
@@ -261,7 +261,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
 
 
 def _read_file(path: Path) -> bytes:
-    return _bounded(safe_files.read(path, INDEX_LIMIT))
+    return _bounded(untrusted.read_file(path, INDEX_LIMIT))
 
 
 def _bounded(text: bytes) -> bytes:
@@ -305,3 +305,74 @@ def _text(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return ""  # Python refuses to format a number of more than a few thousand digits
     return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+
+
+# Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.
+_NEEDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+    (("darwin", "mlx", "metal"), ("metal", "darwin-x86")),
+    (("l4t",), ("nvidia-l4t",)),
+    (("cuda", "nvidia"), ("nvidia",)),
+    (("rocm", "hip", "amd"), ("amd",)),
+    (("sycl", "intel"), ("intel",)),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The build to install, and the meta entry that led to it, if any."""
+
+    build: GalleryEntry
+    meta: GalleryEntry | None = None
+
+
+def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice:
+    """Return the build for `name` (or `gallery@name`) on this machine (worker.md §18.3). Raise NotFound."""
+    gallery, _, bare = name.rpartition("@")
+    folded_name = folded(bare)
+    candidates = [
+        build
+        for build in builds
+        if folded(build.name) == folded_name
+        and (not gallery or build.gallery.name.lower() == gallery.lower())
+    ]
+    if not candidates:
+        raise NotFound(f'no backend called "{name}" in any gallery')
+    for build in candidates:
+        choice = _resolve(build, builds, capability)
+        if choice is not None:
+            return choice
+    raise NotFound(f'backend "{name}" has no build for the capability "{capability}" of this node')
+
+
+def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
+    if not build.is_meta:
+        return Choice(build) if compatible(build, capability) else None
+    concrete = lookup(build.capabilities or {}, capability)
+    for candidate in builds:
+        if concrete and not candidate.is_meta and folded(candidate.name) == folded(concrete):
+            return Choice(candidate, meta=build)
+    return None
+
+
+def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
+    """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
+    return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
+
+
+def compatible(build: GalleryEntry, capability: str) -> bool:
+    """Return True if a concrete build can run here, according to the words in its name and source."""
+    if capability == "disable":
+        return True
+    words = f"{build.name} {build.uri}".lower()
+    for needed, capabilities in _NEEDS:
+        if any(word in words for word in needed):
+            return capability.startswith(capabilities)
+    return True
+
+
+def within(path: Path, roots: Sequence[Path]) -> Path:
+    """Resolve all links in `path`. Raise ValueError, naming the setting, if it is outside of `roots`."""
+    real = path.resolve()
+    if not any(real.is_relative_to(root.resolve()) for root in roots):
+        raise ValueError(f"{path} is outside LOCALAI_WORKER_SOURCE_ROOTS of this worker")
+    return real

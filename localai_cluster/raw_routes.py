@@ -1,4 +1,4 @@
-"""The raw route table: the routes in front of Django, with their applications.
+"""The raw route tables: the HTTP and websocket routes in front of Django, with their applications.
 
 `edge.py` dispatches by it; the OpenAPI document, and the tests that check every route, read it.
 """
@@ -7,10 +7,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from channels.routing import URLRouter
+from channels.sessions import CookieMiddleware, SessionMiddleware
+from django.urls import re_path
+
+from localai_cluster.accounts.sessions import PrincipalMiddleware
 from localai_cluster.kit import database_pool
-from localai_cluster.row_metrics import RowReader
-from localai_cluster.scraping import MetricsApplication
+from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web import wire
+from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
@@ -21,7 +26,35 @@ from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.dialects.retrieval import embed, rerank
 from nodes.dialects.tokens import count_tokens, detokenize, tokenize
 from nodes.gateway.endpoint import Endpoint, Handler
+from nodes.live import watch as nodes
+from nodes.live import worker_logs
 from nodes.registry import heartbeats
+from operations.changes import topics as operations
+
+_operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
+_feed: Any = LiveSocket.as_asgi(
+    topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
+    greeting=nodes.greeting,
+    explains=True,
+)
+_logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
+_unknown: Any = NoSuchSocket.as_asgi()
+
+websocket_application: Any = CookieMiddleware(
+    SessionMiddleware(
+        PrincipalMiddleware(
+            URLRouter(
+                [
+                    re_path(r"^ws/operations/?$", _operations),
+                    re_path(r"^ws/feed/?$", _feed),
+                    re_path(r"^ws/nodes/(?P<node_id>[^/]+)/backend-logs/(?P<model>.+)$", _logs),
+                    re_path(r"", _unknown),
+                ]
+            )
+        )
+    )
+)
+
 
 _PARAMETER = re.compile(r"\{[^/}]+\}")
 

@@ -1,4 +1,4 @@
-"""`/metrics` of the server processes: authorization and response.
+"""`/metrics` of the server processes: authorization, response, and the metrics that come from the rows.
 
 It requires a scraper's token (`LOCALAI_METRICS_TOKEN`) or an admin's API key. The token authorizes nothing
 else. Web processes serve it beside their other routes. Controllers and the task cluster, which serve nothing
@@ -6,21 +6,186 @@ else, listen on an address of their own if one is configured.
 """
 
 import asyncio
-from collections.abc import Iterable
-from typing import Protocol
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Protocol
 
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
+from django.db.models import BooleanField, Count, ExpressionWrapper, Min, Q, Sum
+from django_q.models import OrmQ
 from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
 
-from localai_cluster.accounts import credentials, principals
-from localai_cluster.accounts.credentials import WrongKey
-from localai_cluster.kit import conf
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.principals import WrongKey
+from localai_cluster.kit import clock, conf
 from localai_cluster.kit.addresses import Address
 from localai_cluster.kit.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
 from localai_cluster.metrics import exposed
+from localai_cluster.metrics.kinds import PREFIX
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
+from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, PendingBackendOp, WebProcess
+from operations.executor.work import in_thread
+from operations.models import TERMINAL, ControllerBeat, Operation
+
+log = logging.getLogger(__name__)
+
+LIMIT = 5.0
+"""Seconds; a scraper waits for ten by default."""
+RECENTLY = timedelta(hours=1)
+HEARD_WITHIN = timedelta(seconds=30)
+"""Longest age of a running controller's heartbeat."""
+
+
+@dataclass(frozen=True)
+class RowFigure:
+    """A metric: its name, its help text and the labels of its samples."""
+
+    name: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+    def of(self, *samples: tuple[Any, ...]) -> Metric:
+        """Return the metric with these samples, each the values of the labels and the number."""
+        family = GaugeMetricFamily(PREFIX + self.name, self.meaning, labels=self.labels)
+        for *values, number in samples:
+            family.add_metric([str(value) for value in values], float(number))
+        return family
+
+
+READABLE = RowFigure("rows_readable", "1 if the database could be read for this scrape.")
+NODES = RowFigure("nodes", "Nodes.", ("status", "node_type"))
+TOTAL = RowFigure("vram_total_bytes", "VRAM of the nodes that are healthy.")
+AVAILABLE = RowFigure("vram_available_bytes", "What of it was free at the last heartbeats.")
+RESERVED = RowFigure("vram_reserved_bytes", "What of that is reserved for loads.")
+REPLICAS = RowFigure("replicas", "Replicas.", ("model", "state"))
+IN_FLIGHT = RowFigure(
+    "requests_in_flight", "Requests that run on replicas, of all web processes.", ("model",)
+)
+OPERATIONS = RowFigure(
+    "operations",
+    "Operations that have not ended, and failures that are not dismissed (`failed`).",
+    ("kind", "status"),
+)
+OLDEST = RowFigure("operation_oldest_age_seconds", "Age of the oldest of them.", ("kind", "status"))
+ENDED = RowFigure(
+    "operations_ended_last_hour", "Operations that ended within the last hour.", ("kind", "outcome")
+)
+INTENTS = RowFigure(
+    "intents", "Work on backends of single nodes that has not ended (`running`, `waiting`).", ("op", "state")
+)
+OLDEST_INTENT = RowFigure("intent_oldest_age_seconds", "Age of the oldest of it.", ("op", "state"))
+PROCESSES = RowFigure(
+    "processes", "Server processes that were heard lately (`web`, `controller`).", ("process",)
+)
+TASKS = RowFigure("tasks_waiting", "Scheduled tasks on the queue of the task cluster, running ones included.")
+FIGURES = (
+    READABLE,
+    NODES,
+    TOTAL,
+    AVAILABLE,
+    RESERVED,
+    REPLICAS,
+    IN_FLIGHT,
+    OPERATIONS,
+    OLDEST,
+    ENDED,
+    INTENTS,
+    OLDEST_INTENT,
+    PROCESSES,
+    TASKS,
+)
+
+
+def read(now: datetime) -> list[Metric]:
+    """Return all row metrics but `READABLE`, in eight queries."""
+    return [*_nodes(), *_replicas(), *_operations(now), *_intents(now), *_processes(now)]
+
+
+def _nodes() -> Iterator[Metric]:
+    counts = dict.fromkeys(((status, kind) for status in NodeStatus.values for kind in NodeType.values), 0)
+    total = available = reserved = 0
+    rows = BackendNode.objects.order_by().values_list("status", "node_type")
+    sums = (Sum("total_vram"), Sum("available_vram"), Sum("reserved_vram"))
+    for status, kind, number, *memory in rows.annotate(Count("pk")).annotate(*sums):
+        counts[status, kind] = number
+        if status == NodeStatus.HEALTHY:
+            total, available, reserved = total + memory[0], available + memory[1], reserved + memory[2]
+    yield NODES.of(*((*key, number) for key, number in counts.items()))
+    yield from (TOTAL.of((total,)), AVAILABLE.of((available,)), RESERVED.of((reserved,)))
+
+
+def _replicas() -> Iterator[Metric]:
+    rows = NodeModel.objects.order_by().values_list("model_name", "state")
+    counts = list(rows.annotate(Count("pk"), Sum("in_flight")))
+    busy: dict[str, int] = {}
+    for model, _, _, running in counts:
+        busy[model] = busy.get(model, 0) + running
+    yield REPLICAS.of(*((model, state, number) for model, state, number, _ in counts))
+    yield IN_FLIGHT.of(*busy.items())
+
+
+def _operations(now: datetime) -> Iterator[Metric]:
+    listed = Operation.objects.listed().order_by().values_list("kind", "status")
+    counts = list(listed.annotate(Count("pk"), Min("created_at")))
+    yield OPERATIONS.of(*((kind, status, number) for kind, status, number, _ in counts))
+    yield OLDEST.of(*((kind, status, _age(since, now)) for kind, status, _, since in counts))
+    ended = Operation.objects.filter(finished_at__gt=now - RECENTLY, status__in=TERMINAL)
+    yield ENDED.of(*ended.order_by().values_list("kind", "status").annotate(Count("pk")))
+
+
+def _intents(now: datetime) -> Iterator[Metric]:
+    is_waiting = ExpressionWrapper(Q(lease_until__isnull=True), BooleanField())
+    groups = PendingBackendOp.objects.order_by().values_list("op", is_waiting)
+    rows = list(groups.annotate(Count("pk"), Min("created_at")))
+    states = {True: "waiting", False: "running"}
+    yield INTENTS.of(*((op, states[waits], number) for op, waits, number, _ in rows))
+    yield OLDEST_INTENT.of(*((op, states[waits], _age(since, now)) for op, waits, _, since in rows))
+
+
+def _processes(now: datetime) -> Iterator[Metric]:
+    earliest = now - timedelta(seconds=conf.cluster().web_stale_after)
+    web = WebProcess.objects.filter(seen_at__gte=earliest).count()
+    controllers = ControllerBeat.objects.filter(seen_at__gte=now - HEARD_WITHIN).count()
+    yield PROCESSES.of(("web", web), ("controller", controllers))
+    yield TASKS.of((OrmQ.objects.count(),))
+
+
+def _age(since: datetime, now: datetime) -> float:
+    return max((now - since).total_seconds(), 0.0)
+
+
+class RowReader:
+    """Reads the metrics of the whole cluster from the rows, for one web process's scrapes.
+
+    Every web process exposes equal values, so queries take the maximum and not the sum. A constant number of
+    queries, regardless of the number of rows. Concurrent scrapes share them, and a database that hangs costs
+    one thread: the row metrics are then omitted, `localai_cluster_rows_readable` is 0, and the process's own
+    metrics are exposed as usual.
+    """
+
+    def __init__(self, read: Callable[[datetime], Sequence[Metric]] = read) -> None:
+        self._read = read
+        self._task: asyncio.Task[Sequence[Metric]] | None = None
+
+    async def families(self) -> Iterable[Metric]:
+        """Return the row metrics; only `READABLE` with 0 if they cannot be read in time."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(in_thread(self._read, clock.now()))
+            # By the time it fails, no scrape may wait for it any more.
+            self._task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            async with asyncio.timeout(LIMIT):
+                metrics = await asyncio.shield(self._task)
+        except (TimeoutError, DatabaseError) as error:
+            log.warning("figures of the cluster left out: %s", error or f"no answer within {LIMIT:.0f} s")
+            return [READABLE.of((0,))]
+        return [READABLE.of((1,)), *metrics]
+
 
 PATH = "/metrics"
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
@@ -80,14 +245,14 @@ async def admit(scope: Scope) -> None:
     def header(name: str) -> str:
         return headers.get(name.encode(), b"").decode("latin-1")
 
-    offered = credentials.offered(header)
+    offered = principals.offered_credential(header)
     if not offered:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
-    if principals.same(offered, conf.cluster().metrics_token):
+    if principals.secrets_equal(offered, conf.cluster().metrics_token):
         return
     try:
-        principal = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
-            credentials.identify(offered)
+        principal = await database_sync_to_async(principals.owner_of, thread_sensitive=False)(
+            principals.classify_credential(offered)
         )
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
@@ -104,6 +269,6 @@ async def serve(process: str, address: Address | None) -> None:
         await asyncio.Event().wait()
         return
     # uvicorn needs much memory, and most of these processes have no address.
-    from localai_cluster.kit import listening
+    from localai_cluster.kit import connections
 
-    await listening.serve(address, MetricsApplication(process))
+    await connections.serve(address, MetricsApplication(process))

@@ -96,7 +96,7 @@ MIDDLEWARE = [
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "localai_cluster.accounts.audit.OfRequest",
+    "localai_cluster.accounts.audit.AttributionMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -109,7 +109,7 @@ PASSWORD_URL = "/app/password"
 AUTHENTICATION_BACKENDS = ["localai_cluster.accounts.passwords.SessionBackend"]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
-SESSION_ENGINE = "localai_cluster.accounts.session_store"
+SESSION_ENGINE = "localai_cluster.accounts.sessions"
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_AGE = 30 * 24 * 3600
 SESSION_COOKIE_SAMESITE = "Lax"
@@ -182,8 +182,8 @@ REST_FRAMEWORK = {
     ],
     "DEFAULT_PERMISSION_CLASSES": ["localai_cluster.accounts.authentication.IsAdmin"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-    "DEFAULT_PARSER_CLASSES": ["localai_cluster.web.parsers.StrictJSONParser"],
-    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "localai_cluster.web.parsers.AlwaysJSON",
+    "DEFAULT_PARSER_CLASSES": ["localai_cluster.web.rest.StrictJSONParser"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "localai_cluster.web.rest.AlwaysJSON",
     "DEFAULT_METADATA_CLASS": None,
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
     "EXCEPTION_HANDLER": "localai_cluster.web.envelopes.exception_handler",

@@ -3,14 +3,63 @@
 from typing import Any
 
 from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 import localai_cluster
-from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import IsUser
-from localai_cluster.web.openapi import refusals
+from localai_cluster.web.openapi import refusals, response_example
+
+
+class FeaturesSerializer(serializers.Serializer[Any]):
+    """What this product has of what the reference may have."""
+
+    agents = serializers.BooleanField()
+    mcp = serializers.BooleanField()
+    fine_tuning = serializers.BooleanField()
+    quantization = serializers.BooleanField()
+    distributed = serializers.BooleanField()
+    localai_assistant = serializers.BooleanField()
+
+
+class BrandingSerializer(serializers.Serializer[Any]):
+    """Name and pictures; an empty text stands for the built-in."""
+
+    instance_name = serializers.CharField(allow_blank=True)
+    instance_tagline = serializers.CharField(allow_blank=True)
+    logo_url = serializers.CharField(allow_blank=True)
+    logo_horizontal_url = serializers.CharField(allow_blank=True)
+    favicon_url = serializers.CharField(allow_blank=True)
+
+
+class VersionSerializer(serializers.Serializer[Any]):
+    """The version of the product."""
+
+    version = serializers.CharField()
+
+
+FEATURES = response_example(
+    {
+        "agents": False,
+        "mcp": False,
+        "fine_tuning": False,
+        "quantization": False,
+        "distributed": True,
+        "localai_assistant": False,
+    }
+)
+BRANDING = response_example(
+    {
+        "instance_name": "",
+        "instance_tagline": "",
+        "logo_url": "",
+        "logo_horizontal_url": "",
+        "favicon_url": "",
+    }
+)
+VERSION = response_example({"version": "0.1.0"})
 
 
 class FeaturesView(APIView):
@@ -22,12 +71,12 @@ class FeaturesView(APIView):
         operation_id="features",
         summary="List supported features",
         tags=["session"],
-        responses={200: shapes.FeaturesSerializer, **refusals(401, 403)},
-        examples=[shapes.FEATURES],
+        responses={200: FeaturesSerializer, **refusals(401, 403)},
+        examples=[FEATURES],
     )
     def get(self, request: Request) -> Response:
         """The features of the reference that this product supports (§5.1)."""
-        names = shapes.FeaturesSerializer().fields.keys()
+        names = FeaturesSerializer().fields.keys()
         return Response({**dict.fromkeys(names, False), "distributed": True})
 
 
@@ -42,12 +91,12 @@ class BrandingView(APIView):
         summary="Show name and logos",
         tags=["session"],
         auth=[],
-        responses={200: OpenApiResponse(shapes.BrandingSerializer, "Everything built-in.")},
-        examples=[shapes.BRANDING],
+        responses={200: OpenApiResponse(BrandingSerializer, "Everything built-in.")},
+        examples=[BRANDING],
     )
     def get(self, request: Request) -> Response:
         """The built-in name and logos; they cannot be customised."""
-        return Response(dict.fromkeys(shapes.BrandingSerializer().fields, ""))
+        return Response(dict.fromkeys(BrandingSerializer().fields, ""))
 
 
 class VersionView(APIView):
@@ -59,8 +108,8 @@ class VersionView(APIView):
         operation_id="version",
         summary="Show the version",
         tags=["session"],
-        responses={200: shapes.VersionSerializer, **refusals(401, 403)},
-        examples=[shapes.VERSION],
+        responses={200: VersionSerializer, **refusals(401, 403)},
+        examples=[VERSION],
     )
     def get(self, request: Request) -> Response:
         """The version of the product."""

@@ -10,7 +10,7 @@ from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 
 from localai_cluster import health
-from localai_cluster.documents import DocsView, SchemaView
+from localai_cluster.api_document import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page
@@ -54,7 +54,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backends/jobs/<str:uid>", jobs.JobStatusView.as_view()),
     path("models/jobs", jobs.ModelJobsView.as_view()),
     path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
-    path("api/auth/", include("localai_cluster.accounts.urls")),
+    path("api/auth/", include("localai_cluster.accounts.sign_in")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
     # Its fixed paths, such as `operations/history`, precede the routes with ids.

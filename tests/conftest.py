@@ -14,7 +14,7 @@ from django.test import TransactionTestCase
 from hypothesis import settings
 from psycopg.pq import TransactionStatus
 
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock, processes
 from localai_cluster.kit.outage import is_outage
 from localai_cluster.web import throttle
@@ -27,6 +27,14 @@ from tests.support.postgres import FastPostgres, empty_tables
 settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
 settings.load_profile("suite")
 patch.object(TransactionTestCase, "_fixture_teardown", empty_tables).start()
+
+
+def pytest_configure() -> None:
+    """Passwords are hashed quickly: a hash of the product takes a third of a second of the processor."""
+    # Programs that use `eventually` import this file without Django's settings.
+    from django.conf import settings as django_settings
+
+    django_settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -127,11 +135,13 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 
     `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
     """
-    deadline = clock.monotonic() + BUSY * seconds
+    deadline, pause = clock.monotonic() + BUSY * seconds, 0.01
     while not (found := condition()):
         if clock.monotonic() > deadline:
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
-        time.sleep(0.02)
+        # Ever longer, for what is looked at needs the processor as well.
+        pause = min(1.3 * pause, 0.1)
+        time.sleep(pause)
     return found
 
 

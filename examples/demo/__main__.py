@@ -25,10 +25,10 @@ from websockets.sync.client import connect
 from examples.demo.client import Target, ask, stream
 from examples.demo.figures import Figure, compare, rows
 from localai_cluster.embedded.layout import EXAMPLES
-from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port
 from localai_cluster.embedded.run import Cluster, answers, one_line
 from localai_cluster.embedded.server import last_line
+from localai_cluster.embedded.terminal import Log
 
 FRESH = "--fresh"
 ALREADY_THERE = (

@@ -15,4 +15,4 @@ class AccountsConfig(AppConfig):
 
         from localai_cluster.accounts import audit
 
-        post_save.connect(audit.of_admin, sender=LogEntry, dispatch_uid="audit")
+        post_save.connect(audit.record_admin_edit, sender=LogEntry, dispatch_uid="audit")

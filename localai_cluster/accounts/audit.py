@@ -1,9 +1,9 @@
 """Audit of changes by people: actor, change, time and address. `record` is the only writer.
 
 The code that makes a change calls `record` in the same transaction, so the two are atomic. Actor and address
-are not parameters: a request to Django or a management command opens a context (`OfRequest`,
-`at_command_line`). Changes outside of a context are not by people: those of workers, controllers and requests
-for inference write no entry.
+are not parameters: a request to Django or a management command opens a context (`AttributionMiddleware`,
+`attribute_to_command`). Changes outside of a context are not by people: those of workers, controllers and
+requests for inference write no entry.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +54,7 @@ class Change:
     detail: str = ""
 
 
-class OfRequest:
+class AttributionMiddleware:
     """Middleware that attributes changes within a request to its user."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
@@ -62,19 +62,19 @@ class OfRequest:
 
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         """Pass the request on."""
-        with _inside(request):
+        with _attribute_to(request):
             return self._get_response(request)
 
 
 @contextmanager
-def at_command_line(actor: Actor) -> Iterator[None]:
+def attribute_to_command(actor: Actor) -> Iterator[None]:
     """Attribute changes within the block to the management command of `actor`."""
-    with _inside(actor):
+    with _attribute_to(actor):
         yield
 
 
 @contextmanager
-def _inside(source: HttpRequest | Actor) -> Iterator[None]:
+def _attribute_to(source: HttpRequest | Actor) -> Iterator[None]:
     token = _source.set(source)
     try:
         yield
@@ -117,13 +117,13 @@ def record(*changes: Change, at: datetime | None = None) -> None:
     )
 
 
-def of_admin(sender: type[LogEntry], instance: LogEntry, created: bool, **_: Any) -> None:
+def record_admin_edit(sender: type[LogEntry], instance: LogEntry, created: bool, **_: Any) -> None:
     """Record an edit in Django's admin; receiver of `LogEntry`'s `post_save`."""
     if created:
-        record(edited(instance))
+        record(admin_change(instance))
 
 
-def edited(entry: LogEntry) -> Change:
+def admin_change(entry: LogEntry) -> Change:
     """Return the change that an entry of the admin's own log describes."""
     of = entry.content_type.name if entry.content_type else "row"
     action = _FLAGS.get(entry.action_flag, "changed")

@@ -16,7 +16,7 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
-from localai_cluster.accounts import credentials, passwords, principals
+from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
@@ -43,10 +43,10 @@ def _header_of(request: Request) -> Callable[[str], str]:
     return lambda name: request.headers.get(name, "")
 
 
-def _of_headers(request: Request) -> Principal | None:
+def _owner_of_headers(request: Request) -> Principal | None:
     """Return the owner of the credential in the headers, in at most one query; None without a credential."""
-    credential = credentials.read(_header_of(request))
-    return None if credential is None else credentials.principal_of(credential)
+    credential = principals.read_credential(_header_of(request))
+    return None if credential is None else principals.owner_of(credential)
 
 
 class BearerAuthentication(BaseAuthentication):
@@ -57,11 +57,11 @@ class BearerAuthentication(BaseAuthentication):
 
         Raise 401 for an unknown credential, 429 after too many of them from one address.
         """
-        caller = _of_headers(request)
+        caller = _owner_of_headers(request)
         if caller is None:
             return None
         if not caller.is_authenticated:
-            if credentials.offered(_header_of(request)):
+            if principals.offered_credential(_header_of(request)):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return caller, None
@@ -157,9 +157,9 @@ class SignInAuthentication(CookieAuthentication):
         return (user, None) if user.is_authenticated and user.is_active else None
 
 
-def person(request: Request) -> Principal:
+def person_of(request: Request) -> Principal:
     """Return the user of a key or a browser's session, without the checks of the route."""
-    owner = _of_headers(request)
+    owner = _owner_of_headers(request)
     return owner if owner and owner.is_authenticated else principals.of_user(request._request.user)
 
 

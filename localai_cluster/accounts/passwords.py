@@ -73,7 +73,7 @@ def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
     return user.pk is not None and hasattr(user, "initial_password")
 
 
-def change(user_id: int, old: str, new: str) -> Any:
+def change_password(user_id: int, old: str, new: str) -> Any:
     """Change a user's password and return the user.
 
     Raises PasswordRefused with all broken rules: `old` is not the current password, `new` equals it, or the
@@ -99,10 +99,10 @@ def _broken_rules(old: str, new: str, user: Any) -> list[str]:
     try:
         validate_password(new, user)
     except ValidationError as error:
-        return [_sentence(problem) for problem in error.error_list]
+        return [_describe_rule(problem) for problem in error.error_list]
     return []
 
 
-def _sentence(error: ValidationError) -> str:
+def _describe_rule(error: ValidationError) -> str:
     template = _SENTENCES.get(error.code or "")
     return template.format(**(error.params or {})) if template else " ".join(error.messages)

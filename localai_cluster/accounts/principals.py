@@ -1,13 +1,18 @@
-"""Principals, the callers of requests: people, keys and the static admin key.
+"""Principals, the callers of requests (people, keys, the static admin key), and their credentials.
 
 No credential is stored in plaintext. The tables have SHA-256 fingerprints only, and every comparison runs in
-constant time. The shared registration token only lets a worker request admission. `credentials` reads the
-credentials of a request; nodes authenticate in `nodes/registry/identity.py`.
+constant time. The shared registration token only lets a worker request admission; nodes authenticate in
+`nodes/registry/identity.py`.
+
+`read_credential` extracts the credential from a request's headers and classifies it, without the database. A
+stored key is only a claim until its row confirms it: `owner_of` reads the row with one query, and the hot
+path reads it in the statement that picks a replica (`nodes/replicas/statements.py`), by the same condition.
 """
 
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
@@ -16,7 +21,7 @@ from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 
 from localai_cluster.accounts import passwords
 from localai_cluster.accounts.models import ApiKey
-from localai_cluster.kit import conf
+from localai_cluster.kit import conf, errors
 
 Kind = Literal["anonymous", "user", "admin", "node", "newcomer", "joining"]
 """A newcomer has signed in with a generated password and must change it before anything else. A joining
@@ -63,14 +68,14 @@ def hash_secret(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def same(offered: str, expected: str) -> bool:
+def secrets_equal(offered: str, expected: str) -> bool:
     """Compare two texts of any length in constant time; an empty `expected` matches nothing."""
     return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
 
 
 def is_registration_token(credential: str) -> bool:
     """Return True if this is the shared token that lets a worker register."""
-    return same(credential, conf.cluster().registration_token)
+    return secrets_equal(credential, conf.cluster().registration_token)
 
 
 def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
@@ -108,3 +113,57 @@ def bearer(authorization: str) -> str:
     """Return the token of an `Authorization: Bearer …` header value, "" for any other value."""
     scheme, _, token = authorization.strip().partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
+
+
+_VALID = {"revoked_at__isnull": True, "user__is_active": True}
+VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
+"""The condition `_VALID` as SQL for the hot path: `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+
+
+class WrongKey(errors.NotAuthenticated):
+    """Incorrect API key provided.
+
+    In OpenAI's words: clients tell a wrong key from a wrong request by them (LiteLLM).
+    """
+
+    message = "Incorrect API key provided."
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A credential in the form of a user's or an agent node's key; only its row confirms it."""
+
+    hash: str
+
+
+def offered_credential(header: Callable[[str], str]) -> str | None:
+    """Return the credential in one of the accepted headers (§0.2), None if there is none.
+
+    `header` returns a header's value, or "" if it is absent.
+    """
+    if authorization := header("authorization"):
+        return bearer(authorization)
+    return header("x-api-key") or header("xi-api-key") or None
+
+
+def classify_credential(credential: str) -> Principal | StoredKey:
+    """Classify this credential; `ANONYMOUS` if it can be neither the static key nor a stored one."""
+    if secrets_equal(credential, conf.cluster().api_key):
+        return STATIC_ADMIN
+    if credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
+        return StoredKey(hash_secret(credential))
+    return ANONYMOUS
+
+
+def read_credential(header: Callable[[str], str]) -> Principal | StoredKey | None:
+    """Return the classified credential of a request's headers; None if they have none."""
+    credential = offered_credential(header)
+    return None if credential is None else classify_credential(credential)
+
+
+def owner_of(credential: Principal | StoredKey) -> Principal:
+    """Return the owner of this credential, in at most one query; `ANONYMOUS` if it is unknown."""
+    if isinstance(credential, Principal):
+        return credential
+    key = ApiKey.objects.select_related("user").filter(key_hash=credential.hash, **_VALID).first()
+    return of_user(key.user if key else None)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from cryptography import x509
 
-from localai_cluster.embedded import own_tls
+from localai_cluster import join_script
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import (
     SetupError,
     free_port,
@@ -29,8 +30,59 @@ from localai_cluster.embedded.resources import (
 )
 from localai_cluster.embedded.secrets import Secrets, ensure
 from localai_cluster.embedded.server import EmbeddedServer
-from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.kit import cluster_settings
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    """Return a context that accepts this very certificate, under any name: for probes on this machine."""
+    context = ssl.create_default_context(cafile=str(certificate))
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def certified_host(certificate: Path, preferred: str) -> str:
+    """Return `preferred` if the certificate is for it, else another host of this machine that it is for.
+
+    `SetupError` if it names none.
+    """
+    names = _names(certificate)
+    for host in (preferred, "localhost", *names):
+        if host in names:
+            return host
+    raise SetupError(
+        f"CLUSTER_TLS_CERT: {certificate} names no host.",
+        "Use a certificate with a subject alternative name.",
+    )
+
+
+def public_host(certificate: Path, preferred: str) -> str:
+    """Return `preferred` if the certificate is for it, else a name in it that other machines may know."""
+    names = _names(certificate)
+    others = (name for name in names if not join_script.is_loopback(name))
+    return preferred if preferred in names else next(others, preferred)
+
+
+def is_self_signed(certificate: Path) -> bool:
+    """Return True if the certificate is its own authority."""
+    found = _read(certificate)
+    return found.issuer == found.subject
+
+
+def _names(certificate: Path) -> list[str]:
+    try:
+        names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    hosts = [*names.get_values_for_type(x509.DNSName), *addresses]
+    return [host for host in hosts if not host.startswith("*")]
+
+
+def _read(certificate: Path) -> x509.Certificate:
+    # The settings have been checked: it can be read and holds a certificate.
+    return x509.load_pem_x509_certificates(certificate.read_bytes())[0]
+
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "build" / "gallery"
@@ -115,9 +167,7 @@ class Layout:
     @property
     def base_url(self) -> str:
         """The URL of the cluster on this machine, under a name that its certificate is for."""
-        host = (
-            own_tls.certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
-        )
+        host = certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
         return f"{self._scheme}://{_bracketed(host)}:{self.port}"
 
     @property
@@ -128,7 +178,7 @@ class Layout:
     @property
     def probe_trust(self) -> ssl.SSLContext | bool:
         """What probes of this process trust, for httpx."""
-        return own_tls.trusting(self.certificate) if self.certificate else True
+        return trusting(self.certificate) if self.certificate else True
 
     @property
     def _dial_host(self) -> str:
@@ -145,7 +195,7 @@ class Layout:
             return ""
         host = address_for_others(self.host)
         if self.certificate:
-            host = own_tls.public_host(self.certificate, host)
+            host = public_host(self.certificate, host)
         return f"{self._scheme}://{_bracketed(host)}:{self.port}"
 
     @property
@@ -265,7 +315,7 @@ class Layout:
         }
         passed = {key: value for key, value in self.environ.items() if key not in hidden}
         given_ca = self.environ.get("LOCALAI_WORKER_TLS_CA")
-        if self.certificate and not given_ca and own_tls.is_self_signed(self.certificate):
+        if self.certificate and not given_ca and is_self_signed(self.certificate):
             own["LOCALAI_WORKER_TLS_CA"] = str(self.certificate)
         token = {}
         if not self.given("LOCALAI_REGISTRATION_TOKEN"):

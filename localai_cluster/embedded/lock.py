@@ -1,8 +1,10 @@
 """One run per data directory, and the cleanup after a killed run.
 
 The kernel holds the lock (`flock`), so it ends with its process; the file's content only names that process.
-A copied folder brings the content along, so the mark of a run begins with the folder's device and inode, and
-a record of another folder is no record.
+A copied folder brings the content along, with everything that the cluster is known by: its keys, the process
+ids of its servers, the rows of its nodes. So a file in the folder names the folder that it was written for,
+by device and inode, and the mark of a run begins with both. Device numbers may change with a reboot, inodes
+do not.
 """
 
 import fcntl
@@ -13,10 +15,43 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.embedded.folder_identity import folder_id
-from localai_cluster.embedded.resources import SetupError
+from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import processes
+
+FILE = "folder.json"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def folder_id(folder: Path) -> str:
+    """Return the device and inode of `folder`: no other folder of this machine has both."""
+    found = folder.stat()
+    return f"{found.st_dev:x}.{found.st_ino:x}"
+
+
+def is_copy(folder: Path) -> bool:
+    """Return True if `folder` was claimed as another folder than it is."""
+    try:
+        claimed = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        device, inode = str(claimed["folder"]).split(".")
+        boot = claimed["boot"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # an earlier version wrote no file
+    own_device, own_inode = folder_id(folder).split(".")
+    return inode != own_inode or (device != own_device and boot == _boot_id())
+
+
+def claim(folder: Path) -> None:
+    """Record that the content of `folder` belongs to this folder."""
+    write_private(folder / FILE, json.dumps({"folder": folder_id(folder), "boot": _boot_id()}) + "\n")
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
 
 GUARDIAN_SECONDS = 60.0
 """How long the guardian of a killed run may take to stop its processes."""

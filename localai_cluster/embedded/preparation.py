@@ -1,11 +1,89 @@
-"""The process that checks the settings before the servers start and prepares the database after."""
+"""Checks before the servers start, and the preparation of the database after.
 
+The operator's own PostgreSQL, NATS or Redis are checked first: one clear line if one is down, which never
+contains a URL, since URLs contain credentials. Then a process checks the settings and prepares the database.
+
+`main` runs `check`, `migrate` and `bootstrap` of `manage.py` in one process, since starting Django takes a
+second. It checks the settings at once; then it prints `CHECKED` and waits for a line on standard input, by
+when the servers run. A failure is one line on standard output and exit code 1.
+"""
+
+import asyncio
+import io
+import ssl
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import psycopg
 
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.kit import processes
+from localai_cluster.kit import clock, processes
+from localai_cluster.kit.errors import InvalidInput
+
+SECONDS = 5
+
+
+def check_database(url: str) -> None:
+    """Raises `SetupError` unless a connection succeeds."""
+    try:
+        psycopg.connect(url, connect_timeout=SECONDS).close()
+    except psycopg.Error as error:
+        raise SetupError(
+            f"DATABASE_URL: cannot connect to PostgreSQL: {_one_line(error)}.",
+            "Start it or fix the URL, or unset DATABASE_URL to use the bundled PostgreSQL.",
+        ) from None
+
+
+def check_redis(url: str) -> None:
+    """Raises `SetupError` unless it answers PING."""
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=SECONDS, socket_timeout=SECONDS) as client:
+            client.ping()
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise SetupError(
+            f"REDIS_URL: cannot connect to Redis: {_one_line(error)}.",
+            "Start it or fix the URL, or unset REDIS_URL to use the bundled Valkey.",
+        ) from None
+
+
+def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
+    """Raises `SetupError` unless one of the servers takes a user of the account."""
+    from localai_cluster.kit import nkeys
+    from localai_cluster.messaging import nats
+    from localai_cluster.messaging.servers import mint_service, parse_url
+
+    problem = "LOCALAI_NATS_URL"
+    try:
+        credentials = mint_service(
+            nkeys.from_seed(account_seed, "account"), "check", now=clock.now().timestamp()
+        )
+        complaint = asyncio.run(nats.complaint(replace(parse_url(url), credentials=credentials, tls=tls)))
+    except InvalidInput as error:
+        complaint = error.message
+    except ValueError as error:
+        problem, complaint = "LOCALAI_NATS_ACCOUNT_SEED", str(error)
+    if complaint:
+        raise SetupError(
+            f"{problem}: cannot connect to NATS: {complaint}.",
+            "Start it, fix the URL and set LOCALAI_NATS_ACCOUNT_SEED to a key of its account, or unset "
+            "LOCALAI_NATS_URL to use the bundled NATS.",
+        )
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "DATABASE_URL": check_database,
+    "REDIS_URL": check_redis,
+}
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.rstrip(".")[:300]
+
 
 CHECKED = "checked"
 """The line of the process that says: the settings are right."""
@@ -15,11 +93,11 @@ COMMAND_SECONDS = 300.0
 
 
 class Preparation:
-    """`localai_cluster.embedded.prepare` as a child. It waits in between for a line on its standard input."""
+    """`main` as a child process. It waits in between for a line on its standard input."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._child = processes.spawn(
-            [sys.executable, "-m", "localai_cluster.embedded.prepare"],
+            [sys.executable, "-m", "localai_cluster.embedded.preparation"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,3 +141,44 @@ def _failure(output: str) -> SetupError:
     return SetupError(
         (output.strip().splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
     )
+
+
+def complaint(said: str) -> str:
+    """The line of a command's output that says what is wrong: a failed check, else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    for index, line in enumerate(lines):
+        if "(cluster.E" in line:
+            hint = "".join(following for following in lines[index + 1 : index + 2] if "HINT" in following)
+            return f"{line} {hint}".strip()
+    # PostgreSQL adds the whole row that it refused, secrets and all.
+    facts = [line for line in lines if not line.startswith(("DETAIL:", "CONTEXT:"))]
+    return facts[-1] if facts else "no output"
+
+
+def main() -> int:
+    """Runs the steps in order; returns the exit code."""
+    import django
+    from django.core.management import CommandError, call_command
+    from django.db import Error as DatabaseError
+
+    name = "check"
+    try:
+        django.setup()
+        call_command("check", stdout=io.StringIO())
+        call_command("bootstrap", "--check")
+        sys.stdout.write(f"{CHECKED}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            return 1  # the start was given up
+        name = "migrate"
+        call_command("migrate", verbosity=0, interactive=False)
+        name = "bootstrap"
+        call_command("bootstrap")
+    except (CommandError, DatabaseError, OSError) as error:
+        sys.stdout.write(f"`manage.py {name}` failed: {complaint(str(error))}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

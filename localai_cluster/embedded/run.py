@@ -8,12 +8,14 @@ next. Every failure is one line with a hint, and exit code 1.
 import errno
 import json
 import os
+import shlex
 import signal
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +23,10 @@ from typing import Any
 import httpx
 
 from localai_cluster import join_script
-from localai_cluster.embedded import external, folder_identity, package, requests
+from localai_cluster.embedded import build, lock, preparation
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import (
+    EXAMPLES,
     GALLERY,
     LOCAL_WORKER,
     SERVER_URLS,
@@ -32,13 +36,11 @@ from localai_cluster.embedded.layout import (
     manage,
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
-from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
-from localai_cluster.embedded.terminal import Foreground
+from localai_cluster.embedded.terminal import Foreground, Log
 from localai_cluster.kit import clock, cluster_settings, processes
 
 NEEDED_BYTES = 512 * 1024 * 1024
@@ -67,7 +69,7 @@ class Cluster:
         self.layout = Layout.of(environ)
         self.stopping = threading.Event()
         self._lock = DataLock(self.layout.data_dir)
-        self._copied = folder_identity.is_copy(self.layout.data_dir)
+        self._copied = lock.is_copy(self.layout.data_dir)
         self._guardian: processes.Guardian | None = None
         self._supervisor: Supervisor | None = None
         self._preparation: Preparation | None = None
@@ -92,13 +94,13 @@ class Cluster:
             {**product, **self.layout.bootstrap_environment(copied=self._copied), **guardian.env}
         )
         preparation.wait_checked()
-        for rank, server in enumerate(self.servers.values()):
-            self._up(supervisor, Program.of(server, rank))
-        urls = {name: server.url for name, server in self.servers.items()}
+        for rank, member in enumerate(self.servers.values()):
+            self._up(supervisor, Program.of(member, rank))
+        urls = {name: member.url for name, member in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._offer_package()
         self._prepare_database(preparation)
-        folder_identity.claim(self.layout.data_dir)
+        lock.claim(self.layout.data_dir)
         *programs, worker = self._programs(product)
         for program in programs:
             supervisor.launch(program)
@@ -167,11 +169,11 @@ class Cluster:
                 "Free up space, or choose another CLUSTER_DATA_DIR.",
             )
         self.layout.check_port()
-        for name, check in external.CHECKS.items():
+        for name, check in preparation.CHECKS.items():
             if self.layout.given(name):
                 check(self._given(name))
         if self.layout.given("LOCALAI_NATS_URL"):
-            external.check_nats(
+            preparation.check_nats(
                 self._given("LOCALAI_NATS_URL"),
                 self._given("LOCALAI_NATS_ACCOUNT_SEED"),
                 cluster_settings.load(self.layout.environ)[0].nats_tls,
@@ -184,7 +186,7 @@ class Cluster:
         if not self.layout.open_to_others or self.layout.given("CLUSTER_WHEEL_DIR"):
             return
         try:
-            if package.build():
+            if build.build_wheel():
                 self.log.say("run", "built the worker package for other machines")
         except (SetupError, OSError) as error:
             self.log.say("run", f"other machines cannot install the worker: {error}")
@@ -284,7 +286,7 @@ def announce(cluster: Cluster, seconds: float) -> None:
     if layout.open_to_others:
         _announce_worker(cluster)
     log.say("run", f"talk to a model: {layout.base_url}/app/chat")
-    for request in requests.of(layout, requests.models(layout)):
+    for request in example_requests(layout, served_models(layout)):
         log.say("run", f"or paste, for {request.what}:")
         log.say("run", request.line)
 
@@ -352,6 +354,52 @@ def seconds_before(environ: Mapping[str, str]) -> float:
     with suppress(ValueError):
         return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN, "")), 0.0)
     return 0.0
+
+
+_EXAMPLES = {"chat": "an answer that streams", "request": "three vectors"}
+
+
+@dataclass(frozen=True)
+class ExampleRequest:
+    """A line for a shell, and the result that it brings."""
+
+    what: str
+    line: str
+
+
+def served_models(layout: Layout) -> frozenset[str]:
+    """Return the models of the running cluster; empty if it does not answer."""
+    headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
+    try:
+        listed = httpx.get(
+            f"{layout.probe_url}/v1/models",
+            headers=headers, timeout=10, trust_env=False, verify=layout.probe_trust,
+        ).json()  # fmt: skip
+        return frozenset(model["id"] for model in listed["data"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return frozenset()
+
+
+def example_requests(layout: Layout, models: Container[str]) -> list[ExampleRequest]:
+    """Return the requests of `examples/demo.json`, a chat and embeddings, whose model the cluster has.
+
+    Both read the key from its file and work from any folder.
+    """
+    demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
+    return [
+        ExampleRequest(what, _shell_line(layout, demo[name]["path"], demo[name]["body"]))
+        for name, what in _EXAMPLES.items()
+        if demo[name]["body"]["model"] in models
+    ]
+
+
+def _shell_line(layout: Layout, path: str, body: object) -> str:
+    key_file = layout.secrets.path("admin_api_key")
+    key = f"$(cat {shlex.quote(str(key_file))})" if key_file else "$LOCALAI_API_KEY"
+    return (
+        f'curl -sN {layout.base_url}{path} -H "Authorization: Bearer {key}"'
+        f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body, separators=(',', ':')))}"
+    )
 
 
 def main() -> int:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, plain_environment, wait_for
+from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import clock, processes
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0

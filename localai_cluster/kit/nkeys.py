@@ -127,3 +127,8 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 def _encode(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def grouped(fingerprint: str) -> str:
+    """Return a fingerprint in groups of four characters, so that people can read it aloud."""
+    return " ".join(fingerprint[at : at + 4] for at in range(0, len(fingerprint), 4))

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import OMIT, Gallery
 
@@ -81,7 +81,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _parse(text: bytes) -> Any:
-    if problem := json_depth.problem(text):
+    if problem := untrusted.json_problem(text):
         raise DecodeError(f"the message is {problem}")
     try:
         return json.loads(text.decode("utf-8", "replace"), parse_constant=_refuse_constant)

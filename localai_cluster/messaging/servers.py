@@ -1,12 +1,165 @@
-"""The address of the bus and the login for it, parsed from a URL or built from a registration."""
+"""The addresses of the bus and the logins for it.
 
+A login is a JWT for one user, minted by the account key (`contract/nats.md` §9.2). A worker may use its own
+node's subjects and its own inbox, nothing else. Requests to a node go out with a reply subject below that
+inbox (`messages.inbox`), so no worker sees or forges the replies of another one. The server processes are
+users without limits. Times are seconds since 1970.
+"""
+
+import base64
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from localai_cluster.kit import nkeys
 from localai_cluster.kit.addresses import is_local
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.messaging.credentials import Credentials
+from localai_cluster.kit.nkeys import KeyPair
+from localai_cluster.messaging import messages
+
+AGENT = "agent"
+_AGENT_PUBLISHES = ("agent.>", "jobs.>")
+_AGENT_SUBSCRIBES = (
+    "agent.execute",
+    "agent.*.cancel",
+    "gallery.*.cancel",
+    "gallery.*.progress",
+    "jobs.*.cancel",
+    "jobs.*.progress",
+    "jobs.*.result",
+    "jobs.mcp-ci.new",
+    "mcp.tools.execute",
+    "mcp.discovery",
+    "staging.*.progress",
+)
+_NO_LIMITS = {"subs": -1, "data": -1, "payload": -1}
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A user's JWT and the user seed that signs the server's challenge."""
+
+    jwt: str = field(repr=False)
+    seed: str = field(repr=False)
+
+    @classmethod
+    def of(cls, jwt: str, seed: str) -> "Credentials":
+        """Create credentials after checking that the JWT was issued for the seed's key.
+
+        Raise ValueError, which quotes neither of them, if they do not match.
+        """
+        claims = nkeys.claims_of(jwt)
+        if claims.get("sub") != nkeys.from_seed(seed, "user").public_key:
+            raise ValueError("the JWT is not that of the user seed")
+        return cls(jwt, seed)
+
+    @property
+    def public_key(self) -> str:
+        """Public key of the user, `U…`."""
+        return str(nkeys.claims_of(self.jwt)["sub"])
+
+    @property
+    def lifetime(self) -> float | None:
+        """Seconds from issue to expiry; None if the credentials never expire."""
+        claims = nkeys.claims_of(self.jwt)
+        issued, expires = claims.get("iat"), claims.get("exp")
+        if not isinstance(issued, int) or not isinstance(expires, int) or not expires:
+            return None
+        return float(max(expires - issued, 0))
+
+    def sign(self, nonce: str) -> bytes:
+        """Return the response to the server's challenge, in base64."""
+        return base64.b64encode(nkeys.from_seed(self.seed, "user").sign(nonce.encode()))
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subjects that a user may publish to and subscribe to."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def permissions_of(node_type: str, node_id: str) -> Permissions:
+    """Return the permissions of §9.2, with the node's own inbox in place of the shared one (W35)."""
+    inbox = f"{messages.inbox(node_id)}.>"
+    prefix = messages.node_prefix(node_id)
+    if node_type == AGENT:
+        return Permissions(
+            (*_AGENT_PUBLISHES, inbox), (*_AGENT_SUBSCRIBES, messages.backend_stop(node_id), inbox)
+        )
+    return Permissions(
+        (messages.install_progress_of_all(node_id), f"{prefix}.files.>", inbox), (f"{prefix}.>", inbox)
+    )
+
+
+def mint_worker(
+    account: KeyPair, user: KeyPair, node_type: str, node_id: str, *, now: float, lifetime: float
+) -> Credentials:
+    """Mint a JWT for a node's user that is valid for `lifetime` seconds."""
+    permissions = permissions_of(node_type, node_id)
+    limits = {
+        "pub": {"allow": list(permissions.publish)},
+        "sub": {"allow": list(permissions.subscribe)},
+        **_NO_LIMITS,
+    }
+    name = f"localai-{node_type}-{messages.token(node_id)}"
+    return _mint(account, user, name, now, {"exp": int(now + lifetime)}, limits)
+
+
+def mint_service(account: KeyPair, name: str, *, now: float) -> Credentials:
+    """Mint credentials without limits or expiry for a server process, which holds them in memory only."""
+    user = nkeys.generate("user")
+    return _mint(account, user, name, now, {}, {"pub": {}, "sub": {}, **_NO_LIMITS})
+
+
+def operator_token(operator: KeyPair, system_account: str, *, now: float) -> str:
+    """Sign the operator's own JWT, for the configuration of a server."""
+    nats = {"type": "operator", "version": 2, "system_account": system_account}
+    return nkeys.sign_token(
+        {"sub": operator.public_key, "name": "localai-cluster", "iat": int(now), "nats": nats}, operator
+    )
+
+
+def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> str:
+    """Sign the JWT of an account without limits."""
+    unlimited = ("subs", "data", "payload", "imports", "exports", "conn", "leaf")
+    limits = {**dict.fromkeys(unlimited, -1), "wildcards": True}
+    nats = {"type": "account", "version": 2, "limits": limits}
+    return nkeys.sign_token({"sub": account, "name": name, "iat": int(now), "nats": nats}, operator)
+
+
+def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
+    """Re-sign the account's JWT `current` with exactly these revocations (user -> time).
+
+    Its other claims stay.
+    """
+    claims = nkeys.claims_of(current, nkeys.LONGEST_ACCOUNT)
+    nats = {**claims["nats"], "revocations": dict(revoked)}
+    unchanged = {key: value for key, value in claims.items() if key not in ("iss", "jti", "iat", "nats")}
+    return nkeys.sign_token({**unchanged, "iat": int(now), "nats": nats}, operator)
+
+
+def revocations_of(token: str) -> dict[str, int]:
+    """Return the revocations in an account's JWT: user -> time."""
+    revocations = nkeys.claims_of(token, nkeys.LONGEST_ACCOUNT).get("nats", {}).get("revocations") or {}
+    return {str(user): int(at) for user, at in revocations.items()}
+
+
+def _mint(
+    account: KeyPair,
+    user: KeyPair,
+    name: str,
+    now: float,
+    expiry: Mapping[str, int],
+    limits: Mapping[str, Any],
+) -> Credentials:
+    nats = {**limits, "issuer_account": account.public_key, "type": "user", "version": 2}
+    claims = {"sub": user.public_key, "name": name, "iat": int(now), **expiry, "nats": nats}
+    return Credentials(nkeys.sign_token(claims, account), user.seed)
+
 
 DEFAULT_PORT = 4222
 LONGEST_URL = 2048

@@ -1,15 +1,28 @@
-"""Request bodies on raw routes: read in two steps, under one memory limit per process.
+"""Request bodies: read in two steps on raw routes, spooled as forms, bounded in front of Django.
 
 An unauthenticated caller's body is read up to `FIRST_PART` bytes only. A `Budget` limits the memory of all
 bodies of a process while they arrive; the first part of a body is always admitted, so that callers without a
 key cannot exhaust the budget of others.
+
+A form with files is spooled to a file while it arrives, and Django parses it. All files here are unlinked, so
+none remains on the disk when the process ends for any reason.
 """
 
 import asyncio
+import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, cast
+
+from django.core.exceptions import SuspiciousOperation
+from django.core.files.uploadedfile import UploadedFile
+from django.core.files.uploadhandler import FileUploadHandler
+from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
+from localai_cluster.web.wire import Receive
 
 FIRST_PART = 16 * 1024
 """Bytes of a body that are read before its sender is confirmed."""
@@ -19,7 +32,7 @@ _DISCARD_SECONDS = 5.0
 _MOST_DISCARDED = 16 * 1024 * 1024
 
 
-def too_many() -> Unavailable:
+def too_many_bodies() -> Unavailable:
     """Return the error for a body that arrives while the budget is exceeded."""
     return Unavailable("too many request bodies are arriving at once; try again", retry_after=1)
 
@@ -50,7 +63,7 @@ class Budget:
         return self.held > self.limit
 
 
-shared = Budget(MOST_HELD)
+shared_budget = Budget(MOST_HELD)
 """The budget of this web process."""
 
 
@@ -69,7 +82,7 @@ class Body:
         receive: wire.Receive,
         limit: int = wire.MAX_BODY,
         too_large: ClusterError | None = None,
-        budget: Budget = shared,
+        budget: Budget = shared_budget,
     ) -> None:
         self._scope = scope
         self._receive = receive
@@ -123,7 +136,7 @@ class Body:
                 f"the request body exceeds {self._limit} bytes", field="input"
             )
         if self._size > FIRST_PART and self._budget.is_exceeded:
-            raise too_many()
+            raise too_many_bodies()
         self._parts.append(part)
 
     def release(self) -> None:
@@ -162,3 +175,189 @@ class Body:
         discarded = 0
         while not self.is_complete and discarded < _MOST_DISCARDED:
             discarded += len((await self.receive()).get("body", b""))
+
+
+LARGEST_DJANGO_BODY = 1024 * 1024 + 64 * 1024
+"""Bytes of a body that are passed on, above every route's own limit; further bytes are read and dropped."""
+FREE_BODY = 64 * 1024
+"""Bytes of a body that are always admitted. Django reads a body before it knows the caller."""
+MOST_HELD_BY_DJANGO = 64 * 1024 * 1024
+"""Memory limit of all larger bodies of one process, in bytes."""
+
+
+class BoundedBody:
+    """ASGI middleware: bounds the memory of each body, and of all larger bodies together.
+
+    Raises Unavailable when the larger bodies exceed their limit.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+        self._budget = Budget(MOST_HELD_BY_DJANGO)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on."""
+        passed, counted, refused = 0, 0, False
+
+        async def bounded() -> Any:
+            nonlocal passed, counted, refused
+            message = await receive()
+            while (
+                passed > LARGEST_DJANGO_BODY
+                and message["type"] == "http.request"
+                and message.get("more_body")
+            ):
+                message = await receive()
+            if message["type"] == "http.request" and passed > LARGEST_DJANGO_BODY:
+                return {**message, "body": b""}
+            passed += len(message.get("body", b""))
+            if passed > FREE_BODY:
+                self._budget.take(passed - counted)
+                counted = passed
+                refused = self._budget.is_exceeded
+                if refused:
+                    return {"type": "http.disconnect"}  # Django then closes the received part of the body
+            return message
+
+        try:
+            await self._application(scope, bounded, send)
+            if refused:
+                raise too_many_bodies()
+        finally:
+            self._budget.give_back(counted)
+
+
+class Utf8Only:
+    """ASGI middleware: drops the character set of the content type.
+
+    Django decodes query and form with the character set that a client sends, and a name such as `hex` makes
+    it fail before any of our code runs. We accept only UTF-8.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on."""
+        headers = [(name, _plain(name, value)) for name, value in scope["headers"]]
+        await self._application({**scope, "headers": headers}, receive, send)
+
+
+def _plain(name: bytes, value: bytes) -> bytes:
+    if name.lower() != b"content-type":
+        return value
+    kind, *parameters = value.split(b";")
+    other_parameters = [part for part in parameters if not part.strip().lower().startswith(b"charset")]
+    return b";".join([kind, *other_parameters])
+
+
+FORM_TYPE = "multipart/form-data"
+WRITE_SIZE = 1024 * 1024
+"""Bytes of one write to the file."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of a form. `name` is the client's file name."""
+
+    name: str
+    size: int
+    file: IO[bytes]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The fields of a form and its files, each by name; a field may have several values."""
+
+    fields: Mapping[str, list[str]] = field(default_factory=dict)
+    files: Mapping[str, Upload] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Close the files."""
+        for upload in self.files.values():
+            upload.file.close()
+
+
+async def read_form(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
+    """Return the form in a request's body; `kind` is its content type.
+
+    Raises `too_large` above `limit` bytes, InvalidInput if the body is not such a form, Unavailable when the
+    disk is full, Disconnected when the client disconnects before the end.
+    """
+    if kind.partition(";")[0].strip().lower() != FORM_TYPE:
+        raise InvalidInput(f"the body must be {FORM_TYPE}")
+    try:
+        with tempfile.TemporaryFile() as body:
+            size = await _spool(receive, body, limit, too_large)
+            return await asyncio.to_thread(_parse, body, kind, size)
+    except OSError as error:
+        raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
+
+
+async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:
+    buffer, size, has_more = bytearray(), 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise wire.Disconnected
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise too_large
+        buffer += part
+        has_more = message.get("more_body", False)
+        if len(buffer) >= WRITE_SIZE or not has_more:
+            await asyncio.to_thread(body.write, bytes(buffer))
+            buffer.clear()
+    return size
+
+
+class _Unnamed(FileUploadHandler):
+    """Keeps files without a name on disk."""
+
+    def new_file(self, *arguments: Any, **named: Any) -> None:
+        """Open an unlinked file."""
+        super().new_file(*arguments, **named)
+        self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 the form closes it
+
+    def receive_data_chunk(self, raw_data: bytes, start: int) -> None:
+        """Write a chunk to the file."""
+        self.file.write(raw_data)
+
+    def file_complete(self, file_size: int) -> "UploadedFile[Any]":
+        """Return the complete file."""
+        self.file.seek(0)
+        return UploadedFile(self.file, name=self.file_name, size=file_size)
+
+
+def _parse(body: IO[bytes], kind: str, size: int) -> Form:
+    body.seek(0)
+    # Latin-1 decodes any bytes; `_decode` then refuses invalid UTF-8, which Django would replace.
+    meta = {"CONTENT_TYPE": kind, "CONTENT_LENGTH": str(size)}
+    try:
+        fields, files = MultiPartParser(meta, cast(Any, body), [_Unnamed()], "latin-1").parse()
+    except (MultiPartParserError, SuspiciousOperation, ValueError) as error:
+        raise InvalidInput(f"the body is not a form that can be read: {error}") from error
+    form = Form(files={_decode(name, "name of a file"): _upload(cast(Any, files[name])) for name in files})
+    try:
+        texts = {
+            _decode(name, "name of a field"): [_decode(value, name) for value in fields.getlist(name)]
+            for name in fields
+        }
+    except InvalidInput:
+        form.close()
+        raise
+    return Form(texts, form.files)
+
+
+def _upload(uploaded: "UploadedFile[Any]") -> Upload:
+    assert uploaded.file is not None
+    return Upload(uploaded.name or "", uploaded.size or 0, uploaded.file)
+
+
+def _decode(raw: str, field: str) -> str:
+    try:
+        return raw.encode("latin-1").decode()
+    except UnicodeError:
+        shown = field.encode("ascii", "replace").decode()[:100]
+        raise InvalidInput(f"{shown}: this is not UTF-8", field=shown) from None

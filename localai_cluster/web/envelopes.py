@@ -18,7 +18,7 @@ from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
 from localai_cluster.kit import disk, errors, names, outage
-from localai_cluster.web.parsers import MALFORMED
+from localai_cluster.web.rest import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def field_message(detail: Any, path: str = "") -> str:
 
 def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
     """Convert a view's exception to its envelope (DRF's hook); None makes Django respond with 500."""
-    error = translated(exc)
+    error = translate_error(exc)
     if error is None:
         return None
     set_rollback()
@@ -65,7 +65,7 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
     return response
 
 
-def translated(exc: Exception) -> errors.ClusterError | None:
+def translate_error(exc: Exception) -> errors.ClusterError | None:
     """Return the exception as a ClusterError; None for an unexpected error."""
     if isinstance(exc, errors.ClusterError):
         return exc

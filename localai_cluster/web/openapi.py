@@ -91,10 +91,20 @@ def _refusal(status: int) -> OpenApiExample:
     return OpenApiExample(f"refused {status}", body, response_only=True, status_codes=[str(status)])
 
 
+def request_example(value: Any) -> OpenApiExample:
+    """Return the example of a request's body."""
+    return OpenApiExample("request", value, request_only=True)
+
+
+def response_example(value: Any, status: str = "200") -> OpenApiExample:
+    """Return the example of a response's body."""
+    return OpenApiExample(f"answer {status}", value, response_only=True, status_codes=[status])
+
+
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
     """Lets a serializer correct its schema: presence of fields, and limits that a view checks."""
 
-    target_class = "localai_cluster.web.fields.Described"
+    target_class = "localai_cluster.web.rest.Described"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:

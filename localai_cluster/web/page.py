@@ -1,19 +1,98 @@
-"""The page: one document for every path that a person can open; it loads its data through the API.
+"""The page: one document for every path that a person can open, its build, and the static files.
 
-It holds no data and is equal for all users, so it needs no session. Its policy allows only files of this
-host; styles that the page creates at run time carry the nonce of its response.
+The document holds no data and is equal for all users, so it needs no session; it loads its data through the
+API. Its policy allows only files of this host; styles that the page creates at run time carry the nonce of
+its response.
+
+Vite's manifest names the files of `static/dist` that the page loads. It is cached and read again when the
+file changes, so that a new build is served with the next page. A file with a hashed name never changes, so a
+browser caches it forever. It is sent compressed if the build has written a `.gz` file beside it.
 """
 
+import hashlib
+import json
+import logging
+import posixpath
+import re
 import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-from django.http import HttpRequest, HttpResponse
+from django.conf import settings
+from django.contrib.staticfiles import finders
+from django.contrib.staticfiles.handlers import ASGIStaticFilesHandler
+from django.contrib.staticfiles.views import serve
+from django.core.exceptions import SuspiciousOperation
+from django.http import FileResponse, Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed
 from django.http.response import HttpResponseBase
 from django.shortcuts import render
+from django.utils.cache import patch_vary_headers
 from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
 from django.views.decorators.http import require_safe
 
-from localai_cluster.web import envelopes, ui
+from localai_cluster.web import envelopes
 from localai_cluster.web.policy import CSP, policy
+
+log = logging.getLogger(__name__)
+
+ENTRY = "src/main.tsx"
+"""Entry point of the page, as the manifest names it."""
+_ID_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class PageBuild:
+    """A build of the page; paths are relative to `static/dist`, in the order in which the page loads them."""
+
+    id: str
+    script: str
+    styles: tuple[str, ...]
+    preloads: tuple[str, ...]
+
+
+def current_build() -> PageBuild | None:
+    """Return the current build; None if there is none or it cannot be read."""
+    manifest = settings.UI_DIST / "manifest.json"
+    try:
+        status = manifest.stat()
+        return _read_manifest(manifest, status.st_mtime_ns, status.st_size)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.error("%s cannot be read: %s; build again", manifest, type(error).__name__)
+        return None
+
+
+def build_id() -> str:
+    """Return the hash of the current build, "" without one: a page with another hash is out of date."""
+    build = current_build()
+    return build.id if build is not None else ""
+
+
+@lru_cache(maxsize=1)
+def _read_manifest(manifest: Path, changed_at: int, size: int) -> PageBuild:
+    raw = manifest.read_bytes()
+    chunks = json.loads(raw)
+    needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, {ENTRY}))]
+    return PageBuild(
+        id=hashlib.sha256(raw).hexdigest()[:_ID_DIGITS],
+        script=str(needed[0]["file"]),
+        styles=tuple(dict.fromkeys(str(style) for chunk in needed for style in chunk.get("css", ()))),
+        preloads=tuple(str(chunk["file"]) for chunk in needed[1:]),
+    )
+
+
+def _imports(chunks: dict[str, Any], key: str, visited: set[str]) -> Iterator[str]:
+    """Yield the static imports of `key`, recursively, each chunk once; `visited` collects them."""
+    for name in chunks[key].get("imports", ()):
+        if name not in visited:
+            visited.add(name)
+            yield name
+            yield from _imports(chunks, name, visited)
+
 
 _NOT_FOR_PEOPLE = ("/api/", "/v1/", "/ws/", "/static/", "/assets/", "/locales/", "/admin/")
 _NOT_BUILT = """<!doctype html>
@@ -33,7 +112,7 @@ def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
 
 @ensure_csrf_cookie
 def _page(request: HttpRequest, status: int) -> HttpResponseBase:
-    build, nonce = ui.current(), secrets.token_urlsafe(16)
+    build, nonce = current_build(), secrets.token_urlsafe(16)
     if build is None:
         response = HttpResponse(_NOT_BUILT, status=503)
     else:
@@ -48,9 +127,53 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
     is_navigation = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("accept", "")
     if (
         is_navigation
-        and ui.current()
+        and current_build()
         and request.content_type != "application/json"
         and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)
     ):
         return _page(request, 404)
     return envelopes.not_found(request, exception)
+
+
+HASHED = "ui/assets/"
+"""Folder of the files with hashed names, under `/static/`."""
+_READING = ("GET", "HEAD")
+_FOR_EVER = "public, max-age=31536000, immutable"
+_GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE)
+
+
+class StaticFiles(ASGIStaticFilesHandler):
+    """Django's handler; a path outside of the folder, or an invalid one, gets 404 like an unknown one."""
+
+    async def get_response_async(self, request: HttpRequest) -> HttpResponseBase:
+        """Return the response with `nosniff`, because Django's middleware does not run for static files."""
+        response: HttpResponseBase = await super().get_response_async(request)
+        response["X-Content-Type-Options"] = "nosniff"
+        return response
+
+    def serve(self, request: HttpRequest) -> HttpResponse | FileResponse:
+        """Return the file, or 405 for a method other than GET and HEAD; raise only Http404."""
+        if request.method not in _READING:
+            return HttpResponseNotAllowed(_READING)
+        path = posixpath.normpath(self.file_path(request.path))
+        try:
+            if not path.startswith(HASHED):
+                return serve(request, path, insecure=True)
+            response = serve(request, _best_encoding(request, path), insecure=True)
+        except (SuspiciousOperation, ValueError) as error:
+            raise Http404 from error
+        response["Cache-Control"] = _FOR_EVER
+        patch_vary_headers(response, ["Accept-Encoding"])
+        return response
+
+
+def _best_encoding(request: HttpRequest, path: str) -> str:
+    """Return the compressed file if there is one and the client accepts gzip; Django sets the encoding."""
+    compressed = f"{path}.gz"
+    accepts_compressed = accepts_gzip(request.headers.get("accept-encoding", ""))
+    return compressed if accepts_compressed and finders.find(compressed) else path
+
+
+def accepts_gzip(header: str) -> bool:
+    """Return True if this `Accept-Encoding` admits gzip."""
+    return bool(_GZIP.search(header))

@@ -1,9 +1,10 @@
 """Base of our websockets: authorization, at the handshake and afterwards, and the topics of a socket.
 
 The surrounding application sets the caller as `scope["principal"]`, and reads it again when
-`scope["principal_again"]` is called; only admins are admitted. An open socket checks this periodically, and
-at once when `look_again` is called with one of `scope["known_as"]`. A topic is an endless stream of messages.
-A socket sends the messages of all its topics in the order of their arrival, and ignores its client's.
+`scope["current_principal"]` is called; only admins are admitted. An open socket checks this periodically, and
+at once when `recheck_sockets` is called with one of `scope["access_names"]`. A topic is an endless stream of
+messages. A socket sends the messages of all its topics in the order of their arrival, and ignores its
+client's.
 """
 
 import asyncio
@@ -47,12 +48,12 @@ class Ended(Exception):
         self.reason = reason.encode()[:LONGEST_REASON].decode(errors="ignore")
 
 
-def look_again(whose: str = "") -> None:
+def recheck_sockets(whose: str = "") -> None:
     """Make the open sockets of this caller check their principal at once; "" means all sockets."""
     for socket in tuple(_open):
         scope: Scope = socket.scope
-        if not whose or whose in scope.get("known_as", ()):
-            socket.looks.set()
+        if not whose or whose in scope.get("access_names", ()):
+            socket.recheck_requested.set()
 
 
 class LiveSocket(AsyncWebsocketConsumer):
@@ -77,7 +78,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         super().__init__(*args, **kwargs)
         self._topics, self._admit, self._greeting, self._explains = topics, admit, greeting, explains
         self._work: asyncio.Task[None] | None = None
-        self.looks = asyncio.Event()
+        self.recheck_requested = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Serve the connection; its tasks end with it."""
@@ -92,7 +93,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         """Refuse or accept the handshake, then start the topics."""
         scope: Scope = self.scope
         _open.add(self)
-        refusal = refusal_of(scope)
+        refusal = close_code_of(scope)
         if refusal:
             if self._explains and origin_of(scope) is not None and same_origin(scope):
                 await self.accept()
@@ -101,7 +102,7 @@ class LiveSocket(AsyncWebsocketConsumer):
         if self._admit is not None and not await self._admitted(self._admit, scope):
             return
         # The access may have ended after it was read and before this socket was registered as open.
-        self.looks.set()
+        self.recheck_requested.set()
         await self.accept()
         if self._greeting is not None:
             await self.send(text_data=self._greeting(scope))
@@ -113,13 +114,13 @@ class LiveSocket(AsyncWebsocketConsumer):
             await admit(scope)
             return True
         except Exception as raised:
-            error = envelopes.translated(raised)
+            error = envelopes.translate_error(raised)
             if error is None:
                 raise
         if "websocket.http.response" not in scope.get("extensions", {}):
             await self.close(code=4000 + error.status)
             return False
-        body = encoded(envelopes.envelope_of(error)).encode()
+        body = encode_message(envelopes.envelope_of(error)).encode()
         headers = [(b"content-type", b"application/json"), (b"x-content-type-options", b"nosniff")]
         response: tuple[Any, ...] = (
             {"type": "websocket.http.response.start", "status": error.status, "headers": headers},
@@ -160,14 +161,14 @@ class LiveSocket(AsyncWebsocketConsumer):
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_EVERY):
-                    await self.looks.wait()
-            self.looks.clear()
+                    await self.recheck_requested.wait()
+            self.recheck_requested.clear()
             try:
-                principal = await scope["principal_again"]()
+                principal = await scope["current_principal"]()
             except DatabaseError as error:
                 log.debug("not known whether a socket may stay open: %s", type(error).__name__)
                 continue
-            refusal = refusal_of({**scope, "principal": principal})
+            refusal = close_code_of({**scope, "principal": principal})
             if refusal:
                 await self.close(code=refusal)
                 return
@@ -181,12 +182,12 @@ class NoSuchSocket(AsyncWebsocketConsumer):
         await self.close(code=NOT_FOUND)
 
 
-def encoded(message: Mapping[str, Any]) -> str:
+def encode_message(message: Mapping[str, Any]) -> str:
     """Return a message as JSON text."""
     return orjson.dumps(message).decode()
 
 
-def refusal_of(scope: Scope) -> int:
+def close_code_of(scope: Scope) -> int:
     """Return the close code for a caller without access, 0 for an admin."""
     principal = scope.get("principal")
     if principal is None or not principal.is_authenticated:
@@ -231,13 +232,13 @@ def _header(scope: Scope, header_name: bytes) -> str | None:
     )
 
 
-def text_in(scope: Scope, name: str) -> str:
+def query_text(scope: Scope, name: str) -> str:
     """Return a query parameter, "" if it is absent."""
     query: bytes = scope.get("query_string", b"")
     return parse_qs(query.decode("latin-1")).get(name, [""])[0]
 
 
-def number_in(scope: Scope, name: str) -> int | None:
+def query_number(scope: Scope, name: str) -> int | None:
     """Return a sequence number of the query; None if it is absent or not such a number."""
-    text = text_in(scope, name)
+    text = query_text(scope, name)
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None

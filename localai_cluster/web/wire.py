@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 
 Message = MutableMapping[str, Any]
@@ -61,7 +61,7 @@ async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterE
             return b"".join(parts)
 
 
-async def disconnected(receive: Receive) -> None:
+async def wait_until_disconnected(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -75,9 +75,9 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
     await send({"type": "http.response.body", "body": answer.body, "more_body": more})
 
 
-def json_object(body: bytes) -> Mapping[str, Any]:
+def parse_json_object(body: bytes) -> Mapping[str, Any]:
     """Return the body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
-    if problem := json_depth.problem(body):
+    if problem := untrusted.json_problem(body):
         raise InvalidInput(f"the request body is {problem}")
     try:
         value = orjson.loads(body) if body.strip() else {}
@@ -88,7 +88,7 @@ def json_object(body: bytes) -> Mapping[str, Any]:
     return value
 
 
-def typed(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
+def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
     """Return the fields of a body as `kind`; an absent field counts as null, an unknown one is ignored.
 
     With `texts` numbers and switches may be texts, because a form has only texts. Raises InvalidInput with
@@ -100,15 +100,15 @@ def typed(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise wrong(path, problem[:_LONGEST_PROBLEM]) from error
+        raise field_error(path, problem[:_LONGEST_PROBLEM]) from error
 
 
-def wrong(path: str, problem: str) -> InvalidInput:
+def field_error(path: str, problem: str) -> InvalidInput:
     """Return the error for a part of a body, such as `messages[0].content`; its field is the first name."""
     return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
 
 
-def naming_field(error: ClusterError) -> str:
+def message_with_field(error: ClusterError) -> str:
     """Return the message with the field, for an envelope that has no key for the field."""
     named = not error.field or error.field in error.message
     return error.message if named else f"{error.field}: {error.message}"

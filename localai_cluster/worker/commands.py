@@ -2,35 +2,85 @@
 
 Installs, upgrades and their cancels run concurrently; every other subject handles one message at a time. A
 request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored. A command
-that changes files is not begun if it may have been sent before a pause of this process
-(`pause_detection.py`).
+that changes files is not begun if it may have been sent before a pause of this process (`Pauses`).
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit import cancellation, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
 from localai_cluster.messaging.codec import DecodeError, decode, encode
 from localai_cluster.metrics import worker as metrics
-from localai_cluster.worker.backend_store import BackendStore
+from localai_cluster.worker.backend_store import BackendStore, strip_gallery
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
 from localai_cluster.worker.file_copy import Stopped
 from localai_cluster.worker.install_commands import InstallCommands, report_stopped
-from localai_cluster.worker.names import strip_gallery
-from localai_cluster.worker.pause_detection import LATE, Pauses
 
 log = logging.getLogger(__name__)
+
+LONGEST = 15.0
+"""Seconds without a tick that count as a busy machine rather than a pause: no sender gives up that fast."""
+CATCHES_UP = 5.0
+"""Seconds after a pause within which all messages sent before have been read."""
+_TICK = 1.0
+
+LATE = "the worker was stopped for a while and has not begun this"
+
+
+class Pauses:
+    """Detects pauses by a periodic tick: a late tick means that this process was stopped or asleep.
+
+    Messages sent before the end of a pause lie in the socket and are read afterwards, when their sender may
+    have given them up: the node counted as offline, and an operator may have decided otherwise. Clocks of
+    other machines are not comparable, and the sender may be another process by then. So a command that may be
+    that old is not begun; its sender repeats it if it still needs it. A pause that the machine's own clocks
+    do not show, as of a virtual machine, is not detected.
+    """
+
+    def __init__(self) -> None:
+        self._ticked_at = clock.since_boot()
+        self._over_at = -math.inf
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Run the ticks while the context is active."""
+        self._ticked_at = clock.since_boot()
+        task = asyncio.create_task(self._run(), name="pauses")
+        try:
+            yield
+        finally:
+            await cancellation.end(task)
+
+    async def _run(self) -> None:
+        while True:
+            self.tick(clock.since_boot())
+            await asyncio.sleep(_TICK)
+
+    def tick(self, now: float) -> None:
+        """Record that this process runs at `now`."""
+        paused, self._ticked_at = now - self._ticked_at, now
+        if paused > LONGEST:
+            self._over_at = now
+            log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
+
+    def may_precede(self, arrived_at: float) -> bool:
+        """Return True if a message read at `arrived_at` may have been sent before the last pause ended."""
+        is_tick_overdue = arrived_at - self._ticked_at > LONGEST  # the first tick has not come yet
+        return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP
+
 
 CONCURRENT = 64
 T = TypeVar("T")
@@ -100,17 +150,17 @@ class Commands:
         delete = self._unless_paused(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
         remove = self._unless_paused(remove, None)  # the controller repeats it until it gets a reply
         return [
-            (subjects.backend_install(node_id), install, CONCURRENT),
-            (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
-            (subjects.backend_cancel(node_id), cancel, CONCURRENT),
-            (subjects.backend_stop(node_id), self._stop_backend, 1),
-            (subjects.backend_delete(node_id), delete, 1),
-            (subjects.backend_list(node_id), listing, 1),
-            (subjects.models_running(node_id), running, 1),
-            (subjects.model_unload(node_id), unload, 1),
-            (subjects.model_stop(node_id), stop, 1),
-            (subjects.model_delete(node_id), remove, 1),
-            (subjects.stop(node_id), self._stop_node, 1),
+            (messages.backend_install(node_id), install, CONCURRENT),
+            (messages.backend_upgrade(node_id), upgrade, CONCURRENT),
+            (messages.backend_cancel(node_id), cancel, CONCURRENT),
+            (messages.backend_stop(node_id), self._stop_backend, 1),
+            (messages.backend_delete(node_id), delete, 1),
+            (messages.backend_list(node_id), listing, 1),
+            (messages.models_running(node_id), running, 1),
+            (messages.model_unload(node_id), unload, 1),
+            (messages.model_stop(node_id), stop, 1),
+            (messages.model_delete(node_id), remove, 1),
+            (messages.stop(node_id), self._stop_node, 1),
         ]
 
     def _handler(

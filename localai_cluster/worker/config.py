@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 from localai_cluster.kit.env import Environment, Problem, parse_bool, parse_duration
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
-from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.worker.config_table import (
     BY_KEY,
     LEAST_BYTES,
@@ -29,7 +28,7 @@ from localai_cluster.worker.config_table import (
     SETTINGS,
     InvalidSettings,
 )
-from localai_cluster.worker.gpus import Simulation, simulation
+from localai_cluster.worker.hardware import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 T = TypeVar("T")

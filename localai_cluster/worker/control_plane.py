@@ -18,9 +18,9 @@ from urllib.parse import quote
 
 import httpx
 
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from localai_cluster.worker.identity import IdentityError, NodeIdentity
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def _bearer(secret: str) -> dict[str, str]:
 
 def _json(response: httpx.Response) -> Any:
     try:
-        return None if json_depth.problem(response.content) else response.json()
+        return None if untrusted.json_problem(response.content) else response.json()
     except ValueError:
         return None
 

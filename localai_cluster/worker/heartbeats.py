@@ -13,8 +13,7 @@ from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.gpus import GpuReader
-from localai_cluster.worker.hardware import Gpus
+from localai_cluster.worker.hardware import GpuReader, Gpus
 from localai_cluster.worker.registration import GaveUp, hint
 
 log = logging.getLogger(__name__)

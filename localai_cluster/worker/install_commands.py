@@ -24,13 +24,18 @@ from localai_cluster.messaging.messages import (
     UpgradeRequest,
     process_key,
 )
-from localai_cluster.worker.backend_store import BackendStore
+from localai_cluster.worker.backend_store import (
+    BackendStore,
+    folder_name,
+    model_name,
+    printable,
+    strip_gallery,
+)
 from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.file_copy import Stopped
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.names import folder_name, model_name, printable, strip_gallery
 from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,16 @@ from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker import build_selection
-from localai_cluster.worker.backend_store import METADATA_FILE, START_FILE, BackendStore, Metadata, discard
+from localai_cluster.worker.backend_store import (
+    BACKUP,
+    METADATA_FILE,
+    STAGED,
+    START_FILE,
+    BackendStore,
+    Metadata,
+    discard,
+    folder_name,
+)
 from localai_cluster.worker.cancellation import Halt, clear_cancellation, in_thread
 from localai_cluster.worker.download import (
     Archive,
@@ -37,7 +45,6 @@ from localai_cluster.worker.download import (
     sha256_of,
 )
 from localai_cluster.worker.file_copy import ENDED, OnBytes, Stopped, Throttle, copy_tree
-from localai_cluster.worker.names import BACKUP, STAGED, folder_name
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.unpack import unpack
 
@@ -156,19 +163,22 @@ class Installer:
             halt.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _select(self, name: str, galleries: Sequence[Gallery]) -> build_selection.Choice:
+    async def _select(self, name: str, galleries: Sequence[Gallery]) -> gallery_index.Choice:
         builds: list[gallery_index.GalleryEntry] = []
         problems = []
         for gallery in galleries:
             try:
-                builds += await build_selection.fetch(
-                    gallery, self._roots, self._client, self._downloads.index
+                builds += await gallery_index.fetch(
+                    gallery,
+                    self._client,
+                    served=self._downloads.index,
+                    resolve=lambda path: gallery_index.within(path, self._roots),
                 )
             except gallery_index.GalleryUnreadable as error:
                 problems.append(error.message)
                 log.warning("%s", error)
         try:
-            return build_selection.choose(name, builds, self._capability)
+            return gallery_index.choose(name, builds, self._capability)
         except NotFound as error:
             reasons = problems or ([] if galleries else ["no gallery is configured"])
             raise InstallFailed("; ".join([error.message, *reasons])) from error
@@ -243,7 +253,7 @@ class Installer:
                 f"{source.uri or 'an empty source'} is not the path of a folder or an archive"
             )
         try:
-            real = build_selection.within(path, self._roots)
+            real = gallery_index.within(path, self._roots)
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
 

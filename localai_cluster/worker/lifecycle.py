@@ -12,37 +12,76 @@ from typing import Any
 import httpx
 
 from localai_cluster.kit import processes
-from localai_cluster.kit.fingerprints import grouped
-from localai_cluster.kit.listening import serving
-from localai_cluster.messaging import subjects
+from localai_cluster.kit.connections import serving
+from localai_cluster.kit.nkeys import grouped
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import worker as metrics
-from localai_cluster.worker import hardware, registration, shutdown
+from localai_cluster.worker import hardware, registration
 from localai_cluster.worker.backend_store import BackendStore
-from localai_cluster.worker.bus_credentials import BusCredentials
-from localai_cluster.worker.commands import Commands
+from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
+from localai_cluster.worker.control_plane import CALL_LIMIT, CallFailed, ControlPlane, Registered
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
-from localai_cluster.worker.gpus import GpuReader, Nvml, SimulatedGpus
-from localai_cluster.worker.hardware import Gpus
+from localai_cluster.worker.hardware import GpuReader, Gpus, Nvml, SimulatedGpus
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.pause_detection import Pauses
-from localai_cluster.worker.port_allocator import PortAllocator
-from localai_cluster.worker.port_block import open_probe_listener
+from localai_cluster.worker.ports import PortAllocator, open_probe_listener
 from localai_cluster.worker.progress import ProgressStream
+from localai_cluster.worker.registration import BusCredentials
 
 log = logging.getLogger(__name__)
+
+POLL_EVERY = 1.0
+POLL_LIMIT = 30.0
+DEREGISTER_LIMIT = 60.0
+
+
+async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
+    """Drain, wait up to 30 s for running requests, deregister; all within 60 s or until `hurry`."""
+    stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_LIMIT, return_when=asyncio.FIRST_COMPLETED)
+    for task in (stopping, hurried):
+        task.cancel()
+    await asyncio.gather(stopping, hurried, return_exceptions=True)
+
+
+async def _drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
+    try:
+        await control_plane.drain(node_id)
+        await _wait_for_requests(control_plane, node_id, hurry)
+    except CallFailed as error:
+        log.warning("drain failed: %s", error)
+    try:
+        await control_plane.deregister(node_id)
+        log.info("deregistered id=%s", node_id)
+    except CallFailed as error:
+        log.warning("deregistration failed: %s", error)
+
+
+async def _wait_for_requests(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
+    for _ in range(round(POLL_LIMIT / POLL_EVERY)):
+        running = await control_plane.in_flight(node_id)
+        if running <= 0:
+            return
+        log.info("waiting for %d running request(s)", running)
+        try:
+            async with asyncio.timeout(POLL_EVERY):
+                await hurry.wait()
+            return
+        except TimeoutError:
+            continue
+    log.warning("requests are still running after %g s; shutting down anyway", POLL_LIMIT)
 
 
 class Worker:
@@ -162,7 +201,7 @@ class Worker:
         log.info("shutting down")
         self._commands.refuse_new()
         if self._node_id:
-            await shutdown.drain_and_deregister(self._control_plane, self._node_id, self._hurry)
+            await drain_and_deregister(self._control_plane, self._node_id, self._hurry)
         await self._install_commands.close()
         await self._supervisor.close()
 
@@ -212,7 +251,7 @@ class Worker:
         node_id = self._node_id
 
         async def send(event: ProgressEvent) -> None:
-            await self._bus.publish(subjects.install_progress(node_id, op_id), encode(event))
+            await self._bus.publish(messages.install_progress(node_id, op_id), encode(event))
 
         return ProgressStream(send, op_id, node_id, backend)
 

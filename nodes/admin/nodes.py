@@ -5,7 +5,6 @@ and the message names the last change. The services that REST calls write; the a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -26,12 +25,12 @@ from django.utils.safestring import SafeString
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.kit import clock, errors, names
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry import resources, services, states
+from nodes.registry import actions, bulk, resources, services
+from nodes.registry.actions import Action
 from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
-from nodes.registry.states import Event
 
 if TYPE_CHECKING:  # generic for the type checker only
     NodeModelForm = forms.ModelForm[BackendNode]
@@ -40,7 +39,6 @@ else:
 
 MAX_SELECTED = 500
 MAX_REFUSALS_SHOWN = 20
-LONGEST_REASON = 255
 REVISIONS_SALT = "nodes.admin.decision"
 
 _FACTS = (
@@ -178,7 +176,9 @@ class DecisionForm(forms.Form):
     """The reason for an approval or a rejection."""
 
     reason = forms.CharField(
-        required=False, max_length=LONGEST_REASON, help_text="Shown on the node's page and in its timeline."
+        required=False,
+        max_length=actions.LONGEST_REASON,
+        help_text="Shown on the node's page and in its timeline.",
     )
 
     def __init__(self, data: Any, *, needs_reason: bool) -> None:
@@ -195,54 +195,17 @@ class DecisionForm(forms.Form):
         return reason
 
 
-@dataclass(frozen=True)
-class NodeDecision:
-    """An action of the list; `event` is its event of the table in `states.py`."""
+def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
+    """Run the action if the node still has this revision; return its name and what is shown only once.
 
-    name: str
-    title: str
-    done: str
-    consequence: str
-    event: Event
-    needs_reason: bool
-
-    def refusal(self, node: BackendNode) -> str:
-        """Return the reason why it does not apply to the node, "" if it does."""
-        result = states.apply(self.event, services.facts_of(node))
-        return result.reason if isinstance(result, states.Refusal) else ""
-
-    def run(self, node_id: UUID, revision: int, *, actor: Actor, reason: str) -> str:
-        """Apply it to the node if that still has this revision; return its name and what is shown only once.
-
-        Raises NotFound, Conflict or InvalidInput.
-        """
-        now = clock.now()
-        with transaction.atomic():
-            services.locked(node_id, revision)
-            if self.event is Event.REJECTED:
-                return services.reject(node_id, actor=actor, now=now, reason=reason).name
-            approved = services.approve(node_id, actor=actor, now=now, reason=reason)
-        token = f" (API token of the agent, shown only once: {approved.api_token})"
-        return approved.node.name + (token if approved.api_token else "")
-
-
-APPROVE = NodeDecision(
-    "approve",
-    "Approve",
-    "approved",
-    "Approved nodes receive work. Approving undoes an earlier rejection. First compare the fingerprint"
-    " with the one in the worker's log.",
-    Event.APPROVED,
-    needs_reason=False,
-)
-REJECT = NodeDecision(
-    "reject",
-    "Reject",
-    "rejected",
-    "Rejected nodes stay pending and receive no work, even if they re-register. Approve them to undo.",
-    Event.REJECTED,
-    needs_reason=True,
-)
+    Raises NotFound, Conflict or InvalidInput.
+    """
+    with transaction.atomic():
+        node = services.locked(node_id, revision)
+        result = bulk.perform(action.name, node_id, actor, clock.now(), {"reason": reason})
+    if not isinstance(result, services.Approved) or not result.api_token:
+        return node.name
+    return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
 
 
 class LabelInline(TabularInline):
@@ -347,40 +310,38 @@ class BackendNodeAdmin(ModelAdmin):
     @admin.action(description="Approve selected nodes…", permissions=["change"])
     def approve(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
         """Ask for a confirmation, then approve the nodes."""
-        return self._decide(request, queryset, APPROVE)
+        return self._decide(request, queryset, actions.APPROVE)
 
     @admin.action(description="Reject selected nodes…", permissions=["change"])
     def reject(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
         """Ask for a confirmation and a reason, then reject the nodes."""
-        return self._decide(request, queryset, REJECT)
+        return self._decide(request, queryset, actions.REJECT)
 
     def _decide(
-        self, request: HttpRequest, queryset: QuerySet[BackendNode], decision: NodeDecision
+        self, request: HttpRequest, queryset: QuerySet[BackendNode], action: Action
     ) -> HttpResponse | None:
         nodes = list(queryset.order_by("name")[: MAX_SELECTED + 1])
         if len(nodes) > MAX_SELECTED:
             self.message_user(request, f"Select at most {MAX_SELECTED} rows.", messages.ERROR)
             return None
         data = request.POST if "revisions" in request.POST else None
-        form = DecisionForm(data, needs_reason=decision.needs_reason)
+        form = DecisionForm(data, needs_reason=action.reason == "required")
         if not form.is_valid():
-            return self._confirmation(request, nodes, decision, form)
+            return self._confirmation(request, nodes, action, form)
         try:
             revisions = signing.loads(request.POST["revisions"], salt=REVISIONS_SALT)
         except signing.BadSignature:
             raise BadRequest("revisions: not what the page carried") from None
-        self._run(request, decision, revisions, form.cleaned_data["reason"])
+        self._run(request, action, revisions, form.cleaned_data["reason"])
         return None
 
-    def _run(
-        self, request: HttpRequest, decision: NodeDecision, revisions: Mapping[str, int], reason: str
-    ) -> None:
+    def _run(self, request: HttpRequest, action: Action, revisions: Mapping[str, int], reason: str) -> None:
         """Decide on each node in a transaction of its own; report what was done and what was refused."""
         actor = of_principal(principals.of_user(request.user))
         refused = 0
         for node_id, revision in revisions.items():
             try:
-                name = decision.run(UUID(node_id), revision, actor=actor, reason=reason)
+                name = _decide_on_node(action, UUID(node_id), revision, actor=actor, reason=reason)
             except errors.ClusterError as refusal:
                 refused += 1
                 if refused <= MAX_REFUSALS_SHOWN:
@@ -389,21 +350,23 @@ class BackendNodeAdmin(ModelAdmin):
                     node = BackendNode.objects.filter(pk=node_id).first() or node_id
                     self.message_user(request, f"Node {node}: {text}. Nothing was changed.", messages.ERROR)
             else:
-                self.message_user(request, f"Node {name}: {decision.done}.", messages.SUCCESS)
+                self.message_user(request, f"Node {name}: {action.done}.", messages.SUCCESS)
         if refused > MAX_REFUSALS_SHOWN:
             self.message_user(request, f"{refused - MAX_REFUSALS_SHOWN} more were skipped.", messages.ERROR)
 
     def _confirmation(
-        self, request: HttpRequest, nodes: list[BackendNode], decision: NodeDecision, form: DecisionForm
+        self, request: HttpRequest, nodes: list[BackendNode], action: Action, form: DecisionForm
     ) -> TemplateResponse:
         """Return the page that shows the identity of each node, and why others are skipped."""
-        lines = [(node, decision.refusal(node), self.identity(node), self.hardware(node)) for node in nodes]
+        lines = [
+            (node, actions.refusal(action, node), self.identity(node), self.hardware(node)) for node in nodes
+        ]
         possible = [node for node, refusal, *_ in lines if not refusal]
         context = {
             **self.admin_site.each_context(request),
-            "title": f"Confirm: {decision.title}",
+            "title": f"Confirm: {action.title}",
             "opts": self.opts,
-            "decision": decision,
+            "action": action,
             "lines": lines,
             "possible": possible,
             "revisions": signing.dumps(
@@ -422,7 +385,9 @@ class BackendNodeAdmin(ModelAdmin):
         node = context["original"]
         may_decide = self.has_change_permission(request, node)
         context["decisions"] = [
-            decision for decision in (APPROVE, REJECT) if may_decide and not decision.refusal(node)
+            action
+            for action in (actions.APPROVE, actions.REJECT)
+            if may_decide and not actions.refusal(action, node)
         ]
         return super().render_change_form(request, context, *args, **kwargs)
 

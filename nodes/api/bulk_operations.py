@@ -10,9 +10,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import NullIsAbsent, Text
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
 from nodes.api.node_backends import asked_by
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked
@@ -77,7 +76,7 @@ class BulkOperationsView(APIView):
     )
     def post(self, request: Request) -> Response:
         """Does it to each of them, each on its own, and answers how many. Repeating it does no harm."""
-        fields = validated(BulkOperationsSerializer, request)
+        fields = validate_body(BulkOperationsSerializer, request)
         return Response(_run(fields["verb"], fields["ids"], asked_by(request, []), fields.get("comment", "")))
 
 

@@ -17,10 +17,10 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered, one_of, query
-from nodes.backends import catalogue, gallery_hardware, install, inventory, upgrade_state
+from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
@@ -196,7 +196,7 @@ def _gallery_changed(fingerprint: str) -> None:
 
 def read_galleries() -> catalogue.Offer:
     """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
-    configured = install.galleries()
+    configured = node_commands.galleries()
     standing = upgrade_state.standing()
     offer = catalogue.reader.read(configured, standing.answered)
     if not offer.problems and offer.fingerprint != standing.galleries:
@@ -208,7 +208,9 @@ def read_galleries() -> catalogue.Offer:
 
 def repositories() -> list[Entry]:
     """The configured galleries, without credentials."""
-    return [REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in install.galleries()]
+    return [
+        REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
+    ]
 
 
 class BackendsView(APIView):
@@ -306,8 +308,8 @@ class AvailableView(_List):
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
-        installed = gallery_hardware.installed_names()
-        builds = gallery_hardware.runnable(read_galleries().builds, gallery_hardware.machines())
+        installed = catalogue.installed_names()
+        builds = catalogue.runnable(read_galleries().builds, catalogue.machines())
         return Response([_available(build, folded(build.name) in installed) for build in builds])
 
 
@@ -344,12 +346,12 @@ class KnownView(_List):
     )
     def get(self, request: Request) -> Response:
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
-        installed = gallery_hardware.installed_names()
-        offered = gallery_hardware.choices(read_galleries().builds)
+        installed = catalogue.installed_names()
+        offered = catalogue.choices(read_galleries().builds)
         found = [
             KNOWN.of(
                 name=build.name,
-                modality=gallery_hardware.modality(build.tags),
+                modality=catalogue.modality(build.tags),
                 auto_detect=False,
                 description=build.description,
                 installed=name in installed,
@@ -391,5 +393,5 @@ class UseCasesView(_List):
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""
-        told = {build.name: gallery_hardware.use_cases(build.tags) for build in read_galleries().builds}
+        told = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
         return Response({name: cases for name, cases in told.items() if cases})

@@ -16,9 +16,8 @@ from rest_framework.views import APIView
 
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.models import HOLD, ended
 from nodes.api.node_backends import (
@@ -31,10 +30,10 @@ from nodes.api.node_backends import (
     checked_name,
     install_wish,
 )
-from nodes.backends import catalogue, install, node_commands, wave_requests
-from nodes.backends.admission import ask
+from nodes.backends import catalogue, node_commands, wave_requests
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
@@ -162,7 +161,7 @@ def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
         confirmed = sorted(set(fields.get("last_replicas", ())))
         asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
         wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
-    return ask(wish, asked, now=clock.now())
+    return admit(wish, asked, now=clock.now())
 
 
 def refuse_concrete(wish: Wish) -> None:
@@ -170,7 +169,7 @@ def refuse_concrete(wish: Wish) -> None:
 
     A gallery that cannot be read now is no reason to refuse.
     """
-    builds = catalogue.reader.read(install.galleries()).builds
+    builds = catalogue.reader.read(node_commands.galleries()).builds
     name = folded(wish.backend)
     parent = catalogue.parents(builds).get(name)
     meta = any(one.is_meta and folded(one.name) == name for one in builds)
@@ -203,7 +202,7 @@ class _Everywhere(APIView):
     body: type[NodesSerializer] = NodesSerializer
 
     def _answer(self, request: Request, name: str) -> Response:
-        fields = validated(self.body, request)
+        fields = validate_body(self.body, request)
         wish = self.wish(name, fields)
         return Response(body_of(started(asked_by(request, []), wish, fields), SAID[self.kind]))
 
@@ -244,7 +243,7 @@ class InstallExternalView(APIView):
         It replaces what has this name. Engines of that get no new requests, and stop when those that run have
         ended or after `CLUSTER_UPGRADE_DRAIN`; with `force` they stop at once.
         """
-        fields = validated(ExternalSerializer, request)
+        fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
         wish = install_wish({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
@@ -351,7 +350,7 @@ class ApplyView(_Plain):
 
         A build for one kind of hardware is a 409 that names what to install instead.
         """
-        fields = validated(ApplySerializer, request)
+        fields = validate_body(ApplySerializer, request)
         gallery, _, name = fields["id"].rpartition("@")
         return _scheduled(request, Wish(INSTALL, name, gallery=gallery, force=fields.get("force", False)))
 

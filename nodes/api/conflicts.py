@@ -8,9 +8,9 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web import fields
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -94,7 +94,7 @@ class AcceptView(NodeView):
         summary=actions.ACCEPT.summary,
         tags=["identity"],
         request=None,
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message(actions.ACCEPT.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
@@ -112,7 +112,7 @@ class RefuseView(NodeView):
         summary=actions.REFUSE.summary,
         tags=["identity"],
         request=None,
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message(actions.REFUSE.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:

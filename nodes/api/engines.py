@@ -23,10 +23,8 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
-from localai_cluster.web.fields import Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, query, sent, text
@@ -46,7 +44,7 @@ from nodes.backends import worker_logs
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_queries
 from nodes.definitions import folder
-from nodes.loading import load, wait
+from nodes.loading import load_request, wait
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
@@ -152,7 +150,7 @@ class LoadView(APIView):
             return Response({"loaded": [], "message": error.message} | body, status=error.status)
 
     def _load(self, request: Request) -> Response:
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
         if async_to_sync(folder.find_definition)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
@@ -160,7 +158,7 @@ class LoadView(APIView):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
         wanted = OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key(model),
             element=model,
             payload={"model": model},
@@ -189,7 +187,7 @@ class ShutdownView(APIView):
     @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
-        fields = validated(BackendModelSerializer, request)
+        fields = validate_body(BackendModelSerializer, request)
         return carried_out(
             request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
         )

@@ -18,7 +18,7 @@ from localai_cluster import gallery_index
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web import throttle, wire
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
@@ -77,7 +77,7 @@ class GalleryApplication:
         try:
             opened = await self._opened(scope)
         except Exception as raised:
-            error = translated(raised)
+            error = translate_error(raised)
             if error is None:
                 raise
             body = flat_refusal(error) if error.status == 401 else envelope_of(error, "node_error")
@@ -156,7 +156,7 @@ def _part(file: BinaryIO, asked: str) -> _Opened:
 
 async def _send(opened: _Opened, receive: Any, send: Any) -> None:
     """Sends the file, at the client's pace, until all is sent, the client leaves, or it stops reading."""
-    gone = asyncio.create_task(wire.disconnected(receive))
+    gone = asyncio.create_task(wire.wait_until_disconnected(receive))
     try:
         status = 206 if opened.partial else 200
         await send({"type": "http.response.start", "status": status, "headers": opened.headers})

@@ -24,9 +24,9 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.database_pool import UNREACHABLE
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
-from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.rest import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api import worker_routes
@@ -170,7 +170,7 @@ class HeartbeatApplication:
         except Disconnected:
             return
         except Exception as raised:
-            error = translated(raised)
+            error = translate_error(raised)
             if error is None:
                 raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
@@ -203,7 +203,7 @@ class HeartbeatApplication:
 
     async def _note_exits(self, call: _Call) -> None:
         try:
-            await checks.note_exits(self._database(), call.beat.id, call.ended)
+            await checks.report_exits(self._database(), call.beat.id, call.ended)
         except UNREACHABLE as error:
             raise errors.Unavailable("the database is unavailable") from error
 

@@ -15,13 +15,13 @@ from rest_framework.views import APIView
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered
 from nodes.api.catalogue import CATALOGUE_OLD
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import Upgrade
 
 METADATA = Shape(
     "BackendMetadata",

@@ -25,14 +25,13 @@ from localai_cluster.accounts.authentication import (
     BearerAuthentication,
     CookieAuthentication,
     client_address,
-    person,
+    person_of,
     principal,
 )
 from localai_cluster.kit import clock, conf, env, errors
-from localai_cluster.web import fields, throttle
-from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
+from localai_cluster.web import rest, throttle
 from localai_cluster.web.openapi import Operation, refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import MOMENT, NodeView, actor_of, answered, message, page_schema, sent
@@ -164,7 +163,7 @@ class JoinTokensView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Works in place of the registration token, for new nodes until it expires or is used up."""
-        told = validated(JoinTokenRequestSerializer, request)
+        told = validate_body(JoinTokenRequestSerializer, request)
         configured = conf.cluster().public_url
         url = configured or _base_url(told.get("url") or request.build_absolute_uri("/"))
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
@@ -201,7 +200,7 @@ class JoinTokenView(NodeView):
         operation_id="join_tokens_revoke",
         summary="Revoke a join token",
         tags=["nodes"],
-        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
+        responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
         examples=[message("join token revoked")],
     )
     def delete(self, request: Request, token_id: str) -> Response:
@@ -242,7 +241,7 @@ class JoinAuthentication(BaseAuthentication):
             return principals.JOINING, None
         if principals.is_registration_token(offered):
             return principals.JOINING, None
-        if person(request).is_authenticated:
+        if person_of(request).is_authenticated:
             return None
         raise identity.WrongCredential("invalid registration token")
 

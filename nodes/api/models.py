@@ -20,10 +20,16 @@ from rest_framework.views import APIView
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals, refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import (
+    Described,
+    FastJSONRenderer,
+    Flag,
+    NullIsAbsent,
+    Text,
+    Whole,
+    validate_body,
+)
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, NodeView, answered, existing, sent
@@ -263,7 +269,7 @@ class _ModelView(NodeView):
         node_id: str | None = None,
     ) -> Response:
         """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
-        fields = validated(shape, request)
+        fields = validate_body(shape, request)
         node = node_commands.find_node(existing(node_id)) if node_id is not None else None
         return carried_out(request, ask, fields, said, node)
 

@@ -16,15 +16,14 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web import fields
-from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
+from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
 from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
 from nodes.api.cluster_backends import MOST_NODES
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted, asked_by, install_wish
 from nodes.api.node_settings import LABELS
-from nodes.backends import bulk_install, node_stop
+from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
 from nodes.registry import actions, bulk, node_rows, services
@@ -163,7 +162,7 @@ class ApproveView(NodeView):
         With the `fingerprint` that the approver compared, 409 if the node has another one now.
         """
         found = existing(node_id)
-        fields = validated(ApproveSerializer, request)
+        fields = validate_body(ApproveSerializer, request)
         approved = services.approve(
             found,
             actor=actor_of(request),
@@ -201,7 +200,7 @@ class ApproveManyView(NodeView):
 
         Agents get their API token by registering again.
         """
-        fields = validated(ApproveManySerializer, request)
+        fields = validate_body(ApproveManySerializer, request)
         ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
         found = services.approve_many(
             ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
@@ -223,7 +222,7 @@ def described_action(
         summary=action.summary,
         tags=[tag],
         request=body,
-        responses={200: fields.MessageSerializer, **refusals(*statuses)},
+        responses={200: rest.MessageSerializer, **refusals(*statuses)},
         examples=[*examples, message(action.message)],
     )
 
@@ -233,7 +232,7 @@ def act(
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
     found = existing(node_id)
-    options = validated(body, request) if body else {}
+    options = validate_body(body, request) if body else {}
     bulk.perform(action.name, found, actor_of(request), clock.now(), options)
     return Response({"message": action.message})
 
@@ -323,20 +322,20 @@ class StopView(NodeView):
         offline.
         """
         node = BackendNode.objects.get(pk=existing(node_id))
-        admission = node_stop.request_stop(
+        admitted = node_stop.request_stop(
             node,
             actor=actor_of(request).name,
             now=clock.now(),
-            reason=validated(ReasonSerializer, request).get("reason", ""),
+            reason=validate_body(ReasonSerializer, request).get("reason", ""),
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        job = str(admission.operation.id)
+        job = str(admitted.operation.id)
         body = ACCEPTED.of(
-            message=actions.STOP.message if admission.created else "the worker is already being stopped",
+            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            deduplicated=not admission.created,
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -437,7 +436,7 @@ class BulkView(NodeView):
 
         Each node is decided separately. Agents get their API token by registering again.
         """
-        fields = validated(BulkSerializer, request)
+        fields = validate_body(BulkSerializer, request)
         bulk_request = bulk.BulkRequest(
             _KINDS[fields["verb"]],
             fields["ids"],
@@ -446,14 +445,14 @@ class BulkView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        admission = bulk.request(bulk_request, now=clock.now())
-        job = str(admission.operation.id)
-        started = "started" if admission.created else "in progress already"
+        admitted = bulk.request(bulk_request, now=clock.now())
+        job = str(admitted.operation.id)
+        started = "started" if admitted.created else "in progress already"
         body = ACCEPTED.of(
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admission.operation.element} {started}",
-            deduplicated=not admission.created,
+            message=f"{fields['verb']} of {admitted.operation.element} {started}",
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -477,7 +476,7 @@ class BulkInstallView(NodeView):
 
         A node that cannot take it gets a part that fails with the reason; the others go on.
         """
-        fields = validated(BulkInstallSerializer, request)
+        fields = validate_body(BulkInstallSerializer, request)
         wish, asked = install_wish(fields), asked_by(request, [])
-        admission = bulk_install.request(wish, asked, fields["ids"], now=clock.now())
-        return Response(accepted(admission, INSTALL), status=202)
+        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        return Response(accepted(admitted, INSTALL), status=202)

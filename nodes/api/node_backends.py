@@ -20,17 +20,22 @@ from rest_framework.response import Response
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.logs import request_id
-from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import parse_json, validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import (
+    Described,
+    FastJSONRenderer,
+    NullIsAbsent,
+    Text,
+    parse_json,
+    validate_body,
+)
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
 from nodes.api.base import NodeView, answered, existing, header, sent
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
-from nodes.backends.admission import ask
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
-from nodes.backends.upgrade_rules import is_image
+from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
 from operations.ledger.admission import Admission
 
@@ -231,12 +236,12 @@ def accepted(admission: Admission, kind: str) -> dict[str, Any]:
 
 
 def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = ask(wish, asked_by(request, [node]), now=clock.now())
+    admission = admit(wish, asked_by(request, [node]), now=clock.now())
     return Response(accepted(admission, wish.kind), status=202)
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
-    backend = validated(BackendSerializer, request)["backend"]
+    backend = validate_body(BackendSerializer, request)["backend"]
     return _on_one(request, node_commands.find_node(existing(node_id)), Wish(kind, backend))
 
 
@@ -246,7 +251,7 @@ class InstallView(NodeView):
     @_schema("install", "Install a backend on a node", InstallSerializer, "local@minilm", SAID[INSTALL])
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        wish = install_wish(validated(InstallSerializer, request))
+        wish = install_wish(validate_body(InstallSerializer, request))
         return _on_one(request, node_commands.find_node(existing(node_id)), wish)
 
 

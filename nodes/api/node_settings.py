@@ -7,9 +7,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import errors, names
-from localai_cluster.web.fields import NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import MALFORMED, validated
+from localai_cluster.web.rest import MALFORMED, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
 from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent
 from nodes.models import NodeLabel, selectors
@@ -137,7 +136,7 @@ class ReplicaCapView(NodeView):
     def put(self, request: Request, node_id: str) -> Response:
         """Overrides the worker's own value (R1.45)."""
         found = existing(node_id)
-        value = validated(CapRequestSerializer, request)["value"]
+        value = validate_body(CapRequestSerializer, request)["value"]
         node = services.set_replica_cap(found, value, **edit_of(request))
         return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
 
@@ -170,7 +169,7 @@ class VramBudgetView(NodeView):
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
         found = existing(node_id)
-        value = validated(BudgetRequestSerializer, request)["value"]
+        value = validate_body(BudgetRequestSerializer, request)["value"]
         services.set_vram_budget(found, value, **edit_of(request))
         return Response(BUDGET.of(vram_budget=value))
 

@@ -8,7 +8,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,

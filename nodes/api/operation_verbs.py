@@ -16,15 +16,14 @@ from rest_framework.views import APIView
 
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.web.fields import NullIsAbsent
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import NullIsAbsent, validate_body
 from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confirmations
 from nodes.api.node_backends import Said, asked_by
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.registry import bulk
 from operations.api.jobs import found
 from operations.api.serializers import DoneSerializer
@@ -130,7 +129,7 @@ class RetryView(APIView):
     def post(self, request: Request, job_id: str) -> Response:
         """Asks again for what failed, with the same request. What still waits is tried at once."""
         operation, asked = found(job_id), asked_by(request, [])
-        chosen = validated(NodesSerializer, request).get("nodes", ())
+        chosen = validate_body(NodesSerializer, request).get("nodes", ())
         return Response(body_of(again(operation, chosen, asked), AGAIN))
 
 
@@ -153,7 +152,7 @@ class WavesView(APIView):
         `stop` may come at any time. `continue` with `last_replicas` also lets a part go on that waits for
         this confirmation.
         """
-        operation, fields = found(job_id), validated(ChoiceSerializer, request)
+        operation, fields = found(job_id), validate_body(ChoiceSerializer, request)
         wave_requests.choose(
             operation.id,
             fields["choice"],
@@ -197,7 +196,7 @@ def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Asked) -> admiss
         targets=[(part.node_id, part.node_name) for part in chosen],
         request_id=by.request_id,
         client_address=by.client_address,
-        needed_until=now + limit if operation.kind == load.KIND else None,
+        needed_until=now + limit if operation.kind == load_request.KIND else None,
     )
     result = admission.admit(asked, now=now)
     if operation.status == Status.FAILED:

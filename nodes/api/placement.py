@@ -10,10 +10,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer, NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
@@ -254,7 +252,7 @@ class PlanView(NodeView):
         It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
         now if it were saved.
         """
-        return Response(plan_of(validated(PlacementPlanRequestSerializer, request), clock.now()))
+        return Response(plan_of(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
 
 
 def plan_of(body: dict[str, Any], now: datetime) -> Row:

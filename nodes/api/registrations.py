@@ -33,10 +33,9 @@ from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED
 from localai_cluster.web import throttle
-from localai_cluster.web.envelopes import body_of, refusal_headers, translated
-from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
+from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.rest import MALFORMED, Described, NullIsAbsent, Text, Whole, is_json, parse_object
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api.base import answered
@@ -360,7 +359,7 @@ class RegistrationApplication:
         except Disconnected:
             return
         except Exception as error:
-            refusal = translated(error)
+            refusal = translate_error(error)
             if refusal is None:
                 raise
             status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
@@ -444,7 +443,7 @@ async def _check_token(token: str, offered: str, address: str) -> None:
     """The body carries the same token, and its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
-    if not principals.same(token, offered):
+    if not principals.secrets_equal(token, offered):
         await asyncio.to_thread(throttle.shared().note, address, clock.now())
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 

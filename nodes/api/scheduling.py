@@ -12,9 +12,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Number, Text, Whole
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
 from nodes.api.base import MOMENT, NodeView, answered, sent
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling import store
@@ -117,7 +116,7 @@ class SchedulingRulesView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
-        told = validated(SchedulingRuleRequestSerializer, request)
+        told = validate_body(SchedulingRuleRequestSerializer, request)
         return Response(store.set_rule(Rule(**({"model_name": ""} | told)), clock.now()))
 
 

@@ -15,9 +15,8 @@ from rest_framework.response import Response
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.fields import MessageSerializer
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.rest import FastJSONRenderer, MessageSerializer
 from nodes.api.base import NodeView, answered
 from nodes.api.nodes import replicas_of
 from nodes.api.worker_routes import INSTANCE, NEW_SECRET, WORKER_REFUSAL, WRONG, IsTheNode, NodeAuthentication

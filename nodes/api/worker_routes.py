@@ -16,9 +16,9 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import CHALLENGE, client_address, person, principal
+from localai_cluster.accounts.authentication import CHALLENGE, client_address, person_of, principal
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.accounts.sessions import principal_of_socket
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.openapi import Operation, json_body, refusals
@@ -51,7 +51,7 @@ class WorkerAuthentication(BaseAuthentication):
                 raise errors.NotAuthenticated(NO_CREDENTIAL)
             return self.prove(request, offered), None
         except errors.NotAuthenticated as refusal:
-            if not isinstance(refusal, identity.MustRotate) and person(request).is_authenticated:
+            if not isinstance(refusal, identity.MustRotate) and person_of(request).is_authenticated:
                 raise errors.Forbidden(WORKERS_ONLY) from None
             if isinstance(refusal, identity.WrongCredential):
                 throttle.shared().note(client_address(request), clock.now())
@@ -203,7 +203,7 @@ async def _from_a_person(scope: Scope) -> bool:
     found: list[Principal] = []
 
     async def note(inner: Any, receive: Any, send: Any) -> None:
-        found.append(await principal_of(inner))
+        found.append(await principal_of_socket(inner))
 
     asked: Any = CookieMiddleware(SessionMiddleware(note))
     await asked(scope, None, None)

@@ -26,18 +26,30 @@ from localai_cluster.kit.batching import CallBatcher
 from localai_cluster.kit.periodic_task import WorkPool
 from localai_cluster.kit.rows import claim_rows, seconds_until_due, update_rows
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstalledBackend
+from localai_cluster.messaging.messages import InstalledBackend, process_key
 from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
-from nodes.backends.processes import engines_of
 from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
-from nodes.replicas.retire import retire_unlisted
+from nodes.replicas.evidence import Running
+from nodes.replicas.retire import end_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
+
+
+async def engines_of(worker: Worker) -> Running | None:
+    """Return the worker's table of engines (R4.32) from one request; None without a reply (R4.34)."""
+    reply = await worker.running()
+    if not isinstance(reply, Done):
+        return None
+    return {
+        (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
+        for model in reply.reply.models
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +325,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    retired = await in_thread(retire_unlisted, node_id, running, before=asked_at)
+    retired = await in_thread(end_unlisted, node_id, running, before=asked_at)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 

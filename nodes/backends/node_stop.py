@@ -8,7 +8,6 @@ machine, such as systemd, may start the worker again.
 import asyncio
 from collections.abc import Mapping
 from datetime import datetime
-from functools import partial
 from typing import Any, assert_never
 from uuid import UUID
 
@@ -37,9 +36,6 @@ LEAVE_WITHIN = 180.0
 LOOK_EVERY = 0.5
 REPEAT_EVERY = 30.0
 _BUS_PAUSE = 5.0
-
-
-refusal = partial(actions.refusal, actions.STOP)
 
 
 def request_stop(

@@ -8,6 +8,10 @@ The state of our own connection proves nothing about the worker. After a reconne
 our worker joins the command that is still running, and a stock worker's commands are idempotent
 (`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so the lack of a listener
 counts only once our connection has lasted for `SETTLED_AFTER` seconds.
+
+The names in a command are written such that every worker resolves them to the same backend. A stock worker
+looks up the installed backend by the exact text of `backend`: if it is empty, as for an address alone, or
+starts with the gallery, the lookup fails after a complete download (contract/nats.md §4.1).
 """
 
 import asyncio
@@ -16,13 +20,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, TypeVar, assert_never
 
+from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
-from localai_cluster.messaging import messages, subjects
-from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.codec import DecodeError, decode, decode_galleries, encode, encode_galleries
+from localai_cluster.messaging.messages import InstallRequest, UpgradeRequest
 from localai_cluster.metrics import controller as metrics
-from nodes.commands import backend_names, progress_reports, shared_commands
-from nodes.commands.layer_progress import Layers
+from nodes.commands import progress_reports, shared_commands
 from nodes.commands.outcomes import (
     NAMES,
     BusDown,
@@ -36,7 +41,40 @@ from nodes.commands.outcomes import (
     Unheard,
     Unreadable,
 )
+from nodes.commands.progress_reports import Layers
 from nodes.commands.shared_commands import OnProgress
+
+Q = TypeVar("Q", InstallRequest, UpgradeRequest)
+
+
+def bare(name: str) -> str:
+    """Return `gallery@name` without the gallery."""
+    return name.rpartition("@")[2]
+
+
+def understood(request: Q) -> Q:
+    """Return the request with a plain name; for an address, `backend` and `name` are its future name.
+
+    A gallery before the backend's name becomes the only gallery of the request. If the request does not
+    contain that gallery, the name stays as it is: the backend of another gallery must not be installed in its
+    place.
+    """
+    if request.uri:
+        name = bare(request.name) or bare(request.backend) or name_of(request.uri)
+        return replace(request, backend=name, name=name)
+    full_name = request.backend or request.name
+    gallery, _, name = full_name.rpartition("@")
+    if not gallery:
+        return replace(request, backend=name)
+    try:
+        listed = decode_galleries(request.backend_galleries or "null")
+    except DecodeError:
+        return request  # an admin wrote them; the worker reports the mistake
+    chosen = [entry for entry in listed if entry.name == gallery]
+    if not chosen:
+        return replace(request, backend=full_name)
+    return replace(request, backend=name, backend_galleries=encode_galleries(chosen))
+
 
 PING_EVERY = 2.0
 PING_TIMEOUT = 5.0
@@ -107,7 +145,7 @@ class Worker:
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
         return await self._measured_request(
-            subjects.backend_list(self.node_id),
+            messages.backend_list(self.node_id),
             messages.Nothing(),
             messages.ListReply,
             lambda reply: reply.error,
@@ -141,7 +179,7 @@ class Worker:
     async def running(self) -> Outcome[messages.RunningReply]:
         """Return the engine processes that the worker runs."""
         return await self._measured_request(
-            subjects.models_running(self.node_id),
+            messages.models_running(self.node_id),
             messages.Nothing(),
             messages.RunningReply,
             lambda reply: reply.error,
@@ -153,7 +191,7 @@ class Worker:
         """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
         return await self._measured_request(
-            subjects.model_stop(self.node_id),
+            messages.model_stop(self.node_id),
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
             lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
@@ -164,7 +202,7 @@ class Worker:
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
         """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
         return await self._measured_request(
-            subjects.model_unload(self.node_id),
+            messages.model_unload(self.node_id),
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
             _failure,
@@ -175,7 +213,7 @@ class Worker:
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
         """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
         return await self._measured_request(
-            subjects.model_delete(self.node_id),
+            messages.model_delete(self.node_id),
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
             _failure,
@@ -190,12 +228,12 @@ class Worker:
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
         with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
-            await self.bus.publish(subjects.backend_stop(self.node_id), payload)
+            await self.bus.publish(messages.backend_stop(self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
-            await self.bus.publish(subjects.stop(self.node_id), _NO_PAYLOAD)
+            await self.bus.publish(messages.stop(self.node_id), _NO_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
@@ -204,12 +242,12 @@ class Worker:
 
         Join an identical command that is already running, whichever operation sent it.
         """
-        command = backend_names.understood(request)
+        command = understood(request)
 
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
                 return await self._command(
-                    subjects.backend_install(self.node_id),
+                    messages.backend_install(self.node_id),
                     command,
                     messages.InstallReply,
                     _failure,
@@ -229,10 +267,10 @@ class Worker:
         A worker that does not support the command gets a forced install instead (§6.3), whose reply does not
         report stopped processes.
         """
-        request = backend_names.understood(request)
+        request = understood(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
-                subjects.backend_upgrade(self.node_id),
+                messages.backend_upgrade(self.node_id),
                 request,
                 messages.UpgradeReply,
                 _failure,
@@ -251,7 +289,7 @@ class Worker:
                 op_id=request.op_id,
                 install_only=True,
             )
-            subject = subjects.backend_install(self.node_id)
+            subject = messages.backend_install(self.node_id)
             answer = await self._command(
                 subject, forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
             )
@@ -266,8 +304,8 @@ class Worker:
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
-            subjects.backend_delete(self.node_id),
-            messages.DeleteRequest(backend_names.bare(backend)),
+            messages.backend_delete(self.node_id),
+            messages.DeleteRequest(bare(backend)),
             messages.DeleteReply,
             _failure,
             timeout,
@@ -282,7 +320,7 @@ class Worker:
         there.
         """
         outcome = await self._measured_request(
-            subjects.backend_cancel(self.node_id),
+            messages.backend_cancel(self.node_id),
             messages.CancelRequest(op_id),
             messages.CancelReply,
             lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
@@ -340,7 +378,7 @@ class Worker:
     async def _request(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        inbox = subjects.inbox(self.node_id)
+        inbox = messages.inbox(self.node_id)
         try:
             with failpoints.asked(point):
                 reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from localai_cluster.kit import names, safe_files, yaml_text
+from localai_cluster.kit import names, untrusted
 
 _NUMBERS = {
     "temperature": float,
@@ -313,7 +313,7 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 def read_definition(path: Path) -> Definition:
     """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
     try:
-        content = safe_files.read(path, MAX_FILE_BYTES)
+        content = untrusted.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise UnusableDefinition(f"cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
@@ -328,18 +328,18 @@ def parse_file(content: bytes, source: str) -> Definition:
     working.
     """
     try:
-        return parse_definition(yaml_text.load(content.decode("utf-8"), PlainLoader), source)
+        return parse_definition(untrusted.load_yaml(content.decode("utf-8"), PlainLoader), source)
     except UnusableDefinition:
         raise
     except UnicodeDecodeError as error:
         raise UnusableDefinition("is not UTF-8 text") from error
-    except yaml_text.InvalidYAML as error:
+    except untrusted.InvalidYAML as error:
         raise UnusableDefinition(str(error)) from error
     except Exception as error:
-        raise UnusableDefinition(f"cannot be used: {yaml_text.reason_of(error)}") from error
+        raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
 
 
-class PlainLoader(yaml_text.LocatedErrors, yaml.SafeLoader):
+class PlainLoader(untrusted.LocatedErrors, yaml.SafeLoader):
     """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:

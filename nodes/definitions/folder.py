@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from localai_cluster.kit import clock, conf, names, yaml_text
+from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.errors import Unavailable
 from nodes.definitions.files import Definition, UnusableDefinition, read_definition
 from nodes.definitions.sizes import Sizes
@@ -165,7 +165,7 @@ class Folder:
             with self._lock:
                 self._by_name = self._by_name or {}
                 self._scanned_at, self._scan = scan.started_at, None
-            self._report(Problems(_displayable(f"cannot be read: {yaml_text.reason_of(error)}")), error)
+            self._report(Problems(_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")), error)
         finally:
             scan.done.set_result(None)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from localai_cluster.kit import safe_files
+from localai_cluster.kit import untrusted
 from nodes.definitions.files import Definition
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def read_header(path: Path) -> dict[str, int] | None:
 
     Raises OSError.
     """
-    with safe_files.open_file(path) as file:
+    with untrusted.open_file(path) as file:
         if file.read(4) != _MAGIC:
             return None
         figures: dict[str, int] = {}

@@ -14,7 +14,7 @@ import orjson
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer, wrong
+from localai_cluster.web.wire import Answer, field_error
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
@@ -126,7 +126,7 @@ def _convert_message(role: str, blocks: Sequence[InputBlock], field_path: str) -
     misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
     for index, block in enumerate(blocks):
         if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
-            raise wrong(
+            raise field_error(
                 f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
             )
     if role == "assistant":
@@ -262,7 +262,7 @@ REFUSED = {
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
-    body = wire.typed(fields, MessagesBody)
+    body = wire.parse_struct(fields, MessagesBody)
     return Generation(
         model=body.model,
         prompts=(body.conversation,),
@@ -313,7 +313,7 @@ _TYPES = {
 def _error(error: ClusterError) -> dict[str, Any]:
     """Return the error envelope. It has no attribute for the field, so the text names it."""
     kind = _TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": wire.naming_field(error)}}
+    return {"type": "error", "error": {"type": kind, "message": wire.message_with_field(error)}}
 
 
 def render_error(error: ClusterError) -> Answer:

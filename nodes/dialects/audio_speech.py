@@ -99,7 +99,7 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
     """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> Spoken:
-        body = parse_request(wire.json_object(request.body))
+        body = parse_request(wire.parse_json_object(request.body))
         definition = await defined(body.model)
         request.model = definition.name
         call = _engine_request(body, definition.model)
@@ -130,7 +130,7 @@ def parse_request(fields: Mapping[str, Any]) -> SpeechBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
     if fields.get("stream_format") != "audio":
         openai_common.refuse_fields(fields, REFUSED)
-    body = wire.typed(fields, SpeechBody)
+    body = wire.parse_struct(fields, SpeechBody)
     # Engines read such a voice from their own file system.
     if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):
         raise InvalidInput("voice: a name is needed, no path or address", field="voice")

@@ -19,7 +19,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
 from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult, TranscriptSegment
 from localai_cluster.web import wire
-from localai_cluster.web.multipart import Upload
+from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
@@ -185,7 +185,7 @@ def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
     fields = request.form.fields
     values_by_name: dict[str, object] = {name: values[-1] for name, values in fields.items()}
     values_by_name[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
-    body = wire.typed(values_by_name, TranscriptionBody, texts=True)
+    body = wire.parse_struct(values_by_name, TranscriptionBody, texts=True)
     upload = request.form.files.get("file")
     if upload is None or not upload.size:
         raise InvalidInput("file: a file of sound is needed", field="file")

@@ -87,7 +87,7 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
 
 async def generate(request: InferenceRequest) -> Answer:
     """Generate the images of one request."""
-    body = parse_request(wire.json_object(request.body))
+    body = parse_request(wire.parse_json_object(request.body))
     definition = await defined(body.model)
     request.model = definition.name
     calls = _calls(body, definition.model, definition.generation.defaults)
@@ -105,7 +105,7 @@ def parse_request(fields: Mapping[str, Any]) -> ImagesBody:
         raise InvalidInput(
             "response_format: no images are kept to link to; ask for b64_json", field="response_format"
         )
-    body = wire.typed(fields, ImagesBody)
+    body = wire.parse_struct(fields, ImagesBody)
     _ = body.pixels
     return body
 

@@ -104,7 +104,7 @@ def _loaded_memory() -> dict[str, int]:
 async def show(request: InferenceRequest) -> Answer:
     """Respond with the details of one model; raise ModelNotFound."""
     await confirm(request)
-    body = wire.typed(wire.json_object(request.body), ShowBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
     definition = await defined(body.model or body.name or "")
     context = definition.options.get("ContextSize")
     return Answer(

@@ -157,7 +157,7 @@ REFUSED = {
 
 def parse_chat(fields: Mapping[str, Any]) -> Generation:
     """Parse a chat; raise InvalidInput, which names the first wrong field."""
-    body = wire.typed(fields, OllamaChatBody)
+    body = wire.parse_struct(fields, OllamaChatBody)
     tools, choice = check_tools(body.tools or (), None)
     images = tuple(
         openai_messages.check_base64(image, f"messages[{number}].images[{index}]")
@@ -171,7 +171,7 @@ def parse_chat(fields: Mapping[str, Any]) -> Generation:
 def parse_generate(fields: Mapping[str, Any]) -> Generation:
     """Parse one prompt; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
-    body = wire.typed(fields, GenerateBody)
+    body = wire.parse_struct(fields, GenerateBody)
     if body.raw:
         if body.images:
             raise InvalidInput("images: not with `raw`", field="images")
@@ -245,7 +245,7 @@ def _as_response(text: str, thought: str, _: Calls) -> dict[str, Any]:
 
 def error_body(error: ClusterError) -> bytes:
     """Return the error envelope, which has a text only."""
-    return orjson.dumps({"error": wire.naming_field(error)})
+    return orjson.dumps({"error": wire.message_with_field(error)})
 
 
 def render_error(error: ClusterError) -> Answer:

@@ -72,7 +72,7 @@ REFUSED = {
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
-    body = wire.typed(fields, ChatBody)
+    body = wire.parse_struct(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
     schema = _schema(body)

@@ -57,7 +57,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
         raise InvalidInput(
             "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
         )
-    body = wire.typed(fields, CompletionBody)
+    body = wire.parse_struct(fields, CompletionBody)
     prompts = _prompts(body.prompt)
     n = body.n or 1
     if len(prompts) * n > MOST_CHOICES:

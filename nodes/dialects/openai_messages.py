@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.web.wire import wrong
+from localai_cluster.web.wire import field_error
 from nodes.dialects.openai_common import Text
 from nodes.gateway import schemas
 from nodes.gateway.generation import Utterance
@@ -96,10 +96,10 @@ def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     for number, message in enumerate(messages):
         field_path = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
-            raise wrong(f"{field_path}.tool_call_id", "a tool's message needs it")
+            raise field_error(f"{field_path}.tool_call_id", "a tool's message needs it")
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
-            raise wrong(f"{field_path}.content", f"a {message.role}'s message needs it")
+            raise field_error(f"{field_path}.content", f"a {message.role}'s message needs it")
         yield Utterance(
             # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
@@ -154,7 +154,9 @@ def parse_image_url(url: str, field_path: str) -> str:
     """
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
+        raise field_error(
+            field_path, "only images inside the request are accepted, as data:image/png;base64,…"
+        )
     return check_base64(data, field_path)
 
 
@@ -163,9 +165,9 @@ def check_base64(data: str, field_path: str) -> str:
     try:
         is_empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise wrong(field_path, "this is not base64") from None
+        raise field_error(field_path, "this is not base64") from None
     if is_empty:
-        raise wrong(field_path, "this is empty")
+        raise field_error(field_path, "this is empty")
     return data
 
 

@@ -1,6 +1,6 @@
 """OpenAPI descriptions of the routes for audio and images."""
 
-from localai_cluster.web.multipart import KIND as FORM
+from localai_cluster.web.bodies import FORM_TYPE as FORM
 from localai_cluster.web.openapi import Operation, schema_of
 from nodes.dialects.audio_speech import KINDS, SpeechBody
 from nodes.dialects.audio_transcriptions import MANY, TranscriptionBody

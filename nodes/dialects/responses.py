@@ -15,7 +15,7 @@ import orjson
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import wrong
+from localai_cluster.web.wire import field_error
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import Fraction, PositiveInt, Text
@@ -92,7 +92,7 @@ def convert_items(instructions: str | None, input_items: str | Sequence[Item]) -
     for number, item in enumerate(input_items):
         for name in _NEEDED[item.type]:
             if getattr(item, name) is None:
-                raise wrong(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
+                raise field_error(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
         is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not is_assistant_item or _starts_response(item, answer):
             yield from _assistant_message(answer)
@@ -222,7 +222,7 @@ REFUSED = {
 def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
-    body = wire.typed(fields, ResponsesBody)
+    body = wire.parse_struct(fields, ResponsesBody)
     tools = [
         Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in body.tools or ()
     ]

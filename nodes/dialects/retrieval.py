@@ -84,7 +84,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
 
 def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
     """Check a request's fields; raise InvalidInput, which names the first wrong field."""
-    body = wire.typed(fields, EmbeddingsBody)
+    body = wire.parse_struct(fields, EmbeddingsBody)
     texts = [item for item in body.inputs if isinstance(item, str)]
     if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
         raise InvalidInput(f"a text of input must not exceed {MAX_TEXT_BYTES} bytes", field="input")
@@ -93,7 +93,7 @@ def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
 
 async def embed(request: InferenceRequest) -> Answer:
     """Create the embeddings of one request."""
-    body = parse_request(wire.json_object(request.body))
+    body = parse_request(wire.parse_json_object(request.body))
     results = await compute_embeddings(request, body)
     return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
@@ -216,7 +216,7 @@ class OlderEmbedBody(msgspec.Struct, frozen=True):
 async def ollama_embed(request: InferenceRequest) -> Answer:
     """Respond with a vector for each text."""
     started_at = clock.monotonic()
-    body = wire.typed(wire.json_object(request.body), EmbedBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), EmbedBody)
     fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
     results = await compute_embeddings(request, parse_request(fields))
     answer = {
@@ -231,7 +231,7 @@ async def ollama_embed(request: InferenceRequest) -> Answer:
 
 async def ollama_embed_one(request: InferenceRequest) -> Answer:
     """Respond with the vector of one text."""
-    body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), OlderEmbedBody)
     try:
         body_for_vectors = parse_request({"model": body.model, "input": body.prompt})
     except InvalidInput as error:
@@ -271,7 +271,7 @@ class RerankBody(msgspec.Struct, frozen=True):
 
 async def rerank(request: InferenceRequest) -> Answer:
     """Rank the documents of one request."""
-    body = wire.typed(wire.json_object(request.body), RerankBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
     definition = await defined(body.model)
     request.model = definition.name
     call = RerankRequest(

@@ -16,7 +16,7 @@ def generation_handler(dialect: Dialect) -> Callable[[InferenceRequest], Awaitab
     """Return the handler of a route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        generation = dialect.read(wire.json_object(request.body))
+        generation = dialect.read(wire.parse_json_object(request.body))
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:

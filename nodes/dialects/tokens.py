@@ -40,7 +40,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
 
 async def tokenize(request: InferenceRequest) -> Answer:
     """Respond with the token ids of a text."""
-    body = wire.typed(_fields(request), TokenizeBody)
+    body = wire.parse_struct(_fields(request), TokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
@@ -53,7 +53,7 @@ async def tokenize(request: InferenceRequest) -> Answer:
 
 async def detokenize(request: InferenceRequest) -> Answer:
     """Respond with the text of token ids."""
-    body = wire.typed(_fields(request), DetokenizeBody)
+    body = wire.parse_struct(_fields(request), DetokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     call = DetokenizeRequest(tokens=body.tokens)
@@ -65,12 +65,12 @@ async def detokenize(request: InferenceRequest) -> Answer:
 
 
 def _fields(request: InferenceRequest) -> Mapping[str, Any]:
-    return wire.json_object(request.body)
+    return wire.parse_json_object(request.body)
 
 
 async def count_tokens(request: InferenceRequest) -> Answer:
     """Respond with the number of tokens."""
-    body = wire.typed(wire.json_object(request.body), CountBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), CountBody)
     definition = await defined(body.model)
     request.model = definition.name
     prompt = await templated(definition, body.conversation)

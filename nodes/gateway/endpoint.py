@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from localai_cluster.accounts import browsers, credentials
-from localai_cluster.accounts.credentials import StoredKey, WrongKey
+from localai_cluster.accounts import principals, sessions
+from localai_cluster.accounts.principals import StoredKey, WrongKey
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
-from localai_cluster.web import bodies, multipart, throttle, wire
+from localai_cluster.web import bodies, throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.gateway import gateway
 from nodes.gateway.request import InferenceRequest
@@ -124,7 +124,7 @@ class Endpoint:
             await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
             limit = self.limit or wire.MAX_BODY
-            request.form = await multipart.read(body.receive, kind, limit, _too_large(limit))
+            request.form = await bodies.read_form(body.receive, kind, limit, _too_large(limit))
             return
         if not _is_confirmed(request):
             if not _is_suspect(request):
@@ -158,7 +158,9 @@ def _is_confirmed(request: InferenceRequest) -> bool:
 
 def _is_suspect(request: InferenceRequest) -> bool:
     """Return True if no part of the body may be read before the key is confirmed."""
-    return bodies.shared.is_half_used or throttle.api_keys().was_refused(request.client_address, clock.now())
+    return bodies.shared_budget.is_half_used or throttle.api_keys().was_refused(
+        request.client_address, clock.now()
+    )
 
 
 async def _confirm_early(request: InferenceRequest) -> None:
@@ -210,16 +212,16 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
     def header(name: str) -> str:
         return headers.get(name.encode(), b"").decode("latin-1")
 
-    credential = credentials.read(header)
+    credential = principals.read_credential(header)
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
-        if not browsers.has_session(scope):
+        if not sessions.has_session(scope):
             raise NotAuthenticated("a valid API key is required")
-        request.principal = await browsers.principal_of(scope)
+        request.principal = await sessions.principal_of_request(scope)
         request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
-        if credentials.offered(header):
+        if principals.offered_credential(header):
             raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
@@ -236,7 +238,7 @@ async def confirm(request: InferenceRequest) -> None:
 async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
     """Return the result of `work`. If the client disconnects first, cancel and await `work`."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(wire.disconnected(receive))
+    watch = asyncio.ensure_future(wire.wait_until_disconnected(receive))
     watch.add_done_callback(lambda watcher: watcher.cancelled() or task.cancel())
     try:
         return await task

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster.accounts.authentication import recent_sessions
-from localai_cluster.accounts.websockets import ACCESS
+from localai_cluster.accounts.sessions import ACCESS
 from localai_cluster.kit import clock, conf, database_pool
 from localai_cluster.kit.errors import NotFound, Unavailable
 from localai_cluster.metrics import web as metrics
@@ -262,11 +262,11 @@ def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: P
     if channel in (OPERATIONS, ""):
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
-        sockets.look_again(payload)
+        sockets.recheck_sockets(payload)
         recent_sessions.clear()
         if _running is not None:
             _running.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
-        prefixes.removed(hooks.heard(payload))
+        prefixes.removed(hooks.decode(payload))
     if prefixes is not None and channel == "":
         prefixes.forget_all()

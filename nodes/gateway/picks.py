@@ -23,8 +23,7 @@ import orjson
 import psycopg
 
 from localai_cluster import __version__
-from localai_cluster.accounts.credentials import WrongKey
-from localai_cluster.accounts.principals import Principal
+from localai_cluster.accounts.principals import Principal, WrongKey
 from localai_cluster.kit import clock, conf, disk
 from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable

@@ -27,7 +27,7 @@ from nodes.gateway.prefix_table import Affinity, Place
 from nodes.gateway.prefix_updates import Given, News, Outbox, hear
 from nodes.gateway.request import InferenceRequest
 from nodes.replicas import hooks
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from nodes.scheduling.pressure import REPORT, WINDOW
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Prefixes:
         else:
             self._affinity.forget(update.model, update.node_id, update.replica)
 
-    def removed(self, replica: Removed) -> None:
+    def removed(self, replica: RemovedReplica) -> None:
         """Forget a replica whose row was removed (R3.23)."""
         self._affinity.forget(replica.model_name, replica.node_id, replica.replica_index)
 

@@ -13,10 +13,10 @@ from uuid import UUID
 
 import msgspec
 
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Invalidated(msgspec.Struct, frozen=True):
 
 News = Given | Invalidated
 _KINDS: dict[str, type[Any]] = {
-    subjects.PREFIX_OBSERVED: Given,
-    subjects.PREFIX_INVALIDATED: Invalidated,
+    messages.PREFIX_OBSERVED: Given,
+    messages.PREFIX_INVALIDATED: Invalidated,
 }
 _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 
@@ -92,7 +92,7 @@ class Outbox:
         self._waiting.append(update)
         self._woken.set()
 
-    def removed(self, replica: Removed) -> None:
+    def removed(self, replica: RemovedReplica) -> None:
         """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
         update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
         self._loop.call_soon_threadsafe(self.tell, update)
@@ -117,4 +117,4 @@ async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:
         if (update := read(message.subject, message.payload)) is not None:
             on_update(update)
 
-    await bus.subscribe(subjects.PREFIX_NEWS, on_message, limit=1)
+    await bus.subscribe(messages.PREFIX_NEWS, on_message, limit=1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
-from localai_cluster.web.multipart import Form
+from localai_cluster.web.bodies import Form
 from nodes.gateway.prefix_table import Chain
 
 

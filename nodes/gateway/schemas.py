@@ -3,7 +3,7 @@
 An engine compiles a schema into a grammar. A schema with a recursive or external reference could keep it busy
 without end, and one with a billion items would exhaust its memory. The engine parses a grammar recursively,
 one call per parenthesis, so a deeply nested grammar would crash every process that tries it. The nesting
-depth of a body is checked before (`localai_cluster/kit/json_depth.py`).
+depth of a body is checked before (`localai_cluster/kit/untrusted.py`).
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.web.wire import wrong
+from localai_cluster.web.wire import field_error
 
 MOST_STEPS = 10_000
 """Limit on the parts of all schemas of a request, counted again at every reference. Values of an `enum`
@@ -65,9 +65,9 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
             steps += _weight(part)
             # Each pending entry is at least one more step.
             if steps + len(pending) > MOST_STEPS:
-                raise wrong(field, f"the schema has more than {MOST_STEPS} parts, values and items")
+                raise field_error(field, f"the schema has more than {MOST_STEPS} parts, values and items")
             if level > DEEPEST_SCHEMA:
-                raise wrong(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
+                raise field_error(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
                 target = _resolve(schema, reference, ancestors, field)
@@ -101,12 +101,12 @@ def _inside(part: Any) -> Iterator[Any]:
 
 def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
     if reference in ancestors:
-        raise wrong(field, f"the schema is recursive ({reference[:100]})")
+        raise field_error(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:
-        raise wrong(field, f"a reference has more than {LONGEST_REFERENCE} characters")
+        raise field_error(field, f"a reference has more than {LONGEST_REFERENCE} characters")
     target = referred(schema, reference)
     if not reference.startswith("#") or not isinstance(target, dict):
-        raise wrong(field, f"the schema has no {reference[:100]!r}")
+        raise field_error(field, f"the schema has no {reference[:100]!r}")
     return target
 
 

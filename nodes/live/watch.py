@@ -22,8 +22,8 @@ from django.conf import settings
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import cancellation, clock, conf, disk, periodic
-from localai_cluster.web import ui
-from localai_cluster.web.sockets import Scope, encoded, text_in
+from localai_cluster.web import page
+from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
@@ -301,10 +301,10 @@ ALIVE_EVERY = 5.0
 def greeting(scope: Scope) -> str:
     """Says who the server is and whom it takes the client for."""
     principal = scope["principal"]
-    return encoded(
+    return encode_message(
         shapes.HELLO.of(
             at=clock.now().isoformat(),
-            build=ui.build_id(),
+            build=page.build_id(),
             version=str(settings.SPECTACULAR_SETTINGS["VERSION"]),
             user=shapes.FEED_USER.of(name=principal.name, role=principal.kind),
         )
@@ -313,7 +313,7 @@ def greeting(scope: Scope) -> str:
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
     """Nodes and notices."""
-    async with contextlib.aclosing(shared().follow(text_in(scope, "nodes"))) as messages:
+    async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
@@ -322,4 +322,4 @@ async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
     """Lets a page tell a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
-        yield encoded(shapes.ALIVE.of(at=clock.now().isoformat()))
+        yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

@@ -1,7 +1,7 @@
 """The operation `model_load`: from "no node serves this model" to one serving replica.
 
 Steps: end the rows of ended attempts, place on a node whose worker answers, install the backend if the worker
-lacks it (an operation of its own, which other loads may join), send the model's files (`delivery.py`), start
+lacks it (an operation of its own, which other loads may join), send the model's files (`staging.py`), start
 the process, call `LoadModel`, publish the row. The process may die after any step: the row names the attempt
 that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as it owns its row,
 which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NoReturn, assert_never
 from uuid import UUID
 
@@ -26,87 +24,35 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.backends import admission, backend_requests, install
+from nodes.backends import admission, backend_requests, node_commands
 from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.loading import attempts, delivery, gpu_pinning, load_placement, needs, node_options
+from nodes.loading import load_attempts, load_placement, needs, node_options, staging
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.free_memory import PendingEviction, wait_until_evicted
-from nodes.loading.load_request import request_of
-from nodes.loading.load_retry import retry_after_loss, retry_after_refusal
-from nodes.loading.node_options import fingerprint
-from nodes.loading.progress_deadline import ProgressDeadline
-from nodes.loading.send_files import TransferLimits
+from nodes.loading.load_attempts import Attempt, attempt_id
+from nodes.loading.load_placement import PendingEviction, wait_until_evicted
+from nodes.loading.load_request import ProgressDeadline, request_of
+from nodes.loading.staging import TransferLimits
 from nodes.models import BackendNode
 from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
-from nodes.placement.node_backoff import NodeBackoffs
 from nodes.registry import dial_targets
 from nodes.replicas import load_ends, retire, slots
-from nodes.replicas.lifecycle import AttemptId
-from nodes.replicas.slots import Slot
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Abandoned, Postpone, Work, in_thread
-from operations.ledger.progress import Tick
+from operations.executor.work import Postpone, Work, in_thread
 from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
 
-KIND = "model_load"
-_LOOK_AT_CHILD = 2.0
-_LOOK_AT_SLOT = 2.0
+_INSTALL_POLL = 2.0
+_SLOT_POLL = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
-_SHARE_OF_INSTALL, _AND_FILES = 0.9, 0.45
+_INSTALLED, _INSTALLED_BEFORE_FILES = 0.9, 0.45
 """Progress (0 to 1) of a load with its backend installed; the second if the model's files may follow."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One claimed attempt of a load with its reserved slot."""
-
-    work: Work
-    definition: Definition
-    slot: Slot
-    worker: Worker
-    backoffs: NodeBackoffs
-    """The nodes that failed this load before, or did not answer."""
-    why: str
-    """The reason for the choice of this slot."""
-    deadline: ProgressDeadline
-    payload: int = 0
-    """Bytes of the model's files; 0 = unknown."""
-    room: PendingEviction | None = None
-    """The replicas that must stop before the slot can be used; None if there are none."""
-    listed: messages.ListReply | None = None
-    """The worker's backends, if it has listed them since the slot was free."""
-
-    @property
-    def id(self) -> AttemptId:
-        """The owner of the attempt's row."""
-        return attempt_id(self.work)
-
-    @property
-    def process_key(self) -> str:
-        """The engine process on the worker."""
-        return messages.process_key(self.definition.name, self.slot.replica_index)
-
-    def tick(self, phase: str, message: str, **figures: Any) -> Tick:
-        """Return a progress report of the load."""
-        return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
-
-    async def report(self, phase: str, message: str, *, time_limit: float | None = None) -> None:
-        """Report the next step and its limit in seconds; raise LeaseLost if the lease is lost."""
-        limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
-        await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
-
-
-def attempt_id(work: Work) -> AttemptId:
-    """Return operation and fence: unique for each attempt."""
-    return AttemptId(work.id, work.operation.fence)
 
 
 class LoadModel:
@@ -114,87 +60,74 @@ class LoadModel:
 
     def __init__(self, bus: Bus, definitions: Folder, wake_ups: WakeUps) -> None:
         self._bus, self._definitions, self._wake_ups = bus, definitions, wake_ups
-        self._lanes = TransferLimits()
+        self._transfer_limits = TransferLimits()
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the load; raise Postpone with the reason while it must wait."""
-        await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
+        await in_thread(load_ends.end_abandoned_loads, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
         except FolderUnresponsive as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
-            missing = errors.NotFound(f"model {work.operation.element} is not defined")
-            raise await attempts.record_end(work, Cause.UNDEFINED, missing)
+            raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
         name, besides = definition.name, request.excluded_nodes
         if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}
         if not request.is_scale_up and await in_thread(fleet_queries.is_being_loaded, name, besides=besides):
             # R2.64: no replica too many.
-            operation = await in_thread(Operation.objects.get, pk=work.id)
-            outcome = load_placement.retry_or_end(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
-            raise await attempts.record_end(work, Cause.ON_ITS_WAY, outcome)
+            raise await in_thread(
+                load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
+            )
         if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
             definition
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
-        attempt = await self._place(work, definition)
+        attempt, eviction = await self._place(work, definition)
         try:
-            return await unless(_slot_lost(attempt), self._run(attempt))
-        except (WorkerGone, Lost, Refused, Busy) as gone:
+            return await unless(_slot_lost(attempt), self._run(attempt, eviction))
+        except Exception as error:
             await _give_up(attempt)
-            # Refresh: requests that came while the attempt ran have moved the load's deadline.
-            outcome = retry_after_loss(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
-            cause = Cause.WORKER_GONE if isinstance(gone, WorkerGone) else Cause.ENGINE_DIED
-            raise await attempts.record_end(work, cause, outcome, attempt.slot) from gone
-        except NodeRefused as refusal:
-            await _give_up(attempt)
-            outcome = retry_after_refusal(
-                attempt, await in_thread(Operation.objects.get, pk=work.id), refusal
-            )
-            raise await attempts.record_end(work, Cause.NODE_REFUSED, outcome, attempt.slot) from refusal
-        except (LoadFailed, Abandoned, Postpone) as end:
-            await _give_up(attempt)
-            cause = Cause.FAILED if isinstance(end, LoadFailed) else Cause.INTERRUPTED
-            await attempts.record_end(work, cause, end, attempt.slot)
-            raise
-        except Exception:
-            await _give_up(attempt)
-            raise
+            outcome = await in_thread(load_attempts.after_error, attempt, error)
+            if outcome is error:
+                raise
+            raise outcome from error
 
-    async def _place(self, work: Work, definition: Definition) -> Attempt:
+    async def _place(self, work: Work, definition: Definition) -> tuple[Attempt, PendingEviction | None]:
         files = await self._definitions.sizes.of(definition)
         need = needs.estimate_need(definition, files)
-        wanted = load_placement.LoadNeeds(definition, need, await self._definitions.conflicting(definition))
-        place = await load_placement.reserve_slot(self._bus, work, wanted, attempt=attempt_id(work))
-        listed = place.listed
+        load_needs = load_placement.LoadNeeds(
+            definition, need, await self._definitions.conflicting(definition)
+        )
+        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=attempt_id(work))
+        slot, listed = placement.slot, placement.listed
         worker = Worker(
             self._bus,
-            str(place.slot.node_id),
-            place.slot.node_name,
+            str(slot.node_id),
+            slot.node_name,
             listed.instance if listed is not None else "",
             answered=listed is not None,
         )
-        return Attempt(
+        attempt = Attempt(
             work,
             definition,
-            place.slot,
+            slot,
             worker,
-            place.backoffs,
-            place.why,
+            placement.backoffs,
+            placement.why,
             ProgressDeadline(work),
             files.payload,
-            place.room,
             listed,
         )
+        return attempt, placement.eviction
 
-    async def _run(self, attempt: Attempt) -> Mapping[str, Any]:
-        if attempt.room is not None:
-            await wait_until_evicted(attempt.room, attempt.work, attempt.slot)
-        await self._bring_backend(attempt)
+    async def _run(self, attempt: Attempt, eviction: PendingEviction | None) -> Mapping[str, Any]:
+        if eviction is not None:
+            await wait_until_evicted(eviction, attempt.work, attempt.slot)
+        await self._ensure_backend(attempt)
         options = await in_thread(node_options.tuned_options, attempt.definition, attempt.slot.node_id)
-        located, without = await delivery.stage_files(attempt, options, self._lanes)
+        located, without = await staging.stage_files(attempt, options, self._transfer_limits)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
         published = await in_thread(
@@ -204,7 +137,7 @@ class LoadModel:
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
-            told=fingerprint(options),
+            told=node_options.fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,
@@ -219,7 +152,7 @@ class LoadModel:
             **without,
         }
 
-    async def _bring_backend(self, attempt: Attempt) -> None:
+    async def _ensure_backend(self, attempt: Attempt) -> None:
         """Install the backend if the worker does not list it, and wait for that operation."""
         backend = attempt.definition.backend
         await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
@@ -244,7 +177,7 @@ class LoadModel:
         tries another node.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
-        fraction = _AND_FILES if attempt.payload else _SHARE_OF_INSTALL
+        fraction = _INSTALLED_BEFORE_FILES if attempt.payload else _INSTALLED
         before = (await in_thread(Operation.objects.get, pk=child)).attempts
         with self._wake_ups.watch(child) as watch:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
@@ -262,7 +195,7 @@ class LoadModel:
                     )
                     attempt.work.progress(figures)
                     await attempt.deadline.extend_on_progress(state.current_bytes)
-                await watch.changed(timeout=_LOOK_AT_CHILD)
+                await watch.changed(timeout=_INSTALL_POLL)
         return state
 
     async def _start_engine(self, attempt: Attempt) -> dial_targets.Contact:
@@ -271,14 +204,14 @@ class LoadModel:
         node = await in_thread(BackendNode.objects.filter(pk=attempt.slot.node_id).first)
         if node is None:
             raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
-        offered = install.offered_to(node)
+        offered = node_commands.offered_to(node)
         request = messages.InstallRequest(
             backend=attempt.definition.backend,
             model_id=attempt.definition.name,
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
-            gpus=gpu_pinning.reserved_gpus(attempt.slot),
+            gpus=node_options.reserved_gpus(attempt.slot),
         )
         reply = await _start_process(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine has ended.
@@ -292,10 +225,10 @@ class LoadModel:
         except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(slots.record_answer, attempt.slot, engine.address)
-        gpu_pinning.check_gpus(reply, attempt.slot)
+        node_options.check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
-            retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
+            retire.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
         ):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine
@@ -307,7 +240,7 @@ class LoadModel:
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            engine_options = options_from_mapping(gpu_pinning.with_gpu_split(options, attempt.slot))
+            engine_options = options_from_mapping(node_options.with_gpu_split(options, attempt.slot))
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
@@ -344,7 +277,7 @@ async def _list_backends(attempt: Attempt) -> messages.ListReply:
 
 
 async def _start_process(
-    attempt: Attempt, request: messages.InstallRequest, offered: install.GalleryOffer
+    attempt: Attempt, request: messages.InstallRequest, offered: node_commands.GalleryOffer
 ) -> messages.InstallReply:
     """Start the engine; wait for the reply while the worker is connected and the load is needed."""
     backend = attempt.definition.backend
@@ -373,7 +306,7 @@ async def _start_process(
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
     """Report the reason for the wait. Raise Abandoned if the load's deadline is over."""
-    if end := load_placement.end_if_not_needed(
+    if end := load_attempts.end_if_not_needed(
         await in_thread(Operation.objects.get, pk=attempt.work.id), reason
     ):
         raise end
@@ -385,7 +318,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before controllers have confirmed the end of this engine.
     """
-    engine = await in_thread(load_ends.give_up, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(load_ends.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 
@@ -399,13 +332,13 @@ def _admit_install(attempt: Attempt) -> UUID:
         [node], actor=operation.actor, request_id=operation.request_id, parent=operation
     )
     request = backend_requests.Wish(backend_requests.INSTALL, attempt.definition.backend)
-    return admission.ask(request, context, now=clock.now()).operation.id
+    return admission.admit(request, context, now=clock.now()).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:
     """Wait until the attempt has lost its slot, then raise WorkerGone."""
     while True:
-        await asyncio.sleep(_LOOK_AT_SLOT)
+        await asyncio.sleep(_SLOT_POLL)
         with contextlib.suppress(DatabaseError):
             if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")

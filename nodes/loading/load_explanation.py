@@ -16,10 +16,8 @@ from localai_cluster.web.shapes import Row
 from nodes.definitions.folder import folder
 from nodes.loading import needs
 from nodes.loading.failures import refusals
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.load import KIND
-from nodes.loading.load_placement import LoadNeeds, decide
-from nodes.loading.load_request import ANYWHERE, request_of
+from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
+from nodes.loading.load_request import ANYWHERE, KIND, request_of
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
 from nodes.loading.wait import has_other_node_since
 from nodes.models import NodeModel, PlacementRecord
@@ -125,8 +123,8 @@ def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> Expl
     """Return the decision of a load now, with the request and the back-offs of the active load if any."""
     request = request_of(load) if load is not None else ANYWHERE
     payload = load.payload if load is not None else {}
-    setbacks = from_payload(payload)
+    backoffs = from_payload(payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(payload))
-    excluded_nodes = backed_off_nodes(setbacks, now) | refusing_nodes
-    question, decision = decide(wanted, request, setbacks, excluded_nodes, refusing_nodes)
+    excluded_nodes = backed_off_nodes(backoffs, now) | refusing_nodes
+    question, decision = decide(wanted, request, backoffs, excluded_nodes, refusing_nodes)
     return decide_load(question, decision, find_eviction(wanted.definition.name, question, decision))

@@ -1,31 +1,38 @@
-"""Placing a load: the best node whose worker answers, or what the load waits for.
+"""Placement of a load: the best node whose worker answers, by eviction if it must, or a wait with its reason.
 
 The choice itself is pure (`nodes/placement`). This module reads the rows, contacts workers and reserves the
 slot. After each failure it chooses again, so the next node is tried at once.
+
+A node stays `healthy` for up to a minute after its worker has died. So several nodes are contacted at once,
+and many dead workers cost one short wait. If replicas must be evicted, the load holds its slot and its memory
+while controllers stop them, also if the load ends first.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import assert_never
 from uuid import UUID
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
-from nodes.backends.failed_installs import recent_refusals
+from nodes.backends.backend_requests import recent_refusals
+from nodes.commands.commands import Worker
+from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.load_snapshots import encode_load
 from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
-from nodes.loading import attempts, needs
-from nodes.loading.failures import Cause, refusals, refused_by_all
-from nodes.loading.free_memory import PendingEviction, find_eviction, pending_eviction
+from nodes.loading import load_attempts, needs
+from nodes.loading.failures import Cause, WorkerGone, refusals, refused_by_all
+from nodes.loading.load_attempts import retry_or_end
 from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
-from nodes.loading.node_contact import Contacted, contact_best
+from nodes.models import ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
-from nodes.placement.evict import Eviction
+from nodes.placement.evict import Eviction, choose_victims, join_names
 from nodes.placement.explain import DecisionOutcome, Explanation, FleetView
 from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.placement.node_backoff import (
@@ -39,14 +46,38 @@ from nodes.placement.node_backoff import (
 from nodes.replicas import eviction, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
-from operations.executor.work import Abandoned, Postpone, Work, in_thread
+from operations.executor.work import Abandoned, Work, in_thread
+from operations.ledger.progress import Tick
 from operations.models import Operation
 
 log = logging.getLogger(__name__)
 
-_LOOK_FOR_NODE = 5.0
-_LOOK_FOR_BUS = 1.0
+_NODE_POLL = 5.0
+_BUS_POLL = 1.0
+ANSWER_WITHIN = 3.0
+"""Seconds that a worker has to answer."""
+CONTACTS_AT_ONCE = 16
+"""Number of nodes that are contacted at the same time."""
+EVICTION_POLL = 0.5
 _NO_BUS = "this controller is not connected to the message bus"
+
+
+@dataclass(frozen=True)
+class PendingEviction:
+    """The replicas that must stop before the engine starts, and the sentence for the operation."""
+
+    replicas: tuple[UUID, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Contacted:
+    """The best node that answered, if any, and the better ones that did not."""
+
+    node: Candidate | None
+    silent: frozenset[UUID]
+    listed: ListReply | None = None
+    """The backends of that node; None if its worker could not list them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +96,7 @@ class Placement:
     slot: Slot
     backoffs: NodeBackoffs
     why: str
-    room: PendingEviction | None = None
+    eviction: PendingEviction | None = None
     """The replicas that must stop on the node first; None if there are none."""
     listed: ListReply | None = None
     """The node's backends, as its worker has just listed them; None if they must be listed again."""
@@ -77,13 +108,13 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
     Raises Postpone, LoadFailed or Abandoned if there is none.
     """
     request = request_of(work.operation)
-    setbacks = from_payload(work.operation.payload)
+    backoffs = from_payload(work.operation.payload)
     refusing_nodes = frozenset(refusal.node_id for refusal in refusals(work.operation.payload))
-    excluded_nodes = backed_off_nodes(setbacks, clock.now()) | refusing_nodes
+    excluded_nodes = backed_off_nodes(backoffs, clock.now()) | refusing_nodes
     listings = dict[UUID, ListReply | None]()
     while True:
         question, decision = await in_thread(
-            decide, wanted, request, setbacks, excluded_nodes, refusing_nodes
+            decide, wanted, request, backoffs, excluded_nodes, refusing_nodes
         )
         victims = await _choose_victims(question, decision, wanted)
         explanation = decide_load(question, decision, victims)
@@ -94,7 +125,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
         if explanation.node.id not in listings:
             answer = await _contact(bus, work, [node for node in ranked_nodes if node.id not in listings])
             for node_id in answer.silent:
-                setbacks = add_failure(setbacks, node_id, clock.now())
+                backoffs = add_failure(backoffs, node_id, clock.now())
             excluded_nodes |= answer.silent
             if answer.node is not None:
                 listings[answer.node.id] = answer.listed
@@ -105,7 +136,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
             room = pending_eviction(victims)
             # An eviction takes time, after which the listing is out of date.
             listed = listings[explanation.node.id] if room is None else None
-            return Placement(slot, setbacks, explanation.sentence, room, listed)
+            return Placement(slot, backoffs, explanation.sentence, room, listed)
         # The next snapshot shows the reason too, so this node is refused then.
         log.info("no place for %s on %s: %s", wanted.definition.name, explanation.node.name, slot.reason)
 
@@ -113,7 +144,7 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
 def decide(
     wanted: LoadNeeds,
     request: LoadRequest,
-    setbacks: NodeBackoffs,
+    backoffs: NodeBackoffs,
     excluded_nodes: Set[UUID],
     refusing_nodes: Set[UUID],
 ) -> tuple[LoadQuestion, Decision]:
@@ -122,11 +153,11 @@ def decide(
     A node that has refused the backend recently ranks last, like a node that has failed the load.
     """
     name = wanted.definition.name
-    setbacks = {**recent_refusals(wanted.definition.backend, now=clock.now()), **setbacks}
+    backoffs = {**recent_refusals(wanted.definition.backend, now=clock.now()), **backoffs}
     selector = fleet_queries.selectors_of([name])[name]
     view, decision = fleet_cache.shared_cache().decide(
         name,
-        FleetView((), wanted.need, selector, setbacks, frozenset(excluded_nodes), request.is_restricted),
+        FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), request.is_restricted),
         only=request.allowed_nodes,
         besides=request.excluded_nodes,
         conflicts=wanted.conflicts,
@@ -179,9 +210,9 @@ async def _contact(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Contacte
     try:
         return await contact_best(bus, nodes)
     except NotConnected:
-        operation = await in_thread(Operation.objects.get, pk=work.id)
-        outcome = retry_or_end(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
-        raise await attempts.record_end(work, Cause.NO_BUS, outcome) from None
+        raise await in_thread(
+            load_attempts.without_slot, work.id, Cause.NO_BUS, _NO_BUS, seconds=_BUS_POLL, waiting=False
+        ) from None
 
 
 def _lacks_room(request: LoadRequest, question: LoadQuestion, decision: Decision) -> bool:
@@ -203,16 +234,16 @@ async def _no_node(
     need, by which it is woken, and `lacks_room`, by which the replica pass terminates the replaced replica
     first.
     """
-    setbacks = question.view.backoffs
-    back_off = seconds_until_retry(setbacks, clock.now())
-    seconds = _LOOK_FOR_NODE if back_off is None else min(back_off, _LOOK_FOR_NODE)
+    backoffs = question.view.backoffs
+    back_off = seconds_until_retry(backoffs, clock.now())
+    seconds = _NODE_POLL if back_off is None else min(back_off, _NODE_POLL)
     # Refresh: requests that came while workers were contacted have moved the load's deadline.
     operation = await in_thread(Operation.objects.get, pk=work.id)
     if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
         payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
-        payload = into_payload(payload, setbacks)
+        payload = into_payload(payload, backoffs)
         outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)
     if is_abandoned:
@@ -228,25 +259,75 @@ def _record(operation: Operation, explanation: Explanation, fleet_sections: Sect
     decision_log.record(DecisionRecord(operation.element, operation.pk, explanation, snapshot_ref), now=now)
 
 
-def retry_or_end(
-    operation: Operation,
-    reason: str,
-    *,
-    seconds: float,
-    payload: Mapping[str, Any] | None = None,
-    waiting: bool = True,
-) -> Exception:
-    """Return a retry in `seconds`, or the end of the load if its deadline is over."""
-    return end_if_not_needed(operation, reason) or Postpone(
-        reason, seconds=seconds, waiting=waiting, payload=payload
-    )
+async def contact_best(bus: Bus, ranked: Sequence[Candidate]) -> Contacted:
+    """Contact the first `CONTACTS_AT_ONCE` nodes, best first, and return with the best answer.
+
+    Raises NotConnected when this process has lost the bus: then silence is no evidence about the nodes.
+    """
+    tasks = {node.id: asyncio.create_task(_answers(bus, node)) for node in ranked[:CONTACTS_AT_ONCE]}
+    silent: set[UUID] = set()
+    try:
+        for node in ranked[:CONTACTS_AT_ONCE]:
+            is_connected, listed = await tasks[node.id]
+            if is_connected:
+                return Contacted(node, frozenset(silent), listed)
+            silent.add(node.id)
+        return Contacted(None, frozenset(silent))
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-def end_if_not_needed(operation: Operation, reason: str) -> Abandoned | None:
-    """Return the end of a load that is no longer needed, with `reason`; None while it is needed."""
-    if operation.needed_until is None or operation.needed_until > clock.now():
+async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN):
+            answer = await Worker(bus, str(node.id), node.name).backends(ANSWER_WITHIN)
+    except TimeoutError:
+        return False, None
+    match answer:
+        case Done(listed):
+            return True, listed
+        case Refused() | Unreadable():
+            return True, None  # the worker is connected; the attempt judges its reply
+        case NoResponders() | StillRunning():
+            return False, None
+        case BusDown(reason):
+            raise NotConnected(reason)
+        case _:
+            assert_never(answer)
+
+
+def find_eviction(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
+    """Return the eviction for a load, without a node if none can help; None if no node lacks only memory."""
+    nodes, need = question.lacking(decision), question.view.need
+    if not nodes:
         return None
-    request = request_of(operation)
-    if request.is_scale_up:
-        return Abandoned(f"not possible in time ({request.reason}); {reason}")
-    return Abandoned(f"no request waits for it any more; {reason}")
+    now = clock.now()
+    residents = eviction.residents([node.id for node in nodes], now=now)
+    return choose_victims(nodes, residents, eviction.guard(model_name, residents, now=now), need)
+
+
+def pending_eviction(victims: Eviction | None) -> PendingEviction | None:
+    """Return the replicas that the load must wait for; None without an eviction."""
+    if victims is None:
+        return None
+    return PendingEviction(tuple(replica.id for replica in [*victims.victims, *victims.leaving]), victims.why)
+
+
+async def wait_until_evicted(pending: PendingEviction, work: Work, slot: Slot) -> None:
+    """Return when all replicas have stopped; raise WorkerGone if one stays or serves again."""
+    limit = eviction.STOPS_WITHIN.total_seconds()
+    deadline = clock.monotonic() + limit
+    await work.report(Tick("loading", pending.why, node_id=slot.node_id, node_name=slot.node_name))
+    while remaining := await in_thread(_remaining, pending):
+        if serving := [name for name, state in remaining if state == ReplicaState.LOADED]:
+            raise WorkerGone(f"{join_names(serving)} on {slot.node_name} serves again")
+        if clock.monotonic() >= deadline:
+            names = join_names(name for name, _ in remaining)
+            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
+        await asyncio.sleep(EVICTION_POLL)
+
+
+def _remaining(pending: PendingEviction) -> list[tuple[str, str]]:
+    return [(str(row), row.state) for row in eviction.remaining_rows(pending.replicas)]

@@ -1,10 +1,27 @@
-"""The request in the payload of a load: the model, whether it is a scale-up, and the allowed nodes."""
+"""Requests of loads: the payload of the operation `model_load`, its creation, and its progress deadline.
 
+A load with a waiting request is needed as long as the request waits. No request waits for a scale-up: it
+expires after the install and load limits (R2.24), and later while it makes progress, so bytes arrive or
+LoadModel runs. The row stores the deadline, so another controller continues with it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from uuid import UUID
 
-from operations.models import Operation
+from django.db import transaction
 
+from localai_cluster.kit import clock, conf
+from nodes.models.replica import load_key
+from nodes.placement import deadlines
+from operations.executor.work import Work, in_thread
+from operations.ledger import admission
+from operations.models import Operation, Status
+
+KIND = "model_load"
+"""The kind of the operation."""
 EXCLUDED_NODES, ALLOWED_NODES, SCALE_UP = "besides", "only", "another"
 REASON, REPLACES = "reason", "replaces"
 """Payload keys."""
@@ -48,3 +65,119 @@ def request_of(operation: Operation) -> LoadRequest:
         reason=payload.get(REASON, ""),
         replaces=UUID(payload[REPLACES]) if payload.get(REPLACES) else None,
     )
+
+
+_AT_MOST_EVERY = deadlines.STALL / 20
+"""Seconds between two writes of the deadline."""
+
+
+def initial_seconds() -> float:
+    """Return the initial progress deadline of a scale-up, in seconds."""
+    cluster = conf.cluster()
+    return deadlines.progress_deadline(cluster.install_timeout, cluster.model_load_timeout)
+
+
+class ProgressDeadline:
+    """The progress deadline of one attempt; only that of a scale-up moves."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._moved_at = -_AT_MOST_EVERY
+        self._bytes = 0
+
+    async def extend_on_progress(self, current_bytes: int) -> None:
+        """Extend the deadline to `STALL` from now if there are more bytes than before."""
+        if current_bytes > self._bytes and clock.monotonic() >= self._moved_at + _AT_MOST_EVERY:
+            self._bytes, self._moved_at = current_bytes, clock.monotonic()
+            await self.extend_for(min(deadlines.STALL, initial_seconds()))
+
+    async def extend_for(self, seconds: float) -> None:
+        """Extend the deadline for a step that begins now and may take `seconds`."""
+        operation, now = self._work.operation, clock.now()
+        if request_of(operation).is_scale_up:
+            age = (now - operation.created_at).total_seconds()
+            remaining = deadlines.extend_deadline(age, seconds, initial_seconds())
+            await in_thread(admission.need_until, operation.id, now + timedelta(seconds=remaining))
+
+
+@dataclass(frozen=True)
+class ActiveLoads:
+    """The loads of some models that have not ended yet."""
+
+    counts: Mapping[str, int]
+    pinned: Mapping[str, frozenset[UUID]]
+    """By model: the nodes that have a load of their own."""
+    replacing: Mapping[UUID, bool]
+    """The replicas that a load will replace; True if it waits for their memory."""
+
+
+def request_scale_up(
+    model_name: str,
+    *,
+    allowed_nodes: Collection[UUID] | None,
+    actor: str,
+    reason: str,
+    replaces: UUID | None = None,
+) -> Operation:
+    """Create the load of one more replica, on one of the allowed nodes, or on any that the rule allows.
+
+    Every call creates a load; `active_loads` counts them. The replica that it `replaces` is terminated when
+    the new one serves. Raises Conflict while the model is being unloaded or deleted, and RuntimeError inside
+    a transaction, which would hold the counter of changes while it waits for the model's lock.
+    """
+    now = clock.now()
+    request = admission.OperationRequest(
+        KIND,
+        key=load_key(model_name),
+        element=model_name,
+        actor=actor,
+        payload={
+            "model": model_name,
+            SCALE_UP: True,
+            ALLOWED_NODES: None if allowed_nodes is None else sorted(map(str, allowed_nodes)),
+            REASON: reason,
+        }
+        | ({} if replaces is None else {REPLACES: str(replaces)}),
+        needed_until=now + timedelta(seconds=initial_seconds()),
+    )
+    with transaction.atomic(durable=True):
+        return admission.admit_one_more(request, now=now)
+
+
+def active_loads(model_names: Collection[str]) -> ActiveLoads:
+    """Return the active loads of these models; one query."""
+    loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()
+    counts = Counter(dict.fromkeys(model_names, 0))
+    pinned: dict[str, frozenset[UUID]] = defaultdict(frozenset)
+    replacing: dict[UUID, bool] = {}
+    for name, status, payload in loads.values_list("element", "status", "payload"):
+        counts[name] += 1
+        if payload.get(ALLOWED_NODES):
+            pinned[name] |= frozenset(map(UUID, payload[ALLOWED_NODES]))
+        if payload.get(REPLACES):
+            replacing[UUID(payload[REPLACES])] = status == Status.WAITING and bool(payload.get(LACKS_ROOM))
+    return ActiveLoads(dict(counts), dict(pinned), replacing)
+
+
+NEEDED_FOR = timedelta(seconds=60)
+"""The time for which each call of `load_on_other_node` keeps the load needed."""
+
+
+def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> Operation:
+    """Load the model on another node than this one, whose replica is about to stop; join an active load.
+
+    Raises Conflict while other work on the model is in progress.
+    """
+    now = clock.now()
+    if operation_id is None:
+        request = admission.OperationRequest(
+            KIND,
+            key=load_key(model),
+            element=model,
+            actor="system",
+            payload={EXCLUDED_NODES: [str(node_id)]},
+            needed_until=now + NEEDED_FOR,
+        )
+        return admission.admit(request, now=now).operation
+    admission.need_until(operation_id, now + NEEDED_FOR)
+    return Operation.objects.get(pk=operation_id)

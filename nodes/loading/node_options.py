@@ -1,7 +1,7 @@
 """Load options at a node: those of the definition, tuned to the machine unless that is disabled (R2.80).
 
 They depend on the node and are part of no revision: the same definition may load with other values on another
-node.
+node. On a node that reports its GPUs an engine sees only those that its slot has reserved.
 """
 
 import hashlib
@@ -12,18 +12,21 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf
+from localai_cluster.messaging.messages import InstallReply
 from nodes.definitions.files import Definition, load_options
+from nodes.loading.failures import NodeRefused
 from nodes.models import BackendNode
+from nodes.replicas.slots import Slot
 
 
 def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
-    """R2.80; one query. A node that has gone, or tells nothing of its memory, changes little."""
+    """Return the options for an engine at the node; one query."""
     options = load_options(definition)
     if not conf.cluster().node_options:
         return options
     columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
-    found = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
-    return tune_options(options, definition.backend, Machine(*found) if found else Machine())
+    row = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
+    return tune_options(options, definition.backend, Machine(*row) if row else Machine())
 
 
 _GIB = 2**30
@@ -79,3 +82,27 @@ def fingerprint(options: Mapping[str, Any]) -> str:
     """Return the SHA-256 (hex) of an engine's options."""
     content = json.dumps(options, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+_MIB = 2**20
+
+
+def reserved_gpus(slot: Slot) -> tuple[str, ...]:
+    """Return the only GPUs that the engine may see; none: all of them."""
+    return tuple(gpu.id for gpu in slot.gpus)
+
+
+def check_gpus(reply: InstallReply, slot: Slot) -> None:
+    """Raise NodeRefused if the engine sees other GPUs, whose memory other loads have reserved."""
+    if slot.gpus and reply.gpus != reserved_gpus(slot):
+        raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
+
+
+def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
+    """Return the options of `LoadModel`, with the split of an engine over several GPUs.
+
+    Without it the engine would split by the memory that is free now, which may be another load's already.
+    """
+    if len(slot.gpus) < 2:
+        return options
+    return {**options, "TensorSplit": ",".join(str(max(gpu.amount // _MIB, 1)) for gpu in slot.gpus)}

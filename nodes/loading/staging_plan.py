@@ -1,9 +1,11 @@
-"""List the files of the models folder that an engine needs on another machine; rewrite its options for them.
+"""The files of the models folder that an engine needs on another machine, and its options for them there.
 
-The options of a definition name them: the model's file, others beside it, and values in `Options` and
-`Overrides` (R2.57, worker.md §14). `plan` reads the folder; `FilePlan.told` rewrites the options for the
-engine by the result of the transfer, without I/O. Nothing outside the models folder is sent: a path or link
-that leads out of it is not followed.
+The options of a definition name the files: the model's file, others beside it, and values in `Options` and
+`Overrides` (R2.57, worker.md §14). `plan_files` reads the folder; `FilePlan.engine_options` rewrites the
+options by the result of the transfer, without I/O. Nothing outside the models folder is sent: a path or link
+that leads out of it is not followed. The key of a file on a worker is `models/<model>/<path in the models
+folder>` (R2.58). The worker answers with the path on its own disk; without its relative part, that is the
+folder against which relative options resolve there.
 """
 
 import os
@@ -11,9 +13,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
+from localai_cluster.kit import names
 from nodes.definitions.sizes import (
     ADAPTERS,
     MOST_FILES,
@@ -23,7 +27,42 @@ from nodes.definitions.sizes import (
     shards,
     without_side_files,
 )
-from nodes.loading.file_keys import NoKey, key_of
+
+_ROUTE = "/v1/files/"
+
+
+class NoKey(ValueError):
+    """A path that cannot have a key on a worker; the text gives the reason."""
+
+
+def key_of(model: str, relative: str) -> str:
+    """Return the key of the file at this path in the models folder; NoKey if it leads out of that folder.
+
+    A name that cannot be written into a header or a gRPC message has no key either.
+    """
+    parts = (*model.split("/"), *relative.split("/"))
+    if not {"", ".", ".."}.isdisjoint(parts):
+        raise NoKey("leads out of its folder")
+    if "\\" in model or "\\" in relative:
+        raise NoKey("has a backslash in its name")
+    for text in (model, relative):
+        if character := names.unprintable(text):
+            raise NoKey(f"has the character {character} in its name")
+    return "/".join(("models", *parts))
+
+
+def path_of(key: str) -> str:
+    """Return the URL path of this key, with every reserved character encoded."""
+    return _ROUTE + "/".join(quote(part, safe="") for part in key.split("/"))
+
+
+def root_of(local_path: str, relative: str) -> str:
+    """Return the model's folder on the worker by its path of one file; NoKey if they do not match."""
+    root = local_path.removesuffix("/" + relative)
+    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
+        raise NoKey(f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it")
+    return root
+
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
 _SCALES = "LoraScales"
@@ -91,7 +130,7 @@ class FilePlan:
         """Return True if the model cannot be loaded without this file."""
         return any(target.option == MODEL_FILE and relative in target.needed for target in self.named)
 
-    def told(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    def engine_options(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
         """Return the options for an engine whose model files are in `root`, and a warning per lost option.
 
         `failed` maps each file that was not sent to the reason; files of the model itself must not be among
@@ -230,9 +269,9 @@ class _FolderReader:
             yield from map(self._file, parts)
             return
         count = 0
-        for base, folders, names in os.walk(path, onerror=_raise):
+        for base, folders, filenames in os.walk(path, onerror=_raise):
             folders.sort()
-            for name in without_side_files(names):
+            for name in without_side_files(filenames):
                 count += 1
                 if count > MOST_FILES:
                     raise Unsendable(f"has more than {MOST_FILES} files")

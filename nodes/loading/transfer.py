@@ -5,27 +5,118 @@ with its range and the hash of the complete file (worker.md §12, §13), or by s
 body above its limit. Transient failures are retried after 1, 2, 4 … 30 s for as long as bytes get further
 than ever before, but a worker that does not answer at all is tried only `MOST_UNANSWERED` times; everything
 else is a refusal with the worker's text. The worker holds the state, so another controller can resume the
-transfer of a controller that was killed.
+transfer of a controller that was killed. `UploadMeter` adds up the progress of all files of a model.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TypeVar
 
 import httpx
 
 from localai_cluster.kit import clock, names
-from nodes.loading.file_hashes import CHUNK, hash_of
-from nodes.loading.file_keys import path_of
-from nodes.loading.source_files import OpenedFile
-from nodes.loading.staging_plan import LocalFile
-from nodes.loading.upload_meter import UploadMeter
+from localai_cluster.messaging.messages import human_bytes
+from nodes.loading.source_files import CHUNK, OpenedFile, hash_of
+from nodes.loading.staging_plan import LocalFile, path_of
 from nodes.placement import deadlines
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay
+
+_WINDOW = 15.0
+"""Seconds of transfer from which the rate is computed."""
+
+
+@dataclass
+class UploadMeter:
+    """The progress of all files; `sizes` maps each path to its bytes."""
+
+    sizes: Mapping[str, int]
+    node: str
+    now: str = ""
+    """The current step, in words."""
+    moved: int = 0
+    """Bytes that this attempt has read or sent, repetitions included: a sign of life."""
+    _positions: dict[str, int] = field(default_factory=dict)
+    _finished: set[str] = field(default_factory=set)
+    _sent: int = 0
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
+    @property
+    def current(self) -> int:
+        """Bytes that the worker has."""
+        return sum(self._positions.values())
+
+    @property
+    def file_index(self) -> int:
+        """Number of the file that is being sent, from 1."""
+        return min(len(self._finished) + 1, len(self.sizes))
+
+    def set_present(self, relative: str, position: int) -> None:
+        """Record the bytes that the worker has, if it is the same file."""
+        self._positions[relative] = position
+
+    def start_file(self, relative: str, position: int) -> None:
+        """Record that the file is sent from this position on; the worker has the bytes before it."""
+        self._positions[relative] = position
+        self.now = f"sending {relative} to {self.node}"
+
+    def add_sent(self, relative: str, count: int) -> None:
+        """Record that more bytes of the file were sent."""
+        self._positions[relative] = min(self._positions.get(relative, 0) + count, self.sizes[relative])
+        self.moved += count
+        self._sent += count
+
+    def add_read(self, relative: str, count: int) -> None:
+        """Record that bytes of the file were read for its hash."""
+        self.moved += count
+        self.now = f"reading {relative} for its hash"
+
+    def set_status(self, reason: str) -> None:
+        """Record that nothing moves for a while."""
+        self.now = reason
+
+    def finish_file(self, relative: str) -> None:
+        """Record that the worker has the complete file."""
+        self._positions[relative] = self.sizes[relative]
+        self._finished.add(relative)
+
+    def skip_file(self, relative: str) -> None:
+        """Record that the file is skipped; it counts as finished."""
+        self.finish_file(relative)
+
+    def rate(self, now: float) -> int:
+        """Return the recent bytes per second, 0 while unknown. Stores one sample per call."""
+        self._samples.append((now, self._sent))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:
+            self._samples.popleft()
+        start, sent_before = self._samples[0]
+        return round((self._sent - sent_before) / (now - start)) if now - start >= 1 else 0
+
+    def sentence(self, rate: int) -> str:
+        """Describe the progress for people."""
+        text = self.now
+        if len(self.sizes) > 1:
+            text += f", file {self.file_index} of {len(self.sizes)}"
+        text += f": {human_bytes(self.current)} of {human_bytes(self.total)}"
+        if rate > 0 and self.current < self.total:
+            text += f", {human_bytes(rate)}/s, {_format_duration((self.total - self.current) / rate)} left"
+        return text
+
+
+def _format_duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
 
 _MOST_BYTES = 64 * 1024
 """Most bytes of a response that are read."""
@@ -122,19 +213,19 @@ class Transfer:
         self._reason = "no answer"
         self._remote = Remote()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check how much of the file the worker has, by its size.
 
         Raise FileRefused, Stalled and Unreachable.
         """
-        await self._with_stall_limit(self._look)
+        await self._with_stall_limit(self._check)
 
-    async def bring(self) -> str:
+    async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
 
         Raises FileRefused, Stalled, Unreachable, Changed and OSError.
         """
-        return await self._with_stall_limit(self._bring)
+        return await self._with_stall_limit(self._send_if_missing)
 
     async def _with_stall_limit(self, step: Callable[[], Awaitable[Result]]) -> Result:
         try:
@@ -147,20 +238,20 @@ class Transfer:
             limit = f"{self._stall:g} s"
             raise Stalled(f"{self._file.relative} got no further for {limit} ({self._reason})") from None
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         while True:
             try:
                 self._remote = await self._head()
                 break
             except httpx.TransportError as error:
                 await self._pause(reason_of(error))
-        self._meter.finds(self._file.relative, min(self._remote.size, self._file.size))
+        self._meter.set_present(self._file.relative, min(self._remote.size, self._file.size))
 
-    async def _bring(self) -> str:
+    async def _send_if_missing(self) -> str:
         sha256, stamp = await hash_of(self._file, self._record_read)
         if not self._remote.has(sha256):
             return await self._send(sha256, stamp)
-        self._meter.arrived(self._file.relative)
+        self._meter.finish_file(self._file.relative)
         return self._remote.path
 
     async def _send(self, sha256: str, stamp: str) -> str:
@@ -190,7 +281,7 @@ class Transfer:
             refused_offset = offset if response.status == 416 and ranged else None
             if response.status != 308 or not before < self._furthest < self._file.size:
                 await self._pause(f"{_TRANSIENT[response.status]} ({response.status})")
-        self._meter.arrived(self._file.relative)
+        self._meter.finish_file(self._file.relative)
         return path
 
     async def _head(self) -> Remote:
@@ -227,7 +318,7 @@ class Transfer:
         }
         if ranged:
             headers["Content-Range"] = f"bytes {offset}-{end - 1}/{size}"
-        self._meter.starts(self._file.relative, offset)
+        self._meter.start_file(self._file.relative, offset)
         source = OpenedFile(self._file, stamp, offset)
         try:
             body = self._pieces(source, offset, end)
@@ -238,10 +329,10 @@ class Transfer:
             source.close()
 
     async def _pieces(self, source: OpenedFile, at: int, end: int) -> AsyncIterator[bytes]:
-        while piece := await source.take(min(CHUNK, end - at)):
+        while piece := await source.read(min(CHUNK, end - at)):
             yield piece
             at += len(piece)
-            self._meter.sends(self._file.relative, len(piece))
+            self._meter.add_sent(self._file.relative, len(piece))
             if at > self._furthest:
                 self._furthest, self._pauses = at, 0
                 self._record_progress()
@@ -252,7 +343,7 @@ class Transfer:
         return text.replace(token, "…") if token else text
 
     def _record_read(self, count: int) -> None:
-        self._meter.reads(self._file.relative, count)
+        self._meter.add_read(self._file.relative, count)
         self._record_progress()
 
     def _record_progress(self) -> None:
@@ -279,7 +370,7 @@ class Transfer:
     async def _pause(self, reason: str) -> None:
         seconds = retry_delay(self._pauses)
         self._reason, self._pauses = reason, self._pauses + 1
-        self._meter.waits(f"{self._file.relative}: {reason}; again in {seconds:.0f} s")
+        self._meter.set_status(f"{self._file.relative}: {reason}; again in {seconds:.0f} s")
         await asyncio.sleep(seconds)
 
 

@@ -22,7 +22,7 @@ from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.load import KIND
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from operations.executor.wake_ups import WakeUps

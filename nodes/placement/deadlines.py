@@ -1,7 +1,7 @@
 """Limits for the duration of a load: its LoadModel by the size of the files, the load by its steps. Pure.
 
 All in seconds. A load as a whole has no fixed limit: `hold` is its first progress deadline, and any progress
-extends it (`nodes/loading/progress_deadline.py`).
+extends it (`nodes/loading/load_request.py`).
 """
 
 LOAD, LONGEST_LOAD = 300.0, 6 * 3600.0

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from nodes.decisions import decision_log, load_snapshots, scale_records, snapshot_log
 from nodes.decisions.snapshot_log import SnapshotRef, State
-from nodes.loading import attempts
+from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.explain import DecisionOutcome
 from nodes.placement.load_decision import decide_load
@@ -33,7 +33,7 @@ def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
 def replay(record: PlacementRecord) -> ReplayedDecision | None:
     """Decide again; return None if the snapshot has been pruned."""
     if record.kind == DecisionKind.ATTEMPT:
-        return ReplayedDecision(attempts.ending(record.facts), record.reason, record.node_id)
+        return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
     state = snapshot_log.read_snapshot(SnapshotRef(record.base, record.position))
@@ -42,7 +42,7 @@ def replay(record: PlacementRecord) -> ReplayedDecision | None:
     if record.kind == DecisionKind.SCALE:
         return _replay_rule(state, record)
     if record.kind == DecisionKind.UNLOAD:
-        words = unload_records.again(state, record.model_name, record.operation_id)
+        words = unload_records.replay_unload(state, record.model_name, record.operation_id)
         return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
     return _replay_load(state, record)
 

@@ -64,7 +64,7 @@ def _catch_up(now: datetime) -> int:
 
 def _put_back(now: datetime) -> int:
     """Return withdrawn replicas to the picks where no upgrade needs them; no intent ends."""
-    if restored := upgrade_drains.return_forgotten():
+    if restored := upgrade_drains.return_without_upgrade():
         log.info("%d replicas serve again: no upgrade needs them out of the picks", restored)
     return 0
 

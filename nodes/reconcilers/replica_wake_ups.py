@@ -31,7 +31,7 @@ class Scaler:
             await asyncio.sleep(GATHER)
             self._look.clear()
             try:
-                looked = await in_thread(replicas.look, tick=False)
+                looked = await in_thread(replicas.run_pass, tick=False)
             except DatabaseError as error:
                 log.warning("cannot see what the scheduling rules need: %s", error)
                 continue

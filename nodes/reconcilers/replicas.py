@@ -23,8 +23,8 @@ from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
 from nodes.decisions import scale_records
 from nodes.definitions import folder
-from nodes.loading import scale_up
-from nodes.loading.load import KIND
+from nodes.loading import load_request
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
 from nodes.replicas import drains, terminations, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
@@ -54,20 +54,20 @@ _SHOWN = 200
 """Characters of a load's error that a rule repeats."""
 
 
-def look(*, tick: bool) -> bool:
+def run_pass(*, tick: bool) -> bool:
     """One pass; False, and nothing done, if another process is at it. `tick`: see `plan`."""
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
-            rules, revisions = passes.read_desired_states(), revisions_now()
+            rules, revisions = passes.read_desired_states(), definition_revisions()
             ruled = {demand.model: demand for demand in rules}
             demands = [*rules, *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys())]
-            done = _carried_out(demands, revisions, now, tick=tick) if demands else []
+            done = _run_plan(demands, revisions, now, tick=tick) if demands else []
             passes.write_results([ruling for ruling in done if ruling.model in ruled], ruled, now)
     return mine
 
 
-def _carried_out(
+def _run_plan(
     demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
 ) -> list[RuleDecision]:
     about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
@@ -85,7 +85,7 @@ def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = scale_up.active_loads(names)
+    loads = load_request.active_loads(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -137,7 +137,7 @@ def _hosts(keys: Iterable[str]) -> list[FleetNode]:
     return [FleetNode(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
-def revisions_now() -> dict[str, str] | None:
+def definition_revisions() -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
         return {definition.name: definition.revision for definition in asyncio.run(folder.list_definitions())}
@@ -151,7 +151,7 @@ def apply(ruling: RuleDecision, now: datetime) -> RuleDecision:
     done: list[Action] = []
     for action in ruling.actions:
         try:
-            _carry_out(action, now)
+            _execute(action, now)
         except errors.ClusterError as refusal:
             log.info("%s: refused: %s", ruling.model, refusal.message)
             said = f"{ruling.reason}; refused: {refusal.message}"
@@ -166,16 +166,16 @@ def apply(ruling: RuleDecision, now: datetime) -> RuleDecision:
     return ruling
 
 
-def _carry_out(action: Action, now: datetime) -> None:
+def _execute(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
         case LoadReplica(model, only, reason, pinned, replaces):
-            scale_up.request_scale_up(
-                model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
+            load_request.request_scale_up(
+                model, allowed_nodes=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
             )
             log.info("%s: %s", model, reason)
         case EvictReplica(model, replica_id, reason):
-            give_way(replica_id, now)
+            replace_replica(replica_id, now)
             log.info("%s: %s", model, reason)
         case RetireReplica(model, replica_id, reason):
             retire(replica_id, reason, now)
@@ -190,11 +190,11 @@ def _carry_out(action: Action, now: datetime) -> None:
             assert_never(action)
 
 
-def give_way(replica_id: UUID, now: datetime) -> None:
+def replace_replica(replica_id: UUID, now: datetime) -> None:
     """Takes the replica out of the picks for good; Conflict if it is the last one and a request has come."""
     with transaction.atomic():
-        row = terminations.locked(replica_id)
-        if row is None or (row.in_flight and not terminations.serves_besides(row)):
+        row = terminations.lock_serving(replica_id)
+        if row is None or (row.in_flight and not terminations.has_other_replica(row)):
             raise errors.Conflict("the replica is in use again, or gone")
         terminations.replace([row.pk], now=now)
 
@@ -205,10 +205,10 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
     It leaves the picks here, under its row's lock: no request that runs there is ended.
     """
     with transaction.atomic():
-        row = terminations.idle(replica_id, since=now - IDLE_FOR)
+        row = terminations.lock_idle(replica_id, since=now - IDLE_FOR)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
-        if not terminations.enough_besides(row):
+        if not terminations.keeps_minimum(row):
             raise errors.Conflict("another replica of the model has gone since")
         request = UnloadRequest(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason

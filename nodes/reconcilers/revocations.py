@@ -16,8 +16,8 @@ from localai_cluster import bus_access
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import KeyPair
-from localai_cluster.messaging.credentials import revocations_of, revoking_token
 from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.messaging.servers import revocations_of, revoking_token
 from localai_cluster.metrics import passes
 from nodes.registry import bus_credentials
 from operations.executor.work import in_thread

@@ -50,7 +50,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.spread_all,
     )
     picture = _read_snapshot(rule, nodes, now)
-    fleet = _add_new_nodes(replicas.observe([demand], replicas.revisions_now(), now), picture)
+    fleet = _add_new_nodes(replicas.observe([demand], replicas.definition_revisions(), now), picture)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())

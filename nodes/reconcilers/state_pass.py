@@ -18,11 +18,11 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.probe_results import Sign
-from nodes.backends.processes import engines_of
+from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
 from nodes.registry import dial_targets
 from nodes.replicas import checks
-from nodes.replicas.evidence import Finding, Suspect, judge, lists
+from nodes.replicas.evidence import CheckResult, Suspect, is_listed, judge
 from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class StatePass:
         """Looks at everything that nobody looks at; answers how many replicas that was."""
         now = clock.now()
         heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
-        suspects = await in_thread(checks.claim, heard_since=heard_since, now=now)
+        suspects = await in_thread(checks.claim_suspects, heard_since=heard_since, now=now)
         if not suspects:
             return 0
         by_node = groupby(sorted(suspects, key=_node_of), key=_node_of)
@@ -84,25 +84,27 @@ class StatePass:
             for look in looks:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
-        findings: dict[Suspect, Finding] = {}
+        findings: dict[Suspect, CheckResult] = {}
         for look in done:
             if error := look.exception():
                 log.warning("the engines of a node were not looked at: %r", error)
             else:
                 findings |= look.result()
-        for gone in await in_thread(checks.settle, findings, now=now):
+        for gone in await in_thread(checks.record_results, findings, now=now):
             log.warning(
                 "engine %s on %s has ended: its replica serves no more", gone.process_key, gone.node_name
             )
         return len(suspects)
 
-    async def _judged(self, suspects: Sequence[Suspect]) -> dict[Suspect, Finding]:
+    async def _judged(self, suspects: Sequence[Suspect]) -> dict[Suspect, CheckResult]:
         """R4.24: the worker of one node first; what it lists or misses needs no probe."""
         node = suspects[0]
         async with self._nodes:
             running = await engines_of(Worker(self._bus, str(node.node_id), node.node_name))
         if running is not None:
-            return {one: judge(one, lists(running, one.process_key, one.address), None) for one in suspects}
+            return {
+                one: judge(one, is_listed(running, one.process_key, one.address), None) for one in suspects
+            }
         ports = await asyncio.gather(*(self._port(one) for one in suspects))
         return {one: judge(one, None, port) for one, port in zip(suspects, ports, strict=True)}
 

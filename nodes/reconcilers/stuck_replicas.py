@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 ACTOR = "system"
 
 
-def tell(*, now: datetime) -> int:
+def report_stuck(*, now: datetime) -> int:
     """Asks for the unloads, each in a transaction of its own; answers how many."""
     told = 0
-    for row in terminations.overdue(now=now):
+    for row in terminations.overdue_stops(now=now):
         reason = (
             f"its engine was to go ({row.get_reason_display().lower()}) and was not stopped: {row.stop_error}"
         )

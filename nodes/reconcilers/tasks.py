@@ -48,9 +48,9 @@ def state_pass() -> None:
         if not locked:
             return
         now = clock.now()
-        checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
+        checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount.recount()
-    if stuck_engines := stuck_replicas.tell(now=now):
+    if stuck_engines := stuck_replicas.report_stuck(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
@@ -68,7 +68,7 @@ def finish_drains() -> None:
 @left_out_in_an_outage
 def scale() -> None:
     """Run one tick of the replica pass (R4.1); return at once if another process holds the lock (R4.2)."""
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
 
 
 @left_out_in_an_outage

@@ -17,7 +17,7 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock
 from localai_cluster.metrics import passes
 from nodes.decisions import fleet_cache, fleet_queries
-from nodes.loading import load, needs
+from nodes.loading import load_request, needs
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
@@ -54,7 +54,9 @@ def _loads(changed: Changed) -> list[UUID]:
 
     An eviction may help a load that is not among them: that load polls by itself.
     """
-    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING).order_by("created_at", "id")
+    loads = Operation.objects.filter(kind=load_request.KIND, status=Status.WAITING).order_by(
+        "created_at", "id"
+    )
     waiting = list(loads.only("id", "element", "payload")[:MOST])
     if not waiting:
         return []

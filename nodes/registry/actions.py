@@ -38,11 +38,6 @@ class Action:
     event: Event | None = None
     """The event that it causes; None: it changes no fact about a node."""
     reason: Literal["none", "optional", "required"] = "none"
-    permission: Literal["change", "delete", "decide"] = "change"
-    is_final: bool = False
-    """True if it cannot be undone."""
-    title_of_many: str = ""
-    """On its button for several rows, if not `title`."""
 
 
 APPROVE = Action(
@@ -100,8 +95,6 @@ STOP = Action(
     "Stop the worker of a node.",
     "The worker drains itself, leaves and ends. It comes back only if its machine starts it again.",
     reason="optional",
-    is_final=True,
-    title_of_many="Stop the workers of",
 )
 ROTATE = Action(
     "rotate",
@@ -111,7 +104,6 @@ ROTATE = Action(
     "Request a secret rotation",
     "Have the worker replace its secret at its next call.",
     "The worker replaces its secret at next contact; until then it can only register.",
-    title_of_many="Rotate secrets of",
 )
 REVOKE = Action(
     "revoke",
@@ -124,8 +116,6 @@ REVOKE = Action(
     " until a worker registers with a new secret and an administrator approves it.",
     event=Event.REVOKED,
     reason="optional",
-    is_final=True,
-    title_of_many="Revoke secrets of",
 )
 REMOVE = Action(
     "remove",
@@ -137,8 +127,6 @@ REMOVE = Action(
     "Deletes the node's record; its timeline stays for the retention period. A running worker re-registers as"
     " a new, pending node.",
     event=Event.DEREGISTERED,
-    permission="delete",
-    is_final=True,
 )
 NODE_ACTIONS: Mapping[str, Action] = {
     action.name: action for action in (APPROVE, REJECT, DRAIN, RESUME, STOP, ROTATE, REVOKE, REMOVE)
@@ -155,8 +143,6 @@ ACCEPT = Action(
     "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
     " offline until the new worker registers. Accepting a claim to another name only renames the node; one to"
     " another address makes the worker there the node.",
-    permission="decide",
-    is_final=True,
 )
 REFUSE = Action(
     "refuse",
@@ -166,7 +152,6 @@ REFUSE = Action(
     "Refuse an identity conflict",
     "Refuse a conflict: the node stays as it is, and the claimant stays refused.",
     "The node keeps its identity; the claimant stays refused. It can still be accepted later.",
-    permission="decide",
 )
 
 

@@ -16,7 +16,7 @@ from django.db.models.functions import Greatest
 
 from localai_cluster import bus_access
 from localai_cluster.kit import conf, nkeys
-from localai_cluster.messaging.credentials import Credentials, mint_worker
+from localai_cluster.messaging.servers import Credentials, mint_worker
 from nodes.models import BackendNode, BusCredential
 from operations.changes import events
 

@@ -167,7 +167,7 @@ class Change:
 
     def _depart(self, which: states.Replicas) -> None:
         if which == "forgotten":
-            retire.forget(self.node.id)
+            retire.forget_nodes(self.node.id)
         elif which == "all" or (
             which == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):

@@ -45,7 +45,7 @@ NOT_ACCEPTABLE = {
 
 def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
     """Return the mismatch if a bearer of `fingerprint` ("" = shared token) may not register as `node`."""
-    if principals.same(fingerprint, node.fingerprint):
+    if principals.secrets_equal(fingerprint, node.fingerprint):
         return Kind.INSTANCE if instance and instance in node.former_instances else None
     if node.fingerprint:
         return Kind.SECRET if fingerprint else Kind.TOKEN
@@ -283,7 +283,7 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
     """
     fingerprint = identity.check_node_secret(new_secret)
     with changing(node_id, now) as change:
-        if not principals.same(old_fingerprint, change.node.fingerprint):
+        if not principals.secrets_equal(old_fingerprint, change.node.fingerprint):
             raise errors.NotAuthenticated("invalid node credential")
         _replace_secret(change, fingerprint, actors.WORKER)
         change.tell(NodeEvent.Kind.ROTATED, actors.WORKER)

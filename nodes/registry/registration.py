@@ -17,8 +17,8 @@ from django.db.models import Q
 
 from localai_cluster.accounts import actors, principals
 from localai_cluster.kit import addresses, conf, errors, logs, names
-from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
+from localai_cluster.messaging.servers import Credentials
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
     bus_credentials,
@@ -241,7 +241,7 @@ def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple
 
 
 def _is_bound(node: BackendNode, new_claim: Claim) -> bool:
-    return node.revision > 0 and principals.same(new_claim.fingerprint, node.fingerprint)
+    return node.revision > 0 and principals.secrets_equal(new_claim.fingerprint, node.fingerprint)
 
 
 def _record_conflict(

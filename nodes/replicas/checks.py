@@ -20,7 +20,7 @@ from localai_cluster.kit.rows import update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import retire, terminations
-from nodes.replicas.evidence import Finding, Suspect
+from nodes.replicas.evidence import CheckResult, Suspect
 from nodes.replicas.statements import Rows
 from operations.changes import events
 
@@ -51,7 +51,7 @@ class ExitReport:
     address: str
 
 
-def ask(*, heard_since: datetime, now: datetime) -> bool:
+def request_checks(*, heard_since: datetime, now: datetime) -> bool:
     """Wake the controllers if there are suspect engines; return True if so.
 
     A replica that is no longer suspect loses its streaks of misses (R4.35).
@@ -71,7 +71,7 @@ def ask(*, heard_since: datetime, now: datetime) -> bool:
     return has_suspects
 
 
-def claim(*, heard_since: datetime, now: datetime) -> list[Suspect]:
+def claim_suspects(*, heard_since: datetime, now: datetime) -> list[Suspect]:
     """Claim and return the suspects that no other controller checks; two statements."""
     free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIMED_FOR)
     with transaction.atomic():
@@ -83,7 +83,7 @@ def claim(*, heard_since: datetime, now: datetime) -> list[Suspect]:
     return [replace(suspect, checked_at=now) for suspect in suspects]
 
 
-def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspect]:
+def record_results(findings: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:
     """Write the results of unchanged rows; return the replicas that do not serve any more.
 
     If the worker did not report the end itself, the engine is stopped before its row is removed.
@@ -107,7 +107,7 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
             row.exit_reported = finding.exit_reported
         update_rows([row for row, finding in results if not finding.gone], _RESULT_COLUMNS)
         ended_rows = [row for row, finding in results if finding.gone]
-        retire.end_lifeless([row for row, finding in results if finding.gone and finding.confirmed])
+        retire.end_confirmed([row for row, finding in results if finding.gone and finding.confirmed])
         if silent := [row.pk for row, finding in results if finding.gone and not finding.confirmed]:
             terminations.lose_all(silent, now=now)
     return [missed[row.pk] for row in ended_rows]
@@ -143,7 +143,7 @@ FROM same WHERE r.id = same.id
 """A pick may be later than the start of the check: its time stays."""
 
 
-async def note_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
+async def report_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
     """Mark the replicas of these processes as suspect at once; return their number. One statement.
 
     No replica is removed: a report may come late, when another engine has the same key and port. The check

@@ -24,7 +24,7 @@ _ERROR_LENGTH = 255
 
 
 @dataclass(frozen=True)
-class Drained:
+class DrainedNode:
     """A node without replicas under one drain."""
 
     id: UUID
@@ -33,7 +33,7 @@ class Drained:
     drained_at: datetime
 
 
-def claim(limit: int, *, now: datetime) -> list[Drained]:
+def claim_due(limit: int, *, now: datetime) -> list[DrainedNode]:
     """Nodes that are due, for this caller alone; the longest drained first."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
@@ -47,30 +47,30 @@ def claim(limit: int, *, now: datetime) -> list[Drained]:
         limit=limit,
         engines_due_at=now + timedelta(seconds=_CLAIMED_FOR),
     )
-    return [Drained(*(getattr(node, column) for column in columns)) for node in nodes]
+    return [DrainedNode(*(getattr(node, column) for column in columns)) for node in nodes]
 
 
-def still(node: Drained) -> bool:
+def is_same_drain(node: DrainedNode) -> bool:
     """Whether the same drain lasts: engines of a resumed node must not be stopped."""
-    return _under_the_same_drain(node).exists()
+    return _same_drain(node).exists()
 
 
-def confirm(node: Drained, *, now: datetime) -> None:
+def confirm_empty(node: DrainedNode, *, now: datetime) -> None:
     """Nothing runs there: it is safe to power off."""
     with transaction.atomic():
-        if _under_the_same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
+        if _same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
             events.notify(events.NODES, str(node.id))
 
 
-def look_again(node: Drained, error: str, *, due_at: datetime) -> None:
+def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
     """Something may still run there; `error` says why that is not known, empty while engines are stopping."""
     error = names.plain(error[:_ERROR_LENGTH])
-    nodes = _under_the_same_drain(node)
+    nodes = _same_drain(node)
     with transaction.atomic():
         if nodes.exclude(engines_error=error).update(engines_error=error):
             events.notify(events.NODES, str(node.id))
         nodes.update(engines_due_at=due_at)
 
 
-def _under_the_same_drain(node: Drained) -> BackendNodeQuerySet:
+def _same_drain(node: DrainedNode) -> BackendNodeQuerySet:
     return BackendNode.objects.filter(pk=node.id, drained_at=node.drained_at, engines_gone_at__isnull=True)

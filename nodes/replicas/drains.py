@@ -30,14 +30,16 @@ _WAITING = (Phase.DRAINING, Phase.TERMINATING)
 _RUNNING = ("id", "in_flight", "phase", "deadline")
 
 
-def held(model_name: str, *, node_id: UUID | None = None, index: int | None = None) -> NodeModelQuerySet:
+def unloadable(
+    model_name: str, *, node_id: UUID | None = None, index: int | None = None
+) -> NodeModelQuerySet:
     """Return the replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
     rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(reason=PhaseReason.LOAD_FAILED)
     rows = rows if node_id is None else rows.filter(node_id=node_id)
     return rows if index is None else rows.filter(replica_index=index)
 
 
-def drain(
+def drain_for_unload(
     model_name: str,
     node_ids: Collection[UUID],
     *,
@@ -51,14 +53,14 @@ def drain(
     Those that are out already are taken over and keep an earlier deadline. Needs a transaction. A constant
     number of statements.
     """
-    found = held(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
+    found = unloadable(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
     rows = list(found.select_for_update(of=("self",)))
     serving = [row for row in rows if row.phase == Phase.SERVING]
     owner = lifecycle.owned_by(OwnerKind.OPERATION, operation_id)
     mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
     returns = Q(phase=Phase.DRAINING) & ~Q(owner_kind=OwnerKind.CONTROLLERS)
     earlier = Least(F("deadline"), Value(deadline))
-    lifecycle.move(
+    lifecycle.apply_event(
         mine.filter(
             Q(phase__in=(Phase.TERMINATING, Phase.STOPPING))
             | Q(phase=Phase.DRAINING, reason=PhaseReason.LOST)
@@ -68,10 +70,10 @@ def drain(
         reason=PhaseReason.UNLOAD,
         deadline=Case(When(phase=Phase.STOPPING, then=F("deadline")), default=earlier),
     )
-    lifecycle.move(
+    lifecycle.apply_event(
         mine.filter(returns), ReplicaEvent.DRAINED, **owner, reason=PhaseReason.UNLOAD, deadline=earlier
     )
-    lifecycle.move(
+    lifecycle.apply_event(
         mine.filter(phase=Phase.SERVING),
         ReplicaEvent.DRAINED,
         **owner,
@@ -85,7 +87,7 @@ def drain(
 
 def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
     """Take a locked replica on which nothing runs out of the picks for an operation."""
-    lifecycle.move(
+    lifecycle.apply_event(
         NodeModel.objects.filter(pk=row.pk),
         ReplicaEvent.DRAINED,
         **lifecycle.owned_by(OwnerKind.OPERATION, operation_id),
@@ -96,12 +98,12 @@ def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
     events.notify(events.NODES, str(row.node_id))
 
 
-def hurry(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
+def advance_deadline(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
     """Have those of the replicas that still wait for their requests stopped at `deadline` already."""
     rows.filter(phase__in=_WAITING, deadline__gt=deadline).update(deadline=deadline)
 
 
-def running(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
+def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
     """Return, for those replicas that still wait, the requests that run and the deadline.
 
     A replica whose stop was sent already is not waited for: no deadline.
@@ -110,7 +112,7 @@ def running(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
     return {id: (count, until if phase in _WAITING else None) for id, count, phase, until in rows}
 
 
-def serves(engine: Engine) -> bool:
+def is_serving(engine: Engine) -> bool:
     """Return True if the replica is in the picks again."""
     return NodeModel.objects.filter(pk=engine.id, phase=Phase.SERVING).exists()
 
@@ -121,13 +123,13 @@ def return_abandoned() -> list[Engine]:
     One that an upgrade is about to stop is handed to that instead: it returns after it (`upgrade_drains`).
     """
     abandoned = NodeModel.objects.filter(
-        without_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
+        has_no_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
     )
     with transaction.atomic():
         rows = list(abandoned.order_by("id").select_for_update(of=("self",), skip_locked=True))
-        kept = upgrade_drains.take_back(rows)
+        kept = upgrade_drains.hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
-        lifecycle.move(
+        lifecycle.apply_event(
             NodeModel.objects.filter(pk__in=[row.pk for row in back]),
             ReplicaEvent.RETURNED,
             **lifecycle.SERVES,
@@ -137,7 +139,7 @@ def return_abandoned() -> list[Engine]:
     return [lifecycle.engine_of(row) for row in back]
 
 
-def without_operation() -> Q:
+def has_no_operation() -> Q:
     """Rows that no active operation is about, neither the one that took them out last nor an earlier one."""
     active = Operation.objects.active().filter(pk=OuterRef("owner_id"))
     about = OperationTarget.objects.filter(

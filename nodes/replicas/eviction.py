@@ -60,7 +60,7 @@ def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> Prote
     return _guard(model_name, models, rules.values_list("model_name", "min_replicas", "spread_all"), now)
 
 
-def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
+def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
     """Return True if all victims serve, are idle and may be evicted; lock their rows and rules.
 
     The lock on a model's rule serializes loads that evict its replicas, so its minimum holds.
@@ -83,12 +83,12 @@ def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime
     return True
 
 
-def about_to_stop(node_id: UUID, *, now: datetime) -> list[Resident]:
+def terminating_replicas(node_id: UUID, *, now: datetime) -> list[Resident]:
     """Return the replicas of the node that will free their memory."""
     return [replica for replica in residents([node_id], now=now) if replica.leaving]
 
 
-def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
+def remaining_rows(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
     """Return the rows of those replicas that still have one."""
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 

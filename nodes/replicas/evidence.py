@@ -46,7 +46,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of a check for a replica's row. `alive`: its engine certainly runs.
 
     `confirmed`: its worker reports that the process has ended. Otherwise nothing answers at its address.
@@ -60,10 +60,10 @@ class Finding:
     confirmed: bool = False
 
 
-ALIVE = Finding(alive=True)
+ALIVE = CheckResult(alive=True)
 
 
-def lists(running: Running, key: str, address: str) -> bool:
+def is_listed(running: Running, key: str, address: str) -> bool:
     """Return True if the process of the row is in the worker's list.
 
     The host of an address depends on the worker's network, so only ports are compared: another port is
@@ -72,7 +72,7 @@ def lists(running: Running, key: str, address: str) -> bool:
     return (key, address.rpartition(":")[2]) in running or (key, "") in running
 
 
-def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> Finding:
+def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> CheckResult:
     """Return the result of a check (R4.34, R4.35, R4.39, R4.40).
 
     `listed`: True if the worker lists the engine, None if it sent no list; then `port` counts.
@@ -80,8 +80,8 @@ def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> Finding:
     if listed or (listed is None and port is Sign.ALIVE):
         return ALIVE
     if listed is None and port is not Sign.UNREACHABLE:
-        return Finding(missed_reports=suspect.missed_reports, exit_reported=suspect.exit_reported)
+        return CheckResult(missed_reports=suspect.missed_reports, exit_reported=suspect.exit_reported)
     reports = suspect.missed_reports + (listed is False)
     probes = suspect.missed_probes + 1 if listed is None else 0
     gone = suspect.exit_reported or reports >= MISSED_REPORTS or probes >= MISSED_PROBES
-    return Finding(gone, False, reports, probes, suspect.exit_reported, gone and listed is False)
+    return CheckResult(gone, False, reports, probes, suspect.exit_reported, gone and listed is False)

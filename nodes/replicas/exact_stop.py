@@ -15,13 +15,13 @@ from localai_cluster.messaging import messages
 from nodes.commands.commands import PING_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 
-Still = Callable[[], Awaitable[bool]]
+StillDue = Callable[[], Awaitable[bool]]
 """Callable that returns True while the stop is still due; called before each command after the first."""
 NO_CONFIRMATION = "termination not confirmed"
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopResult:
     """The result of a stop. `gone`: the engine certainly does not run any more; otherwise see `reason`.
 
     `silent`: its worker does not answer at all. `sent_at`: time of the stop that ended it; None if it may
@@ -34,10 +34,10 @@ class Stopped:
     sent_at: datetime | None = None
 
 
-GONE = Stopped(True)
+GONE = StopResult(True)
 
 
-async def stop_exactly(worker: Worker, process_key: str, address: str, still: Still) -> Stopped:
+async def stop_exactly(worker: Worker, process_key: str, address: str, still: StillDue) -> StopResult:
     """Stop the engine at this address; "" is an unknown address."""
     sent_at = clock.now()
     outcome = await worker.stop_model(process_key, address)
@@ -50,18 +50,18 @@ async def stop_exactly(worker: Worker, process_key: str, address: str, still: St
             outcome = await worker.stop_model(process_key, recorded_address)
     match outcome:
         case Done(reply):
-            return Stopped(True, sent_at=sent_at if reply.matched else None)
+            return StopResult(True, sent_at=sent_at if reply.matched else None)
         case NoResponders(reason):
             if not await still():
-                return Stopped(False, reason)
+                return StopResult(False, reason)
             return await _stop_by_key(worker, process_key, address)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
-            return Stopped(False, reason)
+            return StopResult(False, reason)
         case _:
             assert_never(outcome)
 
 
-async def _stop_by_key(worker: Worker, process_key: str, address: str) -> Stopped:
+async def _stop_by_key(worker: Worker, process_key: str, address: str) -> StopResult:
     """Stop the engine of a worker without `model.stop`, or of an absent worker (nats.md §6.3)."""
     if address:
         await worker.unload_model(process_key.rpartition("#")[0], address)
@@ -70,13 +70,13 @@ async def _stop_by_key(worker: Worker, process_key: str, address: str) -> Stoppe
     match answer:
         case Done(reply):
             keys = {messages.process_key(model.model_id, model.replica_index) for model in reply.models}
-            return Stopped(False, NO_CONFIRMATION) if process_key in keys else GONE
+            return StopResult(False, NO_CONFIRMATION) if process_key in keys else GONE
         case NoResponders(reason):
             # A worker that answers other requests has received the stop but cannot confirm it: that must do.
             is_connected = isinstance(await worker.backends(PING_TIMEOUT), Done)
-            return GONE if is_connected else Stopped(False, reason, silent=True)
+            return GONE if is_connected else StopResult(False, reason, silent=True)
         case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
-            return Stopped(False, reason)
+            return StopResult(False, reason)
         case _:
             assert_never(answer)
 

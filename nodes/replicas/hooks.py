@@ -17,7 +17,7 @@ ALL_REPLICAS = -1
 
 
 @dataclass(frozen=True, order=True)
-class Removed:
+class RemovedReplica:
     """A removal: of one replica, or of all replicas of a model on a node (index -1)."""
 
     model_name: str
@@ -29,23 +29,23 @@ CHANNEL = "cluster_removed_replicas"
 """NOTIFY channel: `<node id> <index> <model>`."""
 
 
-def told(removal: Removed) -> str:
+def encode(removal: RemovedReplica) -> str:
     """Return the NOTIFY payload of a removal."""
     return f"{removal.node_id} {removal.replica_index} {removal.model_name}"
 
 
-def heard(payload: str) -> Removed:
+def decode(payload: str) -> RemovedReplica:
     """Parse a NOTIFY payload."""
     node, index, model = payload.split(" ", 2)
-    return Removed(model, UUID(node), int(index))
+    return RemovedReplica(model, UUID(node), int(index))
 
 
-Hook = Callable[[Removed], None]
+Hook = Callable[[RemovedReplica], None]
 
 on_removed: list[Hook] = []
 
 
-def announce(removed: Iterable[Removed]) -> None:
+def call_hooks(removed: Iterable[RemovedReplica]) -> None:
     """Call every hook, after the commit of the removals."""
     for removal in removed:
         for hook in on_removed:

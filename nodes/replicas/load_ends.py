@@ -14,14 +14,14 @@ from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
 
-def give_up(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
+def end_attempt(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
     """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
     with transaction.atomic():
         ended = _end_loads(NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id), now)
     return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
 
-def end_abandoned(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
+def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
     """End the loads, of one model or all, whose attempt does not run any more or is too old; return their
     rows.
 
@@ -40,7 +40,7 @@ def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
     """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
     rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
     started = [row for row in rows if row.phase == Phase.STARTING]
-    lifecycle.move(
+    lifecycle.apply_event(
         NodeModel.objects.filter(pk__in=[row.pk for row in started]),
         ReplicaEvent.LOAD_ENDED,
         **lifecycle.CONTROLLERS,
@@ -49,7 +49,7 @@ def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
     )
     for row in started:
         row.phase, row.reason = Phase.STOPPING, PhaseReason.LOAD_FAILED
-    retire.end([row for row in rows if row not in started])
+    retire.end_rows([row for row in rows if row not in started])
     if started:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in started}))
     return rows

@@ -20,8 +20,8 @@ from nodes.decisions import reserved_memory
 from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import hooks, lifecycle, states
-from nodes.replicas.evidence import Running, lists
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.evidence import Running, is_listed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
@@ -36,11 +36,11 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     """
     rows = _locked(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
-    removed = {Removed(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
+    removed = {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
     over = [row for row in rows if row.phase in _WITHOUT_ENGINE or row.pk in ended]
     staying = {row.pk for row in rows} - {row.pk for row in over}
     ReplicaUse.objects.filter(replica__in=staying).delete()
-    lifecycle.move(
+    lifecycle.apply_event(
         NodeModel.engines.filter(pk__in=staying),
         ReplicaEvent.NODE_LEFT,
         **lifecycle.CONTROLLERS,
@@ -54,11 +54,11 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     return len(present)
 
 
-def forget(*node_ids: UUID) -> int:
+def forget_nodes(*node_ids: UUID) -> int:
     """End all rows of nodes that are removed; return how many replicas went. Needs a transaction."""
     rows = _locked(NodeModel.engines.filter(node_id__in=node_ids))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
-    _delete(rows, {Removed(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
+    _delete(rows, {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
     return len(present)
 
 
@@ -69,11 +69,11 @@ def forget_departed(*, now: datetime) -> list[NodeModel]:
         return []
     with transaction.atomic():
         rows = _locked(overdue)
-        end(rows)
+        end_rows(rows)
     return rows
 
 
-def retire_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
+def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
     """End the replicas of a node that its worker does not run; return their keys.
 
     Those that serve, or that an upgrade has taken out of the picks. `running` are the worker's engines, as it
@@ -82,17 +82,17 @@ def retire_unlisted(node_id: UUID, running: Running, *, before: datetime) -> lis
     held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
         rows = _locked(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
-        gone = [row for row in rows if not lists(running, str(row), row.address)]
-        end(gone)
+        gone = [row for row in rows if not is_listed(running, str(row), row.address)]
+        end_rows(gone)
     return [str(row) for row in gone]
 
 
-def of_node(node_id: UUID) -> frozenset[UUID]:
+def engine_ids(node_id: UUID) -> frozenset[UUID]:
     """Return the engines of a node as they are now, in every phase."""
     return frozenset(NodeModel.engines.filter(node_id=node_id).values_list("pk", flat=True))
 
 
-def retire_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
+def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
     """End the engines that a worker reports as stopped; return their keys (nats.md §6.2).
 
     `among` are the rows from before the command: a row that was made since stands for another engine under
@@ -103,11 +103,11 @@ def retire_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UU
     with transaction.atomic():
         rows = _locked(NodeModel.engines.filter(node_id=node_id, pk__in=among))
         gone = [row for row in rows if (row.model_name, row.replica_index) in slots and row.address]
-        end(gone)
+        end_rows(gone)
     return [str(row) for row in gone]
 
 
-def retire_at(address: str, *, node_id: UUID, but: UUID) -> list[str]:
+def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
     """End every engine at an address of the node that a new engine has, the one of row `but`; return their
     keys.
 
@@ -116,7 +116,7 @@ def retire_at(address: str, *, node_id: UUID, but: UUID) -> list[str]:
     former = NodeModel.engines.filter(node_id=node_id, address=address).exclude(pk=but)
     with transaction.atomic():
         gone = _locked(former)
-        end(gone)
+        end_rows(gone)
     return [str(row) for row in gone]
 
 
@@ -137,7 +137,7 @@ def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
         if row is None:
             return False
         _return_to_loads(row, locked.values(), stop_sent=stop_sent)
-        end_lifeless([row])
+        end_confirmed([row])
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
             transaction.on_commit(
                 lambda: reserved_memory.credit_stopped_engine(row, stop_sent=stop_sent), robust=True
@@ -145,20 +145,20 @@ def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
     return True
 
 
-def end_lifeless(rows: Sequence[NodeModel]) -> None:
+def end_confirmed(rows: Sequence[NodeModel]) -> None:
     """End these locked rows, whose engines do not run any more. Needs a transaction.
 
     Who waits for the nodes hears of it: a slot there is free.
     """
-    end(rows)
+    end_rows(rows)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
 
-def end(rows: Sequence[NodeModel]) -> None:
+def end_rows(rows: Sequence[NodeModel]) -> None:
     """Delete these locked rows and announce those that were replicas. Needs a transaction."""
     present = [row for row in rows if row.phase != Phase.DEPARTED]
-    _delete(rows, [Removed(row.model_name, row.node_id, row.replica_index) for row in present])
+    _delete(rows, [RemovedReplica(row.model_name, row.node_id, row.replica_index) for row in present])
     if reserving := [row for row in rows if row.loaded_at is None and row.vram_on_node]:
         # No `partial`: Django wants the name of what has failed.
         transaction.on_commit(lambda: _release(reserving), robust=True)
@@ -174,17 +174,17 @@ def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
     return list(rows.order_by("id").select_for_update(of=("self",)))
 
 
-def _delete(rows: Sequence[NodeModel], removed: Iterable[Removed]) -> None:
+def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> None:
     if rows:
         NodeModel.engines.filter(pk__in=[row.pk for row in rows]).delete()
     _announce(removed)
 
 
-def _announce(removed: Iterable[Removed]) -> None:
+def _announce(removed: Iterable[RemovedReplica]) -> None:
     """Tell other processes, and call the hooks after commit."""
     if announced := sorted(removed):
-        events.notify(hooks.CHANNEL, *map(hooks.told, announced))
-        transaction.on_commit(lambda: hooks.announce(announced))
+        events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
+        transaction.on_commit(lambda: hooks.call_hooks(announced))
 
 
 def _return_to_loads(gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None) -> None:

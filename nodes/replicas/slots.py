@@ -117,9 +117,9 @@ def _memory(
     """
     soon = []
     if room is not None:
-        if not eviction.still_victims(model_name, room.victims, now=now):
+        if not eviction.lock_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = eviction.about_to_stop(node.pk, now=now)
+        soon = eviction.terminating_replicas(node.pk, now=now)
     if room is not None and room.victims:
         if reserved_memory.fits_after_stops(node, need, soon=soon):
             return NoSlot("another load has made room there meanwhile")
@@ -157,13 +157,13 @@ def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
             return False
-        return bool(lifecycle.move(mine, ReplicaEvent.STAGING_BEGUN)) or None
+        return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN)) or None
 
 
 def end_staging(slot: Slot, *, attempt: AttemptId) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
-        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.STAGED))
+        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED))
 
 
 def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
@@ -172,7 +172,7 @@ def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
     Return False when the attempt does not own the slot any more: then it must not start an engine.
     """
     with committed("load.start"):
-        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+        return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
@@ -206,7 +206,7 @@ def publish(
     """
     with committed("load.publish"):
         former = _locked_beside(slot, replaces)
-        published = lifecycle.move(
+        published = lifecycle.apply_event(
             _of(slot, attempt),
             ReplicaEvent.PUBLISHED,
             **lifecycle.SERVES,

@@ -8,7 +8,7 @@ row holds the lock of its `node_models` row, and takes these locks in the order 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from localai_cluster.accounts.credentials import VALID_SQL
+from localai_cluster.accounts.principals import VALID_SQL
 
 
 class Rows(Protocol):

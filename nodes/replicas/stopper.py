@@ -29,7 +29,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeType
 from nodes.registry import dial_targets
 from nodes.replicas import drained_nodes, drains, load_ends, retire, stops, terminations
-from nodes.replicas.drained_nodes import Drained
+from nodes.replicas.drained_nodes import DrainedNode
 from nodes.replicas.exact_stop import stop_exactly
 from nodes.replicas.lifecycle import Engine
 from operations.executor.work import in_thread
@@ -80,15 +80,15 @@ class Stopper:
     async def look_once(self) -> int:
         """Carries out what is due; answers how much that was."""
         now = clock.now()
-        for row in await in_thread(load_ends.end_abandoned, now=now):
+        for row in await in_thread(load_ends.end_abandoned_loads, now=now):
             log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
         for row in await in_thread(retire.forget_departed, now=now):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
         for engine in await in_thread(drains.return_abandoned):
             log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
         left: list[Coroutine[Any, Any, None]] = [
-            *(self._stop(engine) for engine in await in_thread(stops.claim, AT_ONCE, now=now)),
-            *(self._empty(node) for node in await in_thread(drained_nodes.claim, AT_ONCE, now=now)),
+            *(self._stop(engine) for engine in await in_thread(stops.claim_due, AT_ONCE, now=now)),
+            *(self._empty(node) for node in await in_thread(drained_nodes.claim_due, AT_ONCE, now=now)),
         ]
         for failure in await asyncio.gather(*left, return_exceptions=True):
             if isinstance(failure, Exception):
@@ -124,18 +124,18 @@ class Stopper:
         proof = await in_thread(_bearer, engine.node_id)
         return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
 
-    async def _empty(self, node: Drained) -> None:
+    async def _empty(self, node: DrainedNode) -> None:
         if node.node_type == NodeType.AGENT:
-            await in_thread(drained_nodes.confirm, node, now=clock.now())
+            await in_thread(drained_nodes.confirm_empty, node, now=clock.now())
             return
         worker = Worker(self._bus, str(node.id), node.name)
         answer = await worker.running()
-        if not await in_thread(drained_nodes.still, node):
+        if not await in_thread(drained_nodes.is_same_drain, node):
             return
         match answer:
             case Done(reply) if not reply.models:
                 log.info("node %s is drained and runs no engine", node.name)
-                await in_thread(drained_nodes.confirm, node, now=clock.now())
+                await in_thread(drained_nodes.confirm_empty, node, now=clock.now())
                 return
             case Done(reply):
                 error, pause = await _stop_all(worker, reply.models[:_MOST_STOPS]), _LOOK_AT_STOPS
@@ -146,7 +146,7 @@ class Stopper:
             case _:
                 assert_never(answer)
         due_at = clock.now() + timedelta(seconds=pause)
-        await in_thread(drained_nodes.look_again, node, error, due_at=due_at)
+        await in_thread(drained_nodes.schedule_check, node, error, due_at=due_at)
 
 
 async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
@@ -170,11 +170,11 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
             assert_never(outcome)
 
 
-async def _unasked(worker: Worker, node: Drained, reason: str) -> tuple[str, float]:
+async def _unasked(worker: Worker, node: DrainedNode, reason: str) -> tuple[str, float]:
     """Return the error for a node whose worker does not answer `models.running`, and the next poll."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _LOOK_AT_SILENT
-    if await in_thread(drained_nodes.still, node):
+    if await in_thread(drained_nodes.is_same_drain, node):
         await worker.stop("")
     return CANNOT_TELL, _LOOK_AT_STOCK
 

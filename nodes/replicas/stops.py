@@ -29,7 +29,7 @@ _NO_UNLOADS = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
 """The reasons of engines that no unload is about: they are no replicas."""
 
 
-def claim(limit: int, *, now: datetime) -> list[Engine]:
+def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     """Return engines whose stop is due and that no operation stops, for this caller alone."""
     is_quiet = Q(in_flight=0) | Q(deadline__lte=now)
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
@@ -38,7 +38,7 @@ def claim(limit: int, *, now: datetime) -> list[Engine]:
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
-    is_left = Q(reason__in=_NO_UNLOADS) | drains.without_operation()
+    is_left = Q(reason__in=_NO_UNLOADS) | drains.has_no_operation()
     engines = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
     claimed = claim_rows(engines, limit=limit, **lifecycle.CONTROLLERS, claimed_until=now + _CLAIMED_FOR)
     return [lifecycle.engine_of(row) for row in claimed]
@@ -51,7 +51,9 @@ def record_sent(engine: Engine, *, now: datetime) -> bool:
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
     engines = seen.filter(pk=engine.id)
     attempts = F("stop_attempts") + 1
-    return bool(lifecycle.move(engines, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
+    return bool(
+        lifecycle.apply_event(engines, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline)
+    )
 
 
 def is_due(engine: Engine) -> bool:
@@ -67,7 +69,7 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
         if row is None:
             return
         pause = backoff.delay(row.stop_attempts + 1, first=1.0, longest=_LONGEST_PAUSE)
-        lifecycle.move(
+        lifecycle.apply_event(
             engines,
             ReplicaEvent.STOP_FAILED,
             stop_error=names.plain(error[:_LONGEST_ERROR]),

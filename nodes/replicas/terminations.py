@@ -40,7 +40,7 @@ def _terminate(
 ) -> None:
     rows = NodeModel.objects.filter(pk__in=ids)
     columns = {**lifecycle.CONTROLLERS, **lifecycle.drain_until(deadline)}
-    lifecycle.move(rows, event, **columns, reason=reason, updated_at=now)
+    lifecycle.apply_event(rows, event, **columns, reason=reason, updated_at=now)
     events.notify(events.NODES, *map(str, rows.values_list("node_id", flat=True).distinct()))
 
 
@@ -70,13 +70,13 @@ def restore_lost(engine: Engine) -> bool:
         pk=engine.id, reason=PhaseReason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0
     )
     with transaction.atomic():
-        returned = lifecycle.move(rows, ReplicaEvent.RETURNED, **lifecycle.SERVES)
+        returned = lifecycle.apply_event(rows, ReplicaEvent.RETURNED, **lifecycle.SERVES)
         if returned:
             events.notify(events.NODES, str(engine.node_id))
     return bool(returned)
 
 
-def overdue(*, now: datetime) -> list[NodeModel]:
+def overdue_stops(*, now: datetime) -> list[NodeModel]:
     """Return the replicas without an operation whose stop stays unconfirmed past its deadline, with nodes."""
     rows = NodeModel.objects.filter(
         phase=Phase.STOPPING, owner_kind=OwnerKind.CONTROLLERS, reason__in=REPORTED, deadline__lte=now
@@ -84,12 +84,12 @@ def overdue(*, now: datetime) -> list[NodeModel]:
     return list(rows.select_related("node").order_by("id"))
 
 
-def locked(replica_id: UUID) -> NodeModel | None:
+def lock_serving(replica_id: UUID) -> NodeModel | None:
     """Return the replica, locked, if it serves. Needs a transaction."""
     return NodeModel.objects.loaded().filter(pk=replica_id).select_for_update(of=("self",)).first()
 
 
-def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
+def lock_idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
     """Return the replica, locked, if it serves and nothing ran on it after `since`. Needs a transaction.
 
     No request comes and no other one takes it out before that ends.
@@ -99,12 +99,12 @@ def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
     return row if row is not None and row.idle_since <= since else None
 
 
-def serves_besides(row: NodeModel) -> bool:
+def has_other_replica(row: NodeModel) -> bool:
     """Return True if requests find another replica of its model."""
     return NodeModel.objects.of(row.model_name).reached().exclude(pk=row.pk).exists()
 
 
-def enough_besides(row: NodeModel) -> bool:
+def keeps_minimum(row: NodeModel) -> bool:
     """Return True if the rule of its model, locked, has enough serving replicas without this locked one.
 
     An eviction counts under the same lock, so the two never take the last ones together.

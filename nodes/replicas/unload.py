@@ -30,7 +30,7 @@ from nodes.commands.outcomes import (
 )
 from nodes.models import BackendNode
 from nodes.replicas import drains, retire, staged_files, stops, unload_requests
-from nodes.replicas.exact_stop import Stopped, stop_exactly
+from nodes.replicas.exact_stop import StopResult, stop_exactly
 from nodes.replicas.lifecycle import Engine
 from operations import targets
 from operations.executor.work import Work, in_thread
@@ -53,7 +53,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class UnloadTarget:
     """A target of the operation: one node with the replicas to stop there."""
 
     node_id: UUID
@@ -70,11 +70,11 @@ class Part:
 
 
 @dataclass
-class Quiet:
+class DrainWatch:
     """Watch that signals when a replica is idle or its deadline has passed; one query for all replicas."""
 
     work: Work
-    parts: Sequence[Part]
+    parts: Sequence[UnloadTarget]
     reached: dict[UUID, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Quiet:
         """Poll until every replica is idle or past its deadline."""
         reported: dict[UUID, int] = {}
         while waiting := [id for id, event in self.reached.items() if not event.is_set()]:
-            rows, now = await in_thread(drains.running, waiting), clock.now()
+            rows, now = await in_thread(drains.running_requests, waiting), clock.now()
             for id in waiting:
                 requests, until = rows.get(id, (0, None))
                 if not requests or until is None or until <= now:
@@ -108,9 +108,9 @@ class UnloadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the targets that have not ended; raise CommandFailed if any target failed."""
-        parts = await in_thread(_begin, work)
-        quiet, bound = Quiet(work, parts), asyncio.Semaphore(AT_ONCE)
-        await _all(quiet.watch(), *(self._part(work, part, quiet, bound) for part in parts))
+        parts = await in_thread(_drain_targets, work)
+        quiet, bound = DrainWatch(work, parts), asyncio.Semaphore(AT_ONCE)
+        await _run_all(quiet.watch(), *(self._part(work, part, quiet, bound) for part in parts))
         ended_targets = await in_thread(_targets, work)
         failed = [
             f"{part.node_name}: {part.error}" for part in ended_targets if part.status == TargetStatus.ERROR
@@ -119,9 +119,11 @@ class UnloadModel:
             raise CommandFailed("; ".join(failed))
         return {"nodes": [part.node_name for part in ended_targets]}
 
-    async def _part(self, work: Work, part: Part, quiet: Quiet, bound: asyncio.Semaphore) -> None:
+    async def _part(
+        self, work: Work, part: UnloadTarget, quiet: DrainWatch, bound: asyncio.Semaphore
+    ) -> None:
         stops = (self._unload(work, part, replica, quiet, bound) for replica in part.replicas)
-        problems = [problem for problem in await _all(*stops) if problem]
+        problems = [problem for problem in await _run_all(*stops) if problem]
         problem = "; ".join(problems) or part.why_unreachable()
         if not problem:
             async with bound:
@@ -131,17 +133,17 @@ class UnloadModel:
         status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
         await in_thread(attempts.target_done, *work.attempt, part.node_id, status, problem, now=clock.now())
 
-    async def _then(self, work: Work, part: Part) -> str:
+    async def _then(self, work: Work, part: UnloadTarget) -> str:
         """Run further steps on the node after the stops; return the error, empty for success."""
         return ""
 
     async def _unload(
-        self, work: Work, part: Part, replica: Engine, quiet: Quiet, bound: asyncio.Semaphore
+        self, work: Work, part: UnloadTarget, replica: Engine, quiet: DrainWatch, bound: asyncio.Semaphore
     ) -> str:
         """Stop one engine and remove its row; return the error, empty for success."""
         await quiet.reached[replica.id].wait()
 
-        async def stop() -> Stopped | None:
+        async def stop() -> StopResult | None:
             await work.report(_tick(part, "stopping", f"stopping {replica.process_key} on {part.name}"))
             if not await in_thread(stops.record_sent, replica, now=clock.now()):
                 return None
@@ -164,24 +166,24 @@ class UnloadModel:
 class DeleteModel(UnloadModel):
     """Handler that unloads the model and removes its files on each node where it does not run any more."""
 
-    async def _then(self, work: Work, part: Part) -> str:
+    async def _then(self, work: Work, part: UnloadTarget) -> str:
         model = work.operation.element
 
-        async def delete() -> Stopped | None:
+        async def delete() -> StopResult | None:
             await work.report(_tick(part, "deleting", f"removing the files of {model} on {part.name}"))
             if await in_thread(unload_requests.loading_there, model, part.node_id) is not None:
-                return Stopped(True, f"{model} is being loaded there; its files stay")
+                return StopResult(True, f"{model} is being loaded there; its files stay")
             answer = await Worker(self._bus, str(part.node_id), part.name).delete_model(model)
             match answer:
                 case Done():
                     await in_thread(staged_files.forget, part.node_id, model)
-                    return Stopped(True)
+                    return StopResult(True)
                 case Refused(reason) | Unreadable(reason):
-                    return Stopped(True, reason)
+                    return StopResult(True, reason)
                 case NoResponders(reason):
-                    return Stopped(False, reason, silent=True)
+                    return StopResult(False, reason, silent=True)
                 case StillRunning(reason) | BusDown(reason):
-                    return Stopped(False, reason)
+                    return StopResult(False, reason)
                 case _:
                     assert_never(answer)
 
@@ -189,7 +191,7 @@ class DeleteModel(UnloadModel):
         return deletion.reason if deletion else ""
 
 
-async def _until_confirmed(command: Callable[[], Awaitable[Stopped | None]]) -> Stopped | None:
+async def _until_confirmed(command: Callable[[], Awaitable[StopResult | None]]) -> StopResult | None:
     """Repeat a command until it has a final result, the worker is unreachable, or time is up."""
     began, silent_since = clock.monotonic(), None
     while True:
@@ -202,7 +204,7 @@ async def _until_confirmed(command: Callable[[], Awaitable[Stopped | None]]) -> 
         await asyncio.sleep(ASK_AGAIN)
 
 
-def _begin(work: Work) -> list[Part]:
+def _drain_targets(work: Work) -> list[UnloadTarget]:
     """Take the replicas out of the picks; return the targets that have not ended yet.
 
     Raises LeaseLost before any write if another attempt owns the operation.
@@ -212,7 +214,7 @@ def _begin(work: Work) -> list[Part]:
         owned(*work.attempt)
         unfinished = [part for part in _targets(work) if part.status not in targets.ENDED]
         ids = [part.node_id for part in unfinished]
-        rows = drains.drain(
+        rows = drains.drain_for_unload(
             work.operation.element,
             ids,
             index=payload.get("replica_index"),
@@ -222,7 +224,7 @@ def _begin(work: Work) -> list[Part]:
         )
         states = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "status"))
     return [
-        Part(
+        UnloadTarget(
             part.node_id,
             part.node_name,
             states.get(part.node_id),
@@ -236,15 +238,15 @@ def _targets(work: Work) -> list[OperationTarget]:
     return list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
 
 
-def _reason_not_stopped(part: Part, replica: Engine) -> str:
+def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
     """Return the reason why the row needs no stop: it was removed with its worker or node, or it serves."""
-    if drains.serves(replica):
+    if drains.is_serving(replica):
         return f"{replica.process_key} was put back and serves: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()
-    return Part(part.node_id, part.name, status, ()).why_unreachable()
+    return UnloadTarget(part.node_id, part.name, status, ()).why_unreachable()
 
 
-async def _all(*work: Awaitable[R]) -> list[R]:
+async def _run_all(*work: Awaitable[R]) -> list[R]:
     """Run all awaitables concurrently; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
@@ -255,5 +257,5 @@ async def _all(*work: Awaitable[R]) -> list[R]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _tick(part: Part, phase: str, message: str) -> Tick:
+def _tick(part: UnloadTarget, phase: str, message: str) -> Tick:
     return Tick(phase, message, node_id=part.node_id, node_name=part.name)

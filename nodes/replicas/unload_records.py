@@ -19,7 +19,7 @@ from nodes.replicas import drains
 _COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
 
 
-def keep(
+def record_unload(
     model_name: str,
     operation_id: UUID,
     *,
@@ -47,7 +47,7 @@ def keep(
     )
 
 
-def again(state: State, model_name: str, operation_id: UUID | None) -> str | None:
+def replay_unload(state: State, model_name: str, operation_id: UUID | None) -> str | None:
     """Return the sentence of the record, from its snapshot; None if that lacks the operation."""
     request = state.get(f"unload/{operation_id}")
     return _sentence(state.get(f"held/{model_name}", {}), request) if request else None

@@ -48,7 +48,9 @@ def unload(request: UnloadRequest, *, now: datetime) -> Admission:
 
     Raises NotFound without a replica, Conflict while the model is being loaded or deleted.
     """
-    rows = drains.held(request.model, node_id=request.node.id if request.node else None, index=request.index)
+    rows = drains.unloadable(
+        request.model, node_id=request.node.id if request.node else None, index=request.index
+    )
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
     if not targets and not Operation.objects.active().filter(key=_key(request), kind=UNLOAD).exists():
         raise _not_loaded(request)
@@ -56,7 +58,7 @@ def unload(request: UnloadRequest, *, now: datetime) -> Admission:
     if admission.created:
         _record(request, "unload", admission.operation, now)
     elif request.grace is not None:
-        drains.hurry(rows, deadline=now + timedelta(seconds=request.grace))
+        drains.advance_deadline(rows, deadline=now + timedelta(seconds=request.grace))
     return admission
 
 
@@ -98,7 +100,7 @@ def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admiss
 def _record(request: UnloadRequest, kind: str, operation: Operation, now: datetime) -> None:
     reason = request.reason or f"{kind} asked for by {request.actor}"
     node_id = request.node.id if request.node is not None else None
-    unload_records.keep(
+    unload_records.record_unload(
         request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now
     )
 

@@ -20,7 +20,7 @@ from operations.changes import events
 
 
 @dataclass(frozen=True)
-class Withdrawal:
+class UpgradeDrain:
     """The result: the requests that still run there, or the models whose last replica would go."""
 
     running: int = 0
@@ -42,9 +42,9 @@ def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[st
     return found
 
 
-def drain(
+def drain_for_upgrade(
     node_id: UUID, backend: str, *, intent_id: UUID, confirmed: Collection[str], deadline: datetime
-) -> Withdrawal:
+) -> UpgradeDrain:
     """Take the node's replicas of this backend out of the picks, or none of them if a model's last would go.
 
     Two nodes never go at once as the last two of a model: all its serving rows are locked.
@@ -59,9 +59,9 @@ def drain(
         draining = [row for row in rows if row.pk in stopping]
         last_of = {row.model_name for row in draining} - elsewhere - set(confirmed)
         if last_of:
-            return Withdrawal(last_of=tuple(sorted(last_of)))
+            return UpgradeDrain(last_of=tuple(sorted(last_of)))
         if draining:
-            lifecycle.move(
+            lifecycle.apply_event(
                 NodeModel.objects.filter(pk__in=[row.pk for row in draining]),
                 ReplicaEvent.DRAINED,
                 **lifecycle.owned_by(OwnerKind.INTENT, intent_id),
@@ -70,28 +70,30 @@ def drain(
             )
             events.notify(events.NODES, str(node_id))
     out = mine.filter(phase=Phase.DRAINING, owner_id=intent_id).aggregate(running=Sum("in_flight"))
-    return Withdrawal(out["running"] or 0)
+    return UpgradeDrain(out["running"] or 0)
 
 
-def end(intent_id: UUID, fence: int) -> None:
+def end_upgrade(intent_id: UUID, fence: int) -> None:
     """The attempt is over: what is left of its replicas serves again, unless a later attempt has them."""
     if PendingBackendOp.objects.filter(pk=intent_id, fence=fence).exists():
-        _return(NodeModel.objects.filter(owner_id=intent_id))
+        _return_drained(NodeModel.objects.filter(owner_id=intent_id))
 
 
-def return_forgotten() -> int:
+def return_without_upgrade() -> int:
     """Return replicas to the picks whose upgrade is over or rests: its controller died. Return how many."""
-    return _return(NodeModel.objects.exclude(Exists(_busy().filter(pk=OuterRef("owner_id")))))
+    return _return_drained(
+        NodeModel.objects.exclude(Exists(_active_upgrades().filter(pk=OuterRef("owner_id"))))
+    )
 
 
-def take_back(rows: Sequence[NodeModel]) -> set[UUID]:
+def hand_to_upgrade(rows: Sequence[NodeModel]) -> set[UUID]:
     """Hand the locked, draining rows to the upgrade that is about to stop their engines; return those."""
     kept: set[UUID] = set()
-    busy = _busy().filter(node__in={row.node_id for row in rows}, spares_requests=True)
+    busy = _active_upgrades().filter(node__in={row.node_id for row in rows}, spares_requests=True)
     for intent in busy if rows else ():
         mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows], node_id=intent.node_id)
         ids = set(mine.of_backend(intent.backend).values_list("pk", flat=True))
-        lifecycle.move(
+        lifecycle.apply_event(
             NodeModel.objects.filter(pk__in=ids),
             ReplicaEvent.HANDED_BACK,
             **lifecycle.owned_by(OwnerKind.INTENT, intent.pk),
@@ -101,16 +103,16 @@ def take_back(rows: Sequence[NodeModel]) -> set[UUID]:
     return kept
 
 
-def _busy() -> QuerySet[PendingBackendOp]:
+def _active_upgrades() -> QuerySet[PendingBackendOp]:
     at_it = Q(lease_until__isnull=False) | Q(unanswered_since__isnull=False) | Q(cancelled_at__isnull=False)
     return PendingBackendOp.objects.filter(at_it)
 
 
-def _return(rows: NodeModelQuerySet) -> int:
+def _return_drained(rows: NodeModelQuerySet) -> int:
     draining = rows.filter(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
         found = list(draining.order_by("id").select_for_update(of=("self",)))
-        lifecycle.move(
+        lifecycle.apply_event(
             NodeModel.objects.filter(pk__in=[row.pk for row in found]),
             ReplicaEvent.RETURNED,
             **lifecycle.SERVES,

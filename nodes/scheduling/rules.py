@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from localai_cluster.kit import errors, json_depth, names, safe_files, yaml_text
+from localai_cluster.kit import errors, names, untrusted
 from localai_cluster.kit.env import Environment
 from nodes.definitions.files import PlainLoader
 from nodes.models import RoutePolicy, selectors
@@ -127,7 +127,7 @@ def rules_from_settings(environment: Environment) -> list[Rule]:
 
 
 def _inline(text: str) -> Any:
-    if problem := json_depth.problem(text.encode()):
+    if problem := untrusted.json_problem(text.encode()):
         raise ValueError(f"is {problem}")
     try:
         return json.loads(text)
@@ -137,15 +137,15 @@ def _inline(text: str) -> Any:
 
 def _file(path: Path) -> Any:
     try:
-        content = safe_files.read(path, LARGEST)
+        content = untrusted.read_file(path, LARGEST)
         if len(content) > LARGEST:
             raise ValueError(f"{path} is larger than {LARGEST} bytes")
-        return yaml_text.load(content.decode("utf-8"), PlainLoader)
+        return untrusted.load_yaml(content.decode("utf-8"), PlainLoader)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text") from error
-    except yaml_text.InvalidYAML as error:
+    except untrusted.InvalidYAML as error:
         raise ValueError(f"{path} {error}") from error
 
 

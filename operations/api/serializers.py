@@ -4,7 +4,7 @@ from typing import Any
 
 from rest_framework import serializers
 
-from localai_cluster.web.fields import NullIsAbsent, Text
+from localai_cluster.web.rest import NullIsAbsent, Text
 from operations.changes import feed
 from operations.models import Status, TargetStatus, Waves
 

@@ -12,7 +12,7 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.parsers import validated
+from localai_cluster.web.rest import validate_body
 from operations.api import serializers as shapes
 from operations.api.jobs import found
 from operations.ledger import admission
@@ -37,6 +37,6 @@ class DismissView(APIView):
         """Removes a failure from the live list for all users; its record stays (O52)."""
         job = found(job_id).id
         user: Any = request.user
-        comment = validated(shapes.DismissSerializer, request).get("comment", "")
+        comment = validate_body(shapes.DismissSerializer, request).get("comment", "")
         admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment)
         return Response({"success": True, "message": "operation dismissed"})

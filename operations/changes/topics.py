@@ -5,7 +5,7 @@ import functools
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from localai_cluster.web.sockets import Scope, encoded, number_in
+from localai_cluster.web.sockets import Scope, encode_message, query_number
 from operations.changes import fanout
 from operations.changes.cursor import Cursor, Update
 from operations.changes.partial import PARTIAL, folded
@@ -21,24 +21,24 @@ async def _updates(since: int | None) -> AsyncGenerator[Update, None]:
 
 async def single_changes(scope: Scope) -> AsyncGenerator[str, None]:
     """Yield for `/ws/operations` a snapshot, then one message per change; `?since=` resumes."""
-    async with contextlib.aclosing(_updates(number_in(scope, "since"))) as stream:
+    async with contextlib.aclosing(_updates(query_number(scope, "since"))) as stream:
         async for update in stream:
             if update.whole:
-                yield encoded({"type": "snapshot", "seq": update.seq, "operations": update.operations})
+                yield encode_message({"type": "snapshot", "seq": update.seq, "operations": update.operations})
                 continue
             for change in update.operations:
                 operation, partial = _split(change)
                 message = {"type": "delta", "seq": operation["seq"], "operation": operation}
-                yield encoded(message | ({PARTIAL: True} if partial else {}))
+                yield encode_message(message | ({PARTIAL: True} if partial else {}))
 
 
 async def grouped_changes(scope: Scope) -> AsyncGenerator[str, None]:
     """Yield for `/ws/feed` one message per batch of changes; `?operations=` resumes."""
-    async with contextlib.aclosing(_updates(number_in(scope, "operations"))) as stream:
+    async with contextlib.aclosing(_updates(query_number(scope, "operations"))) as stream:
         async for update in stream:
             if update.whole:
                 message = {"type": "operations.snapshot", "seq": update.seq, "operations": update.operations}
-                yield encoded(message)
+                yield encode_message(message)
             elif update.after is None:
                 yield _group(update)
             else:
@@ -52,7 +52,7 @@ def _group(update: Update) -> str:
         operations.append(operation)
         partial += [operation["jobID"]] if is_partial else []
     message = {"type": "operations.delta", "seq": update.seq, "operations": operations}
-    return encoded(message | ({PARTIAL: partial} if partial else {}))
+    return encode_message(message | ({PARTIAL: partial} if partial else {}))
 
 
 def _split(change: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -14,7 +14,7 @@ import httpx
 import nats.errors
 from nats.aio.client import Client
 
-from localai_cluster.messaging.credentials import Credentials
+from localai_cluster.messaging.servers import Credentials
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Unauthenticated
 from tests.support.cluster import TOKEN

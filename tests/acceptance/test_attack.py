@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localai_cluster.messaging.credentials import Credentials
+from localai_cluster.messaging.servers import Credentials
 from tests.acceptance import attack
 from tests.acceptance.attack import Intruder, Target, Victim
 from tests.conftest import eventually

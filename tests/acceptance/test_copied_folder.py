@@ -10,8 +10,8 @@ import httpx
 import psycopg
 import pytest
 
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import Layout
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from localai_cluster.kit import processes

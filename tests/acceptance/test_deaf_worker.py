@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.embedded.nats import binary
+from localai_cluster.embedded.nats import nats_binary
 from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster
@@ -22,7 +22,7 @@ def another_bus() -> Iterator[str]:
     """The URL of a NATS server that is not the cluster's, and lets everybody in."""
     port = free_port()
     server = subprocess.Popen(
-        [binary(), "-a", "127.0.0.1", "-p", str(port)],
+        [nats_binary(), "-a", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -18,8 +18,8 @@ import psycopg
 import pytest
 
 from examples.demo.figures import compare
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import Layout
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually

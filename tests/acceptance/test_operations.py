@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging.credentials import mint_service
-from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.messaging.servers import Servers, mint_service, parse_url
 from tests.conftest import eventually
 from tests.support.cluster import TOKEN, Cluster, Process, running_cluster
 from tests.support.simulator import Act, Fleet, Script, fleet

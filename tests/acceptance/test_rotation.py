@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, ask
-from localai_cluster.messaging.credentials import mint_service
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.messaging.servers import parse_url
+from localai_cluster.messaging.servers import mint_service, parse_url
 from tests.support.cluster import TOKEN, Cluster, running_cluster
 from tests.support.effort import EFFORT, swept
 from tests.support.simulator import SimulatedWorker, fleet
@@ -33,8 +32,8 @@ async def ask_all(controller: NatsBus, workers: list[SimulatedWorker], until: fl
         nonlocal asked
         while clock.monotonic() < until:
             for worker in mine:
-                subject = subjects.backend_list(worker.node_id)
-                inbox = subjects.inbox(worker.node_id)
+                subject = messages.backend_list(worker.node_id)
+                inbox = messages.inbox(worker.node_id)
                 try:
                     await ask(controller, subject, m.Nothing(), m.ListReply, 30, inbox=inbox)
                 except BusError as error:

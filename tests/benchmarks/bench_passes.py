@@ -80,7 +80,7 @@ def run(nodes: int) -> None:
 
     now = clock.now()
     plant(nodes)
-    measure(nodes, "replica pass", lambda: replicas.look(tick=True))
+    measure(nodes, "replica pass", lambda: replicas.run_pass(tick=True))
     rules = passes.read_desired_states()
     fleet = replicas.observe(rules, None, now)
     measure(nodes, "of that, the plan", lambda: plan(fleet, rules, now, tick=True))
@@ -90,13 +90,16 @@ def run(nodes: int) -> None:
     measure(
         nodes,
         "state pass: claiming all replicas",
-        lambda: claimed.extend(checks.claim(heard_since=now - AGO, now=now)),
+        lambda: claimed.extend(checks.claim_suspects(heard_since=now - AGO, now=now)),
         turns=1,
     )
     assert len(claimed) == nodes * REPLICAS
     findings = dict.fromkeys(claimed, ALIVE)
     measure(
-        nodes, "state pass: writing that all are alive", lambda: checks.settle(findings, now=now), turns=1
+        nodes,
+        "state pass: writing that all are alive",
+        lambda: checks.record_results(findings, now=now),
+        turns=1,
     )
     measure(nodes, "drains", tasks.finish_drains)
 

@@ -18,8 +18,8 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode
 from tests.benchmarks import planted
 from tests.benchmarks.bench_events import cost
@@ -96,7 +96,7 @@ async def report(simulated: Fleet, op_id: str, seconds: float) -> None:
                 op_id, worker.node_id, "b", file_name=f"at {clock.now().timestamp()}", phase="downloading",
                 current_bytes=turn, total_bytes=total, percentage=100 * turn / total,
             )  # fmt: skip
-            await worker.bus.publish(subjects.install_progress(worker.node_id, op_id), encode(event))
+            await worker.bus.publish(messages.install_progress(worker.node_id, op_id), encode(event))
             if number % 10 == 9:
                 await asyncio.sleep(EVERY * 10 / len(simulated.workers))
 

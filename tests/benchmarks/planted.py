@@ -14,11 +14,10 @@ from datetime import timedelta
 import httpx
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Message
-from localai_cluster.messaging.credentials import mint_service
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.messaging.servers import parse_url
+from localai_cluster.messaging.servers import mint_service, parse_url
 from tests.support.cluster import Cluster
 from tests.support.simulator import Fleet, Script, SimulatedWorker
 from tests.support.simulator.worker import AT_ONCE, Home
@@ -68,7 +67,7 @@ async def listening(
         for number, (id, instance) in enumerate(zip(ids, instances, strict=True)):
             worker = SimulatedWorker(f"planted-{number}", number, home, Script(script.acts))
             worker.bus, worker.machine.node_id, worker.machine.instance = bus, id, instance
-            workers[subjects.node_prefix(id)] = worker
+            workers[messages.node_prefix(id)] = worker
 
         async def receive(message: Message) -> bytes | None:
             return await workers[".".join(message.subject.split(".")[:2])]._receive(message)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging.credentials import mint_service
-from localai_cluster.messaging.servers import parse_url
+from localai_cluster.messaging.servers import mint_service, parse_url
 from tests.browser.fleet import Fleet
 from tests.conftest import eventually
 from tests.support.cluster import TOKEN

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from rich.console import Console
 
-from localai_cluster.embedded import ui
+from localai_cluster.embedded import build
 from localai_cluster.kit import clock
 from tests.browser import install
 from tests.browser.conftest import ARGUMENTS
@@ -176,8 +176,8 @@ def measure(program: str) -> list[Measured]:
         with opened(browser, fleet) as page:
             found += memory(page, fleet)
         browser.close()
-    first = ui.first_load() / 1024
-    return [*found, Measured("first load, compressed", first, ui.BUDGET / 1024, unit="kB")]
+    first = build.first_load() / 1024
+    return [*found, Measured("first load, compressed", first, build.BUDGET / 1024, unit="kB")]
 
 
 def main() -> int:

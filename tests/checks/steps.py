@@ -52,7 +52,7 @@ def module(name: str, *words: str) -> tuple[str, ...]:
 # The longest first, so that none of them is left running alone at the end.
 UNIT = Step("unit tests", module("pytest", "tests/unit", "tests/tooling", "-n0", "-q"))
 LINT = (
-    Step("pages", module("localai_cluster.embedded.ui", "check")),
+    Step("pages", module("localai_cluster.embedded.build", "check")),
     Step("types", ("mypy",)),
     Step("trace", module("tests.checks.trace", "--gaps")),
     Step("import contracts", ("lint-imports",)),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
@@ -56,7 +56,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
     worker.launch()
 
     async def answers() -> bool:
-        subject = subjects.backend_list(worker.control_plane.node_id)
+        subject = messages.backend_list(worker.control_plane.node_id)
         try:
             return not (await ask(bus, subject, m.Nothing(), m.ListReply, 30)).error
         except BusError:

@@ -11,17 +11,18 @@ import pytest
 
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout, ask
-from localai_cluster.messaging.credentials import (
+from localai_cluster.messaging.nats import NatsBus, complaint
+from localai_cluster.messaging.servers import (
     Credentials,
+    Servers,
     mint_service,
     mint_worker,
+    parse_url,
     revoking_token,
 )
-from localai_cluster.messaging.nats import NatsBus, complaint
-from localai_cluster.messaging.servers import Servers, parse_url
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually, free_port
 
 NODE = "2bade988-0b3a-4400-83eb-e2cf86d9429a"
@@ -82,8 +83,8 @@ async def revoke(server: EmbeddedNats, system: NatsBus, public_key: str) -> None
 
 
 async def listed(bus: NatsBus, node_id: str, timeout: float = 30) -> m.ListReply:
-    subject = subjects.backend_list(node_id)
-    return await ask(bus, subject, m.Nothing(), m.ListReply, timeout, inbox=subjects.inbox(node_id))
+    subject = messages.backend_list(node_id)
+    return await ask(bus, subject, m.Nothing(), m.ListReply, timeout, inbox=messages.inbox(node_id))
 
 
 @pytest.mark.rule("T-JWT-3", "nats-9.1")
@@ -112,10 +113,10 @@ async def test_a_worker_answers_and_reports_under_its_own_name(
     async def answer(message: Message) -> bytes:
         return b"{}"
 
-    await worker.subscribe(subjects.backend_list(NODE), answer)
-    await worker.subscribe(subjects.backend_cancel(NODE), answer)
+    await worker.subscribe(messages.backend_list(NODE), answer)
+    await worker.subscribe(messages.backend_cancel(NODE), answer)
     assert await listed(controller, NODE) == m.ListReply()
-    cancel, inbox = subjects.backend_cancel(NODE), subjects.inbox(NODE)
+    cancel, inbox = messages.backend_cancel(NODE), messages.inbox(NODE)
     assert (
         await ask(controller, cancel, m.CancelRequest("op"), m.CancelReply, 30, inbox=inbox)
         == m.CancelReply()
@@ -125,8 +126,8 @@ async def test_a_worker_answers_and_reports_under_its_own_name(
     async def note(message: Message) -> None:
         seen.append(message.subject)
 
-    await controller.subscribe(subjects.install_progress(NODE, "op1"), note)
-    await worker.publish(subjects.install_progress(NODE, "op1"), b"{}")
+    await controller.subscribe(messages.install_progress(NODE, "op1"), note)
+    await worker.publish(messages.install_progress(NODE, "op1"), b"{}")
     await eventually(lambda: seen, what="the progress arrives")
     with pytest.raises(NoResponders):
         await listed(controller, "another")
@@ -145,14 +146,14 @@ async def test_no_worker_reads_or_forges_the_replies_to_another(
         stolen.append(message.subject)
         return b'{"backends": [{"name": "forged"}]}'
 
-    for subject in ("_INBOX.>", f"_INBOX.{NODE}.>", "nodes.>", subjects.backend_list(NODE), ">"):
+    for subject in ("_INBOX.>", f"_INBOX.{NODE}.>", "nodes.>", messages.backend_list(NODE), ">"):
         await thief.subscribe(subject, steal)
     replies: list[str] = []
 
     async def answer(message: Message) -> bytes:
         return b'{"backends": [{"name": "true"}]}'
 
-    await victim.subscribe(subjects.backend_list(NODE), answer)
+    await victim.subscribe(messages.backend_list(NODE), answer)
     for _ in range(20):
         replies += [entry.name for entry in (await listed(controller, NODE)).backends]
     assert replies == ["true"] * 20
@@ -181,7 +182,7 @@ async def test_new_credentials_take_over_without_losing_or_doubling_a_message(
             payload = b"%d" % asked
             asked += 1
             assert (
-                await controller.request(f"nodes.{NODE}.echo", payload, 30, inbox=subjects.inbox(NODE))
+                await controller.request(f"nodes.{NODE}.echo", payload, 30, inbox=messages.inbox(NODE))
                 == payload
             )
 
@@ -304,11 +305,11 @@ async def test_a_worker_refreshes_at_three_quarters_and_keeps_a_running_command(
     start = asyncio.create_task(
         ask(
             controller,
-            subjects.backend_install(NODE),
+            messages.backend_install(NODE),
             request,
             m.InstallReply,
             120,
-            inbox=subjects.inbox(NODE),
+            inbox=messages.inbox(NODE),
         )
     )
     failures = []

@@ -14,13 +14,12 @@ from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.kit.cluster_settings import load
 from localai_cluster.kit.tls import TlsFiles
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode_galleries
-from localai_cluster.messaging.credentials import mint_service, mint_worker
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.nats import NatsBus, complaint
-from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
 from localai_cluster.worker.config import build
 from localai_cluster.worker.config_table import InvalidSettings
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually, free_port
@@ -175,7 +174,7 @@ async def test_galleries_are_verified_by_the_system_and_not_by_the_ca_of_the_con
     worker.launch(LOCALAI_WORKER_TLS_CA=str(authority.file), SSL_CERT_FILE=str(public.file))
     bus = NatsBus(parse_url(nats.url), name="test")
     bus.start()
-    subject = subjects.backend_install(control_plane.node_id)
+    subject = messages.backend_install(control_plane.node_id)
 
     async def listens() -> bool:
         return subject.rpartition(".")[0] in " ".join(await nats.subscriptions())

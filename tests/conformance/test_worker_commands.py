@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, processes
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message, NotConnected
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.messaging.nats import NatsBus
@@ -36,29 +36,29 @@ class Node:
 
     async def install(self, backend: str, uri: Path | str = "", **more: Any) -> m.InstallReply:
         request = m.InstallRequest(backend, uri=str(uri), **more)
-        return await ask(self.bus, subjects.backend_install(self.id), request, m.InstallReply, 60)
+        return await ask(self.bus, messages.backend_install(self.id), request, m.InstallReply, 60)
 
     async def upgrade(self, backend: str, **more: Any) -> m.UpgradeReply:
         request = m.UpgradeRequest(backend, **more)
-        return await ask(self.bus, subjects.backend_upgrade(self.id), request, m.UpgradeReply, 60)
+        return await ask(self.bus, messages.backend_upgrade(self.id), request, m.UpgradeReply, 60)
 
     async def delete(self, backend: str) -> m.DeleteReply:
         return await ask(
-            self.bus, subjects.backend_delete(self.id), m.DeleteRequest(backend), m.DeleteReply, 60
+            self.bus, messages.backend_delete(self.id), m.DeleteRequest(backend), m.DeleteReply, 60
         )
 
     async def stop(self, target: str, **more: Any) -> None:
-        await self.bus.publish(subjects.backend_stop(self.id), encode(m.StopBackend(target, **more)))
+        await self.bus.publish(messages.backend_stop(self.id), encode(m.StopBackend(target, **more)))
 
     async def stop_model(self, key: str, address: str, **more: Any) -> m.StopModelReply:
         request = m.StopModelRequest(process_key=key, expected_address=address, **more)
-        return await ask(self.bus, subjects.model_stop(self.id), request, m.StopModelReply, 60)
+        return await ask(self.bus, messages.model_stop(self.id), request, m.StopModelReply, 60)
 
     async def list(self) -> m.ListReply:
-        return await ask(self.bus, subjects.backend_list(self.id), m.Nothing(), m.ListReply, 30)
+        return await ask(self.bus, messages.backend_list(self.id), m.Nothing(), m.ListReply, 30)
 
     async def running(self) -> set[str]:
-        reply = await ask(self.bus, subjects.models_running(self.id), m.Nothing(), m.RunningReply, 30)
+        reply = await ask(self.bus, messages.models_running(self.id), m.Nothing(), m.RunningReply, 30)
         return {m.process_key(model.model_id, model.replica_index) for model in reply.models}
 
     async def runs(self, *keys: str) -> None:
@@ -155,7 +155,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     assert fourth.address not in (first.address, second.address, third.address)
     await node.stop("m")
     await node.runs("other#0", "new#0")
-    await node.bus.publish(subjects.backend_stop(node.id), b"{broken")
+    await node.bus.publish(messages.backend_stop(node.id), b"{broken")
     await node.stop("nobody")
     assert await node.running() == {"other#0", "new#0"}
     await node.stop("engine", force=True)
@@ -163,7 +163,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     await eventually(lambda: node.worker.events("engine", fourth.address) == ["sigterm"])
     last = await node.install("engine", source, model_id="last")
     assert last.success, last.error
-    await node.bus.publish(subjects.backend_stop(node.id), b"null")
+    await node.bus.publish(messages.backend_stop(node.id), b"null")
     await node.runs()
 
 
@@ -214,7 +214,7 @@ async def test_a_slow_install_delays_no_other_and_the_same_one_joins(bus: NatsBu
     async def collect(message: Message) -> None:
         events.append(decode(message.payload, m.ProgressEvent))
 
-    await bus.subscribe(subjects.install_progress(node.id, "op.1"), collect, limit=1)
+    await bus.subscribe(messages.install_progress(node.id, "op.1"), collect, limit=1)
     tasks = [
         asyncio.create_task(node.install("slow", slow, op_id="op.1", install_only=True)) for _ in range(2)
     ]
@@ -433,7 +433,7 @@ async def test_an_archive_by_its_address_is_installed_and_started(node: Node) ->
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}/engine.tgz"
         request = m.InstallRequest("", uri=uri, model_id="m")
-        reply = await ask(node.bus, subjects.backend_install(node.id), request, m.InstallReply, 60)
+        reply = await ask(node.bus, messages.backend_install(node.id), request, m.InstallReply, 60)
         await asyncio.to_thread(server.shutdown)
     assert reply.success, reply.error
     assert [(b.name, b.uri) for b in (await node.list()).backends] == [("engine", uri)]
@@ -470,7 +470,7 @@ async def test_install_only_starts_nothing_and_force_reinstalls(node: Node) -> N
 async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     """nats.md §4.9, §4.10, W31."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
-    unload = subjects.model_unload(node.id)
+    unload = messages.model_unload(node.id)
     for name in ("m", "unknown"):
         freed = await ask(node.bus, unload, m.UnloadRequest(name), m.UnloadReply, 60)
         assert freed.success, freed.error
@@ -480,7 +480,7 @@ async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     results = {}
     for name in ("../worker.log", "", ".", "/etc", "org/big", "one", "nothing"):
         request = m.DeleteModelRequest(name)
-        answer = await ask(node.bus, subjects.model_delete(node.id), request, m.DeleteModelReply, 60)
+        answer = await ask(node.bus, messages.model_delete(node.id), request, m.DeleteModelReply, 60)
         results[name] = answer.success
     assert [name for name, success in results.items() if success] == ["org/big", "one", "nothing"]
     assert node.worker.log.exists()
@@ -495,10 +495,10 @@ async def test_no_progress_without_operation_and_instance_is_told(node: Node) ->
     async def collect(message: Message) -> None:
         seen.append(message)
 
-    await node.bus.subscribe(f"{subjects.backend_install(node.id)}.*.progress", collect)
+    await node.bus.subscribe(f"{messages.backend_install(node.id)}.*.progress", collect)
     reply = await node.install("engine", node.worker.source("engine"), install_only=True)
     assert reply.success
-    listed = json.loads(await node.bus.request(subjects.backend_list(node.id), b"{}", 5, inbox=INBOX))
-    running = json.loads(await node.bus.request(subjects.models_running(node.id), b"null", 5, inbox=INBOX))
+    listed = json.loads(await node.bus.request(messages.backend_list(node.id), b"{}", 5, inbox=INBOX))
+    running = json.loads(await node.bus.request(messages.models_running(node.id), b"null", 5, inbox=INBOX))
     assert listed["instance"] == running["instance"] != ""
     assert seen == []

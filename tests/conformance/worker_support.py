@@ -14,7 +14,7 @@ from uuid import NAMESPACE_DNS, uuid5
 
 import httpx
 
-from localai_cluster.embedded.nats import binary as nats_binary
+from localai_cluster.embedded.nats import nats_binary as nats_binary
 from localai_cluster.kit import clock
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging.bus import Bus

@@ -6,7 +6,7 @@ from django.contrib.contenttypes.models import ContentType
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 
-from localai_cluster.accounts import credentials, principals
+from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
 
 BEFORE = [("nodes", "0003_what_pages_need")]
@@ -34,7 +34,7 @@ def test_keys_passwords_and_permissions_survive_the_move() -> None:
         newest.migrate(newest.loader.graph.leaf_nodes())
     ContentType.objects.clear_cache()
 
-    caller = credentials.principal_of(credentials.identify(plain))
+    caller = principals.owner_of(principals.classify_credential(plain))
     assert caller.name == "ann"
     assert ApiKey.objects.get().name == "laptop"
     assert InitialPassword.objects.get().user == user

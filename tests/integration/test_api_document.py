@@ -16,7 +16,7 @@ import pytest
 from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster.documents import SchemaView
+from localai_cluster.api_document import SchemaView
 from localai_cluster.kit import clock
 from nodes.backends import worker_logs
 from nodes.decisions import fleet_cache

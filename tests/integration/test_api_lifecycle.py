@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 from django.contrib.auth import get_user_model
 
-from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import services
@@ -84,7 +84,7 @@ def test_an_agent_gets_its_token_with_its_approval() -> None:
     node = pending("agent-1", node_type="agent", address="")
     token = do(node, "approve").json()["api_token"]
     assert token.startswith("lai-")
-    found = principal_of(identify(token))
+    found = owner_of(classify_credential(token))
     assert found is not None
     assert found.kind == "user"
     shown = api.admin().get(f"/api/nodes/{node.id}").content + api.admin().get("/api/nodes").content
@@ -307,7 +307,7 @@ def test_a_removed_agent_takes_its_user_and_key_along() -> None:
     token = do(node, "approve").json()["api_token"]
     users = get_user_model().objects.count()
     assert api.admin().delete(f"/api/nodes/{node.id}").status_code == 200
-    assert not principal_of(identify(token)).is_authenticated
+    assert not owner_of(classify_credential(token)).is_authenticated
     assert (get_user_model().objects.count(), ApiKey.objects.count()) == (users - 1, 0)
 
 

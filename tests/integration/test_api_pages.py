@@ -24,10 +24,10 @@ from localai_cluster import health, raw_routes
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED
-from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.kit import clock, conf
-from localai_cluster.web.middleware import Utf8Only
+from localai_cluster.web.bodies import Utf8Only
 from nodes.models import BackendNode
 from operations.models import Operation
 from tests.support import api

@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import InitialPassword
-from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.accounts.sessions import principal_of_socket
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from tests.support import api
@@ -53,14 +53,8 @@ class Browser:
         return self.post("/api/auth/login", {key: name, "password": password})
 
 
-@pytest.fixture(autouse=True)
-def quick_hashes(settings: Any) -> None:
-    """What hashing costs is Django's business."""
-    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
-
-
 @pytest.fixture
-def ann(quick_hashes: None) -> Any:
+def ann() -> Any:
     """A person who is an admin and has chosen her password."""
     return get_user_model().objects.create_user("ann", email="a@b.c", password=PASSWORD, is_staff=True)
 
@@ -482,10 +476,10 @@ def test_sockets_know_a_newcomer_and_open_nothing(newcomer: Any) -> None:
         session = browser.client.session
         return {"type": "websocket", "headers": [], "session": session}
 
-    who = async_to_sync(principal_of)(scope())
+    who = async_to_sync(principal_of_socket)(scope())
     assert (who.kind, who.is_authenticated, who.is_admin, who.is_user) == ("newcomer", True, False, False)
     browser.post("/api/auth/password", {"old": PASSWORD, "new": NEXT})
-    assert async_to_sync(principal_of)(scope()).is_admin
+    assert async_to_sync(principal_of_socket)(scope()).is_admin
 
 
 def test_a_password_set_elsewhere_is_none_that_was_generated(

@@ -15,7 +15,7 @@ from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
 from nodes.api import engines
 from nodes.definitions import folder
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas import drains
@@ -114,7 +114,7 @@ def test_a_lookup_that_fails_is_not_taken_for_absence(monkeypatch: pytest.Monkey
     def away(*_: Any, **__: Any) -> Any:
         raise OperationalError("the connection is lost")
 
-    monkeypatch.setattr(drains, "held", away)
+    monkeypatch.setattr(drains, "unloadable", away)
     answer = everywhere("unload", {"model_name": "echo"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
     assert not Operation.objects.exists()
@@ -242,7 +242,7 @@ def test_files_are_deleted_on_every_approved_node_whether_or_not_it_has_the_mode
 def test_a_model_that_is_being_loaded_is_not_unloaded_or_deleted_and_the_load_is_named() -> None:
     node = hot.node()
     now = clock.now()
-    wanted = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+    wanted = admission.OperationRequest(load_request.KIND, key=load_key("echo"), element="echo", actor="test")
     job = admission.admit(wanted, now=now).operation.id
     hot.replica(node, state="loading", owner=attempt(f"{job}:1"))
     for answer in (
@@ -291,7 +291,7 @@ class TestLoad:
         with a_controller(State.COMPLETE):
             answer = self.post({"model": "echo"})
         operation = Operation.objects.get()
-        assert (operation.kind, operation.key) == (load.KIND, "model:echo#0")
+        assert (operation.kind, operation.key) == (load_request.KIND, "model:echo#0")
         assert (answer.status_code, answer.json()["loaded"]) == (200, ["echo"])
         assert answer.json()["jobID"] == str(operation.id)
 

@@ -16,7 +16,7 @@ from django.test import Client
 from redis.exceptions import ConnectionError as RedisGone
 
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures

@@ -13,8 +13,8 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from nodes.backends import admission, automatic, backend_requests, intents, upgrade_check, upgrade_state
+from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended
-from nodes.backends.upgrade_rules import Offered
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
 from nodes.registry import services
 from operations.models import Operation, OperationTarget, Status, Waves
@@ -102,7 +102,7 @@ def test_there_are_never_two_operations_for_a_backend() -> None:
     """Someone is at it: the check is followed when that has ended, without another check."""
     a, _ = node("a"), node("b")
     asked = backend_requests.Asked([a], actor="ann")
-    theirs = admission.ask(
+    theirs = admission.admit(
         backend_requests.Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
     ).operation
     checked()
@@ -221,7 +221,7 @@ def test_a_controller_that_dies_between_check_and_operation_loses_nothing(
     def dies(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(automatic, "ask", dies)
+    monkeypatch.setattr(automatic, "admit", dies)
     with pytest.raises(KeyboardInterrupt):
         follow()
     assert BackendOffer.objects.get().automatic_nodes == [], "note and operation are one transaction"

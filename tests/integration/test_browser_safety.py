@@ -20,9 +20,8 @@ SITE = "https://cluster.example"
 
 
 @pytest.fixture
-def ann(settings: Any) -> Any:
+def ann() -> Any:
     """A person who may enter the admin."""
-    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
     return get_user_model().objects.create_superuser("ann", password=PASSWORD)
 
 

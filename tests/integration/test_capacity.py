@@ -175,10 +175,10 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
     assert slot is not None
     assert other is not None
     if end == "given up":
-        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
-        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     elif end == "killed":
-        load_ends.end_abandoned("m", now=clock.now())
+        load_ends.end_abandoned_loads("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
         reserved_memory.release(node.pk, 4 * GB, since=clock.now())
@@ -210,7 +210,7 @@ def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
     slot = begun(node, "large", 10 * GB)
     assert slot is not None
     assert free(node) == -6 * GB
-    load_ends.give_up(slot, attempt=attempt("large:1"), now=clock.now())
+    load_ends.end_attempt(slot, attempt=attempt("large:1"), now=clock.now())
     assert (column(node), free(node)) == (12 * GB, 4 * GB)
 
 
@@ -279,7 +279,7 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
 
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert all(one.free_vram == SIZE * GB for one in fleet_cache.read_fleet("any"))

@@ -13,7 +13,7 @@ from django.db import DatabaseError
 from django.test import Client
 from pytest_django import Settings
 
-from localai_cluster.accounts import browsers
+from localai_cluster.accounts import sessions
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
@@ -170,13 +170,13 @@ def test_without_a_database_it_is_said_that_it_may_work_later(monkeypatch: pytes
         raise DatabaseError("gone")
 
     headers = signed_in(person())
-    monkeypatch.setattr(browsers, "get_user", gone)
+    monkeypatch.setattr("django.contrib.auth.get_user", gone)
     answer, _ = asked(headers)
     assert (answer.status, answer.headers["retry-after"]) == (503, "2")
 
 
 def test_a_key_causes_no_look_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browsers, "principal_of", None)
+    monkeypatch.setattr(sessions, "principal_of_request", None)
     headers = signed_in(person(), authorization=f"Bearer {API_KEY}")
     answer, _ = asked(headers)
     assert answer.status == 200

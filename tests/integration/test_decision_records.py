@@ -15,12 +15,12 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
 from nodes.decisions import scale_records
-from nodes.loading import attempts, failures, replacement, scale_up
+from nodes.loading import failures, load_attempts, load_request
 from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
@@ -65,7 +65,7 @@ async def test_an_eviction_is_kept_with_the_slot_that_it_makes_room_for(
 ) -> None:
     """Under the victim's model, with whose load it was for; the load's record names the victim."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -94,7 +94,7 @@ def dies(stage: Stage, loads: list[Any]) -> None:
 
 
 def leaves_no_bus(stage: Stage, _: list[Any]) -> None:
-    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = NotConnected("down")
+    stage.bus.replies[messages.backend_list(str(stage.one.id))] = NotConnected("down")
 
 
 def vanishes(stage: Stage, _: list[Any]) -> None:
@@ -140,7 +140,7 @@ async def test_an_attempt_that_ends_is_kept_with_what_follows(
     ],
 )
 def test_what_follows_an_attempt(cause: Cause, times: int, over: bool, outcome: str) -> None:
-    assert attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
+    assert load_attempts.ending({"cause": cause, "times": times, "over": over}) == outcome
 
 
 async def test_a_load_that_all_nodes_have_refused_ends_with_a_record(stage: Stage) -> None:
@@ -172,26 +172,26 @@ class TestScaling:
     def test_what_is_loaded_and_what_is_retired_is_kept_in_the_words_of_the_rule(self) -> None:
         node = hot.node("one", max_replicas_per_model=3)
         rule(2)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", "")]
         assert last_scaled().reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
         Operation.objects.all().delete()
         for index in range(3):
             hot.replica(node, "m", index, last_used=clock.now() - HOUR)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records()[1:] == [("m", "scale", "scaled", ""), ("m", "unload", "unloading", "")]
         assert last_scaled().reason.startswith("replica 2 on one idle for 60 min and more than 2 there")
         unload = PlacementRecord.objects.latest("id")
         assert unload.reason == f"{last_scaled().reason}; replicas that leave: 2 on one"
         count = PlacementRecord.objects.count()
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert PlacementRecord.objects.count() == count, "nothing was decided"
 
     @pytest.mark.rule("R4.23", "I14")
     def test_what_cannot_be_had_is_kept_once_as_long_as_its_words_stay(self) -> None:
         rule(1, model="undefined")
         for _ in range(4):
-            replicas.look(tick=True)
+            replicas.run_pass(tick=True)
         assert records() == [("undefined", "scale", "waiting", "")]
 
     @pytest.mark.rule("R4.5", "I14")
@@ -201,9 +201,9 @@ class TestScaling:
         def refuses(*_: Any, **__: Any) -> None:
             raise errors.Conflict("model_unload of m is in progress")
 
-        monkeypatch.setattr(scale_up, "request_scale_up", refuses)
+        monkeypatch.setattr(load_request, "request_scale_up", refuses)
         rule(1)
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert records() == [("m", "scale", "scaled", ""), ("m", "scale", "refused", "")]
         assert last_scaled().reason.endswith("1 more; refused: model_unload of m is in progress")
 
@@ -215,7 +215,7 @@ class TestScaling:
                 rule(1, model=name)
                 (models / f"{name}.yaml").write_text(f"name: {name}\nbackend: b\nparameters: {{model: x}}\n")
             demands = passes.read_desired_states()
-            fleet = replicas.observe(demands, replicas.revisions_now(), clock.now())
+            fleet = replicas.observe(demands, replicas.definition_revisions(), clock.now())
             rulings = plan(fleet, demands, clock.now(), tick=True)
             about = {demand.model: demand for demand in demands}
             with CaptureQueriesContext(connection) as queries:
@@ -310,7 +310,7 @@ def test_a_plan_evicts_for_one_replica_after_another_and_each_victim_once() -> N
 def test_explain_knows_what_the_load_under_way_was_asked_for() -> None:
     """A load for another node than the one whose replica stops goes elsewhere; not where it was refused."""
     leaving, other = hot.node("leaving", available_vram=9 * GIB), hot.node("other")
-    replacement.load_on_other_node("m", leaving.id, None)
+    load_request.load_on_other_node("m", leaving.id, None)
     answer = api.admin().get("/api/models/m/explain").json()["next"]
     assert answer["action"] == "join"
     assert (answer["placement"]["node"], answer["placement"]["nodes"]["considered"]) == ("other", 1)

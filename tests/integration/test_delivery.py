@@ -15,10 +15,11 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
-from nodes.loading import delivery, load, transfer, wait
+from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
+from nodes.loading.load_attempts import attempt_id
 from nodes.loading.source_files import OpenedFile
 from nodes.loading.staging_plan import plan_files
 from nodes.models import BackendNode, NodeModel
@@ -63,8 +64,8 @@ def files(stage: Stage, settings: Settings) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.01)
-    monkeypatch.setattr(delivery, "REPORT_EVERY", 0.02)
-    monkeypatch.setattr(delivery, "_LOOK_AT_OTHER", 0.02)
+    monkeypatch.setattr(staging, "REPORT_EVERY", 0.02)
+    monkeypatch.setattr(staging, "_TURN_POLL", 0.02)
 
 
 @asynccontextmanager
@@ -82,10 +83,10 @@ async def states() -> list[tuple[str, int, str]]:
 
 
 async def holds(what: Callable[[], Any]) -> None:
-    async def look() -> bool:
+    async def check() -> bool:
         return bool(await in_thread(what))
 
-    assert await clock.wait_until(look, timeout=60, every=0.02)
+    assert await clock.wait_until(check, timeout=60, every=0.02)
 
 
 @pytest.mark.rule(
@@ -210,7 +211,7 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
     assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
-    assert not stage.bus.asked[subjects.backend_install(str(stage.one.id))], "no engine was started for it"
+    assert not stage.bus.asked[messages.backend_install(str(stage.one.id))], "no engine was started for it"
 
 
 CLOSED = "127.0.0.1:1"
@@ -290,10 +291,10 @@ async def test_the_disk_is_looked_at_again_just_before(
     with pytest.raises(
         NodeRefused, match=r"0\.9 GiB of disk space free, 3 MiB of files and 1\.0 GiB to spare needed"
     ):
-        await in_thread(delivery._check_room, slot, SIZE)
-    await in_thread(delivery._check_room, slot, 0)
+        await in_thread(staging._check_disk_space, slot, SIZE)
+    await in_thread(staging._check_disk_space, slot, 0)
     settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)
-    await in_thread(delivery._check_room, slot, SIZE)
+    await in_thread(staging._check_disk_space, slot, SIZE)
 
 
 @pytest.mark.rule("R2.38")  # D-DISK-BROUGHT
@@ -339,14 +340,14 @@ def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
     (view,) = [one for one in fleet_cache.read_fleet("echo") if one.id == node.id]
     return slots.reserve(
-        view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
+        view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
     )
 
 
 def another_load() -> Work:
     now = clock.now()
     wanted = admission.OperationRequest(
-        load.KIND,
+        load_request.KIND,
         key=load_key("echo", "1"),
         element="echo",
         actor="test",
@@ -364,18 +365,18 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=load.attempt_id(work))
+        return slots.begin_staging(slot, attempt=attempt_id(work))
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
+    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, attempt=load.attempt_id(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, attempt=load.attempt_id(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempt_id(stage.work)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -385,7 +386,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=load.attempt_id(works[number]))
+        return slots.begin_staging(places[number], attempt=attempt_id(works[number]))
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]
@@ -449,7 +450,7 @@ async def test_a_worker_that_started_again_is_no_node_that_refuses(
 async def test_a_token_that_stays_wrong_goes_to_the_next_node(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_REGISTERS", 0.0)
+    monkeypatch.setattr(staging, "_REGISTERS", 0.0)
     async with worker(tmp_path / "w", stage.one) as server:
         server.token = "another"
         await in_thread(stage.need_until)
@@ -479,7 +480,7 @@ async def test_a_folder_whose_server_does_not_answer_is_no_deadline(
     def late(*args: Any) -> Any:
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
 
-    monkeypatch.setattr(OpenedFile, "_take", late)
+    monkeypatch.setattr(OpenedFile, "_read", late)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()
@@ -508,7 +509,7 @@ async def test_a_file_that_is_still_being_written_is_looked_at_again(
             file.write(b"more")
         return made
 
-    monkeypatch.setattr(delivery, "plan_files", then_longer)
+    monkeypatch.setattr(staging, "plan_files", then_longer)
     async with worker(tmp_path / "w", stage.one):
         await in_thread(stage.need_until)
         ended = await stage.play()

@@ -202,7 +202,7 @@ def test_refusals_of_the_process_have_the_dialects_envelope(
 
     async def scenario(client: hot.Client, _: Any) -> None:
         with monkeypatch.context() as defect:
-            defect.setattr(wire, "json_object", None)
+            defect.setattr(wire, "parse_json_object", None)
             failed = await reply(client.post(path, BODIES[path]))
         assert (failed.status, message_of(path, failed.body)) == (500, "internal error")
         monkeypatch.setattr(application, "stopping", True)

@@ -15,8 +15,8 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.rpc.errors import BackendError
 from nodes.decisions import fleet_cache
 from nodes.definitions.files import parse_definition
@@ -24,14 +24,14 @@ from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
 from nodes.loading.failures import LoadFailed, refusals
-from nodes.loading.free_memory import find_eviction
+from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.replicas import eviction, hooks, retire, slots, stops, terminations
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.stopper import Stopper
@@ -158,7 +158,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
     """Free as it will be: while it stops, when it has gone, and with and without the new engine's share."""
     node = read_node("one", 2)
     victim = old(node, "a")
-    removed: list[Removed] = []
+    removed: list[RemovedReplica] = []
     hooks.on_removed.append(removed.append)
 
     def free(available: int) -> int:
@@ -169,13 +169,13 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
         assert isinstance(slot, Slot)
         assert free(2) == -8
-        assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
+        assert [one.vram for one in eviction.terminating_replicas(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
         assert stops.record_sent(engine_of(victim), now=clock.now())
         assert retire.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
-    assert removed == [Removed("a", node.pk, 0)]
+    assert removed == [RemovedReplica("a", node.pk, 0)]
     assert [free(available) for available in (2, 12, 7, 2)] == [2, 2, 2, 2]
 
 
@@ -203,7 +203,7 @@ def test_a_victim_that_got_a_request_stays() -> None:
 
 def enough(row: NodeModel) -> bool:
     with transaction.atomic():
-        return terminations.enough_besides(row)
+        return terminations.keeps_minimum(row)
 
 
 @pytest.mark.rule("R2.52", "R2.10")
@@ -220,7 +220,7 @@ def test_where_the_rule_lets_no_request_go_a_replica_counts_toward_no_minimum(se
     need = Need(vram=5 * GB, vram_required=True)
     refused = placed(1, need)
     assert isinstance(refused, Eviction)
-    assert not terminations.serves_besides(found)
+    assert not terminations.has_other_replica(found)
     assert not enough(found)
     ModelSchedulingConfig.objects.update(node_selector={})
     assert isinstance(placed(1, need), Slot)
@@ -291,7 +291,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
 ) -> None:
     """Controllers stop exactly that process; no engine is started before it has gone."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -308,7 +308,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
 ) -> None:
     """And the place that the load held is free again."""
     await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from localai_cluster.embedded import folder_identity, lock, manage, package, prepare, requests, run, worker
+from localai_cluster.embedded import attach, build, lock, preparation, run
 from localai_cluster.embedded.layout import Layout, address_for_others
-from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
+from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import clock, nkeys, processes
 from tests.support.certificates import Authority
 
@@ -87,7 +87,7 @@ def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":
 
 def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> None:
     """The run before was killed, and so was its guardian."""
-    left = leave_behind(tmp_path, f"{folder_identity.folder_id(tmp_path)}.stale")
+    left = leave_behind(tmp_path, f"{lock.folder_id(tmp_path)}.stale")
     with listener() as port:
         lines = attempt(tmp_path, PORT=str(port))
     assert lines[0] == "cleaning up after a killed run (process id 4194305)"
@@ -98,8 +98,8 @@ def test_a_copied_lock_ends_no_process_of_the_original(tmp_path: Path) -> None:
     """Review X1: `cp -a` of a live folder brings the record of a run that goes on elsewhere."""
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
-    folder_identity.claim(original)
-    left = leave_behind(original, f"{folder_identity.folder_id(original)}.live")
+    lock.claim(original)
+    left = leave_behind(original, f"{lock.folder_id(original)}.live")
     shutil.copytree(original, copy)
     try:
         assert lock.holder_of(copy) == {}
@@ -117,19 +117,19 @@ def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.
     """Review X1: moving a folder makes no copy of it, nor does another device number after a reboot."""
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
-    assert not folder_identity.is_copy(original), "of an earlier version"
-    folder_identity.claim(original)
+    assert not lock.is_copy(original), "of an earlier version"
+    lock.claim(original)
     shutil.copytree(original, copy)
     original.rename(tmp_path / "moved")
-    assert [folder_identity.is_copy(place) for place in (tmp_path / "moved", copy)] == [False, True]
-    folder_identity.claim(copy)
-    assert not folder_identity.is_copy(copy)
-    claimed = json.loads((copy / folder_identity.FILE).read_text())
+    assert [lock.is_copy(place) for place in (tmp_path / "moved", copy)] == [False, True]
+    lock.claim(copy)
+    assert not lock.is_copy(copy)
+    claimed = json.loads((copy / lock.FILE).read_text())
     inode = claimed["folder"].split(".")[1]
-    (copy / folder_identity.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
-    assert folder_identity.is_copy(copy), "a snapshot keeps the inode"
-    monkeypatch.setattr(folder_identity, "_boot_id", lambda: "another boot")
-    assert not folder_identity.is_copy(copy)
+    (copy / lock.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
+    assert lock.is_copy(copy), "a snapshot keeps the inode"
+    monkeypatch.setattr(lock, "_boot_id", lambda: "another boot")
+    assert not lock.is_copy(copy)
 
 
 def test_a_copied_cluster_gets_its_own_bus_keys_and_keeps_the_operators(tmp_path: Path) -> None:
@@ -267,23 +267,23 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
 
 def test_another_worker_needs_a_running_cluster_and_a_name(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="No cluster is running on"):
-        worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
+        attach.worker_environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
     for name, words in (("", "NAME is required"), ("local", "belongs to"), ("a/b", "not a valid name")):
         with pytest.raises(SetupError, match=words):
-            worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, name)
+            attach.worker_environment({"CLUSTER_DATA_DIR": str(tmp_path)}, name)
 
 
 def test_a_management_command_needs_a_running_cluster(tmp_path: Path) -> None:
     """`make manage`: says how to start one."""
     with pytest.raises(SetupError, match="make run"):
-        manage.environment({"CLUSTER_DATA_DIR": str(tmp_path)})
+        attach.management_environment({"CLUSTER_DATA_DIR": str(tmp_path)})
 
 
 def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path) -> None:
     settings = {"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_API_KEY": "k" * 32, "SECRET_KEY": "s" * 50}
     held = lock.DataLock(tmp_path)
     held.note(port=4711, host="127.0.0.1", mark="m")
-    env = worker.environment(settings, "two")
+    env = attach.worker_environment(settings, "two")
     held.release()
     assert env["LOCALAI_REGISTER_TO"] == "http://127.0.0.1:4711"
     assert env["LOCALAI_NODE_NAME"] == "two"
@@ -312,7 +312,7 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
         "?: (cluster.E003) REDIS_URL must start with one of: redis://.\n\tHINT: See docs.\n\nmore"
     )
     assert (
-        prepare.complaint(said)
+        preparation.complaint(said)
         == "?: (cluster.E003) REDIS_URL must start with one of: redis://. HINT: See docs."
     )
 
@@ -323,7 +323,7 @@ def test_a_refused_row_is_not_printed() -> None:
         'null value in column "later" of relation "operations" violates not-null constraint\n'
         "DETAIL:  Failing row contains (7, secret, null).\n"
     )
-    assert prepare.complaint(said) == said.splitlines()[0]
+    assert preparation.complaint(said) == said.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -444,13 +444,13 @@ def test_the_worker_package_is_built_for_other_machines(
     """A package that cannot be built is one line, and the cluster starts without it."""
     calls: list[int] = []
 
-    def build() -> bool:
+    def build_wheel() -> bool:
         calls.append(1)
         if len(calls) == 2:
             raise SetupError("The worker package cannot be built: no space.", "Run `make install ui`.")
         return True
 
-    monkeypatch.setattr(package, "build", build)
+    monkeypatch.setattr(build, "build_wheel", build_wheel)
     said = io.StringIO()
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), **settings}, Log(said))
     cluster._offer_package()
@@ -476,7 +476,7 @@ def test_the_printed_requests_work_from_any_folder(tmp_path: Path, place: int, p
     """What is pasted into another terminal finds its key there too, no matter what the folders are called."""
     data = tmp_path / "my data"
     layout = Layout.of({"CLUSTER_DATA_DIR": str(data), "PORT": str(free_port())})
-    request = requests.of(layout, {"smollm2", "minilm"})[place].line
+    request = run.example_requests(layout, {"smollm2", "minilm"})[place].line
     key = subprocess.run(
         ["sh", "-c", request.partition('Bearer $(')[2].partition(')"')[0]],
         cwd="/", capture_output=True, text=True, check=True,
@@ -492,10 +492,10 @@ def test_a_request_is_printed_for_a_model_that_is_there(tmp_path: Path) -> None:
     """A models folder of an earlier version lacks some, one of your own all."""
     with serving({"data": [{"id": "minilm"}, {"id": "mine"}]}, {"error": {}}) as port:
         layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(port)})
-        (request,) = requests.of(layout, requests.models(layout))
+        (request,) = run.example_requests(layout, run.served_models(layout))
         assert (request.what, '"model":"minilm"' in request.line) == ("three vectors", True)
-        assert requests.of(layout, requests.models(layout)) == []
-    assert requests.models(layout) == frozenset(), "nothing listens"
+        assert run.example_requests(layout, run.served_models(layout)) == []
+    assert run.served_models(layout) == frozenset(), "nothing listens"
 
 
 def test_a_new_models_folder_has_the_examples_and_their_files(

@@ -24,16 +24,14 @@ import redis
 from nats.aio.client import Client
 
 from localai_cluster.embedded import secrets as secret_files
-from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, binary
-from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, nats_binary
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
-from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.kit import clock, nkeys, processes
 from localai_cluster.kit.cluster_settings import load
-from localai_cluster.messaging.credentials import Credentials, mint_service, mint_worker
 from localai_cluster.messaging.nats import complaint
-from localai_cluster.messaging.servers import parse_url
+from localai_cluster.messaging.servers import Credentials, mint_service, mint_worker, parse_url
 from localai_cluster.settings import FILES
 
 
@@ -156,7 +154,7 @@ def test_postgres_starts_as_an_ordinary_user(uid: int, code_for_others: Path) ->
     """Review R25: wherever the checkout lies."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
-        "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
+        "from localai_cluster.embedded.bundled_servers import EmbeddedPostgres\n"
         "with EmbeddedPostgres(Path(sys.argv[1]) / 'pg') as server: print('up', server.url)"
     )
     home = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))
@@ -320,7 +318,7 @@ def test_valkey_wants_its_password_and_starts_over_a_dead_socket(tmp_path: Path)
 def test_a_guardian_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from localai_cluster.kit import processes\n"
-        "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
+        "from localai_cluster.embedded.bundled_servers import EmbeddedPostgres\n"
         "server = EmbeddedPostgres(Path(sys.argv[1])); server.start(processes.Guardian())\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )
@@ -393,7 +391,7 @@ def test_a_server_of_your_own_runs_with_what_nats_config_writes(tmp_path: Path) 
     found = load({**settings, "LOCALAI_NATS_URL": f"nats://127.0.0.1:{port}"})[0]
     keys = BusKeys.of(found.nats_operator_seed, found.nats_system_seed, found.nats_account_seed)
     server = EmbeddedNats(folder, port=port, keys=keys)
-    command = [str(binary()), "--config", str(folder / "nats.conf")]
+    command = [str(nats_binary()), "--config", str(folder / "nats.conf")]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         assert wait_for(lambda: listens(port), 30)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.supervisor import (
@@ -20,6 +19,7 @@ from localai_cluster.embedded.supervisor import (
     how_it_ended,
     next_delay,
 )
+from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import processes
 
 SLEEPER = "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.02; done"

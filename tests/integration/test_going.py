@@ -15,16 +15,15 @@ from django.db import OperationalError
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_cache, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, progress_deadline
-from nodes.loading.free_memory import find_eviction
-from nodes.loading.progress_deadline import ProgressDeadline
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading import load_request
+from nodes.loading.load_placement import find_eviction
+from nodes.loading.load_request import ProgressDeadline, request_scale_up
 from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need, choose_node
@@ -57,12 +56,12 @@ TERMINATED = m.StopModelReply(matched=True, terminated=True)
 
 def bus_of(node: BackendNode, stop: Any = TERMINATED) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[subjects.model_stop(str(node.id))] = stop
+    bus.replies[messages.model_stop(str(node.id))] = stop
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    asked = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    asked = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
     return [(one.process_key, one.expected_address) for one in asked]
 
 
@@ -134,10 +133,10 @@ def test_while_the_brake_holds_what_does_not_answer_counts_as_there() -> None:
     terminations.lose_all([row.pk], now=clock.now())
     now = clock.now()
     held = MassSilence.objects.create(since=now, until=now + timedelta(minutes=5), nodes=[], of=9)
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 1
     held.delete()
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert ModelSchedulingConfig.objects.get().current_replicas == 0
 
 
@@ -147,13 +146,13 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     node = hot.node()
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
     stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
-    assert stuck_replicas.tell(now=clock.now()) == 0
+    assert stuck_replicas.report_stuck(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
     assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
@@ -170,7 +169,7 @@ def failed_load(node: BackendNode, *, started: bool) -> Slot:
     if started:
         assert slots.start(slot, attempt=mine, now=clock.now())
         slots.record_answer(slot, "127.0.0.1:7")
-    load_ends.give_up(slot, attempt=mine, now=clock.now())
+    load_ends.end_attempt(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -196,7 +195,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
     """Nothing to unload and nothing to return."""
     node = await in_thread(hot.node)
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: drains.held("echo").count()) == 0
+    assert await in_thread(lambda: drains.unloadable("echo").count()) == 0
     assert await in_thread(drains.return_abandoned) == []
     assert await in_thread(NodeModel.objects.count) == 1
 
@@ -268,7 +267,9 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     if state == "unloading":
         assert retire.confirm(row.pk, stop_sent=clock.now())
     else:
-        load_ends.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
+        load_ends.end_attempt(
+            Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now()
+        )
     assert not NodeModel.objects.exists()
 
 
@@ -379,7 +380,7 @@ def evicts(number: int, need: Need) -> None:
 def gives_way(row: NodeModel) -> None:
     """To a successor, unless a request or an eviction was faster."""
     with contextlib.suppress(errors.Conflict):
-        replicas.give_way(row.pk, clock.now())
+        replicas.replace_replica(row.pk, clock.now())
 
 
 @pytest.mark.rule("R2.51", "R1.79", "R4.18")
@@ -412,15 +413,15 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{backends.free_port()}"))
     await in_thread(lambda: store.set_rule(Rule("echo", min_replicas=1), clock.now()))
     bus = PlayedBus()
-    for command in (subjects.backend_list, subjects.model_stop, subjects.models_running):
+    for command in (messages.backend_list, messages.model_stop, messages.models_running):
         bus.replies[command(str(frozen.id))] = NEVER
-    bus.replies[subjects.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
+    bus.replies[messages.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
     await lost(row)
     stopping = asyncio.create_task(Stopper(bus).look_once())
     try:
-        await in_thread(lambda: replicas.look(tick=False))
+        await in_thread(lambda: replicas.run_pass(tick=False))
         (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
-        assert operation.kind == load.KIND
+        assert operation.kind == load_request.KIND
         place = await in_thread(lambda: placed_besides(frozen))
         assert place.node_name == "well"
         rule = await in_thread(ModelSchedulingConfig.objects.get)
@@ -448,11 +449,11 @@ def placed_besides(frozen: BackendNode) -> Slot:
 def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> None:
     """It owns all of the model; it is carried out as any other one."""
     hot.replica(hot.node(), "m")
-    request = admission.OperationRequest(load.KIND, key="model:m", element="m", actor="key")
+    request = admission.OperationRequest(load_request.KIND, key="model:m", element="m", actor="key")
     former = admission.admit(request, now=clock.now()).operation
     with pytest.raises(Exception, match="model_load of m is in progress"):
         unload_requests.unload(UnloadRequest("m", "anna"), now=clock.now())
-    joined = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    joined = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in attempts.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
 
@@ -480,7 +481,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
 async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
     """Requests move their own wish; without either it ends with what it waited for."""
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     assert asked.needed_until is not None
     assert asked.needed_until - asked.created_at == timedelta(minutes=25)
@@ -508,9 +509,9 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
 async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress_deadline, "initial_seconds", lambda: 60.0)
+    monkeypatch.setattr(load_request, "initial_seconds", lambda: 60.0)
     asked = await in_thread(
-        partial(request_scale_up, "m", only=None, actor="system", reason="1 of 2 replicas")
+        partial(request_scale_up, "m", allowed_nodes=None, actor="system", reason="1 of 2 replicas")
     )
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
     await ProgressDeadline(Work(asked, Recorder(write_batch))).extend_on_progress(7)

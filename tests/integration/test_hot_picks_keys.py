@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import User
 
-from localai_cluster.accounts import credentials
-from localai_cluster.accounts.credentials import StoredKey, WrongKey
-from localai_cluster.accounts.principals import ANONYMOUS
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.principals import ANONYMOUS, StoredKey, WrongKey
 from localai_cluster.kit import clock
 from nodes.gateway.request import InferenceRequest
 from tests.support import hot
@@ -59,6 +58,6 @@ def test_rest_and_the_hot_path_agree_on_every_stored_key() -> None:
             await asyncio.gather(*asked, return_exceptions=True)
 
     asyncio.run(scenario())
-    by_orm = {key: credentials.principal_of(StoredKey(key)) for key in requests}
+    by_orm = {key: principals.owner_of(StoredKey(key)) for key in requests}
     assert {key: request.principal for key, request in requests.items()} == by_orm
     assert [who.kind for who in by_orm.values()] == ["user", "admin", "admin", "anonymous", "anonymous"]

@@ -18,7 +18,7 @@ from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from tests.support import hot
 from tests.support.picks import acquire
 
@@ -216,7 +216,7 @@ def test_a_cancelled_caller_leaves_no_count() -> None:
 def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead replica leaves the picks, its row and counts stay; one loaded again elsewhere serves on."""
     row = hot.replica(hot.node())
-    announced: list[Removed] = []
+    announced: list[RemovedReplica] = []
     monkeypatch.setattr(hooks, "on_removed", [announced.append])
 
     async def scenario() -> tuple[bool, bool]:

@@ -17,7 +17,7 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from nodes.gateway import gateway
-from nodes.loading.load import KIND
+from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from nodes.registry import timeline

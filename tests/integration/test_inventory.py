@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.codec import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import services
 from operations.changes import events
@@ -61,7 +61,7 @@ class Bus:
         self.gate.set()
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend, error: str = "") -> None:
-        self.replies[subjects.backend_list(str(node.id))] = encode(m.ListReply(backends, error=error))
+        self.replies[messages.backend_list(str(node.id))] = encode(m.ListReply(backends, error=error))
 
     async def wait_connected(self, *, after: int = 0) -> int:
         return self.generation
@@ -192,7 +192,7 @@ async def test_without_an_answer_the_rows_stay_and_the_reason_is_kept(reply: Any
     bus, node = Bus(), await hot.in_thread(hot.node)
     await hot.in_thread(keep, node, ECHO)
     before = await hot.in_thread(api.node, node.id)
-    bus.replies[subjects.backend_list(str(node.id))] = reply
+    bus.replies[messages.backend_list(str(node.id))] = reply
     assert not await ask(bus, node)
     after = await hot.in_thread(api.node, node.id)
     assert says in after.inventory_error
@@ -426,7 +426,7 @@ class Stage:
     def __init__(self) -> None:
         self.bus, self.node = Bus(), hot.node()
         self.bus.lists(self.node, ECHO, MINILM)
-        self.bus.replies[subjects.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
+        self.bus.replies[messages.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
         self.operation = wished.ask(wished.INSTALL, self.node)
         (self.intent,) = wished.claim()
 
@@ -448,7 +448,7 @@ async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pyt
     """A worker that does not say what it has is asked again at once; no one waits for it long."""
     stage = await hot.in_thread(Stage)
     monkeypatch.setattr(inventory, "QUICK", 0.05)
-    subject = subjects.backend_list(str(stage.node.id))
+    subject = messages.backend_list(str(stage.node.id))
     await hot.in_thread(due, stage.node, 200)
     stage.bus.replies[subject] = encode(m.ListReply(error="disk"))
     assert await stage.ends() == "completed"
@@ -500,6 +500,6 @@ async def test_a_question_that_proves_nothing_of_the_worker_counts_no_attempt(ca
     if case == "our connection is new":
         bus.connected_since = clock.monotonic()
     if case == "no connection":
-        bus.replies[subjects.backend_list(str(node.id))] = NotConnected("lost")
+        bus.replies[messages.backend_list(str(node.id))] = NotConnected("lost")
     assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
     assert (await hot.in_thread(PendingBackendOp.objects.get)).attempts == 0

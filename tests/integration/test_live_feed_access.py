@@ -16,8 +16,8 @@ from django.test import Client
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
 from localai_cluster.kit import cancellation, clock
+from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web import sockets
-from localai_cluster.websockets import websocket_application
 from nodes.gateway import gateway
 from operations.executor.wake_ups import WakeUps
 from tests.support import live
@@ -84,13 +84,13 @@ def sign_out(key: str) -> None:
 @pytest.fixture
 async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """What a web process hears from the database; nothing is looked at without that."""
-    plain, heard = sockets.look_again, asyncio.Event()
+    plain, heard = sockets.recheck_sockets, asyncio.Event()
 
     def look_again(whose: str = "") -> None:
         heard.set()
         plain(whose)
 
-    monkeypatch.setattr(sockets, "look_again", look_again)
+    monkeypatch.setattr(sockets, "recheck_sockets", look_again)
     monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
     listening = asyncio.create_task(gateway._listen(WakeUps()))
     await asyncio.wait_for(heard.wait(), 60)
@@ -117,7 +117,7 @@ async def test_an_access_that_ends_while_the_socket_opens_closes_it_at_once(
 
 ACCESS_ENDS: dict[str, Callable[[Any, str], Any]] = {
     "signed out": lambda user, key: sign_out(key),
-    "password changed": lambda user, key: passwords.change(user.pk, "x", "a-longer-sentence-9"),
+    "password changed": lambda user, key: passwords.change_password(user.pk, "x", "a-longer-sentence-9"),
     "password set in the admin": lambda user, key: (user.set_password("y"), user.save()),
     "deactivated": lambda user, key: get_user_model().objects.filter(pk=user.pk).update(is_active=False),
     "deleted": lambda user, key: get_user_model().objects.filter(pk=user.pk).delete(),
@@ -135,11 +135,11 @@ async def test_the_end_of_an_access_closes_its_sockets_at_once(tab: Open, told: 
     await (await tab(headers=live.ADMIN)).greeted()
     scopes: list[Any] = [one.scope for one in sockets._open]
     (other,) = [scope for scope in scopes if scope["principal"] == principals.STATIC_ADMIN]
-    other["principal_again"] = AsyncMock()
+    other["current_principal"] = AsyncMock()
     key = headers[-1][1].decode().removeprefix("sessionid=")
     await sync_to_async(ACCESS_ENDS[how])(user, key)
     assert await page.closed() == (4403 if how == "no admin any more" else 4401)
-    other["principal_again"].assert_not_awaited()
+    other["current_principal"].assert_not_awaited()
 
 
 @pytest.mark.parametrize("how", ["revoked", "deleted"])

@@ -9,7 +9,7 @@ from django.db import transaction
 
 from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
-from nodes.backends.upgrade_rules import Offered
+from nodes.backends.installed import Offered
 from nodes.live import watch
 from nodes.live import watch as watching
 from nodes.registry import services

@@ -14,7 +14,7 @@ from django.db import connection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from localai_cluster.accounts.session_store import SessionStore
+from localai_cluster.accounts.sessions import SessionStore
 from localai_cluster.kit import clock, names
 from nodes.backends.intents import Ended, settle
 from nodes.models import BackendNode, NodeLabel

@@ -13,14 +13,18 @@ import pytest
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions.files import Definition, parse_definition
-from nodes.loading import load, load_placement
-from nodes.loading.load_request import SCALE_UP, request_of
-from nodes.loading.replacement import load_on_other_node
-from nodes.loading.scale_up import active_loads, request_scale_up
+from nodes.loading import load_placement, load_request
+from nodes.loading.load_request import (
+    SCALE_UP,
+    active_loads,
+    load_on_other_node,
+    request_of,
+    request_scale_up,
+)
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement.choose import NO_NEED, choose_node
@@ -46,12 +50,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def another(model: str = "m", *only: UUID) -> Operation:
-    return request_scale_up(model, only=only or None, actor="system", reason="1 of 2 replicas")
+    return request_scale_up(model, allowed_nodes=only or None, actor="system", reason="1 of 2 replicas")
 
 
 def joined(model: str = "m") -> admission.Admission:
     """As a request asks."""
-    request = OperationRequest(load.KIND, key=load_key(model), element=model, actor="key")
+    request = OperationRequest(load_request.KIND, key=load_key(model), element=model, actor="key")
     return admit(request, now=clock.now())
 
 
@@ -130,7 +134,10 @@ class TestShares:
             results = at_once(*jobs)
             assert unexpected(results) == []
             active = Operation.objects.active()
-            assert set(active.values_list("kind", flat=True)) in ({load.KIND}, {unload_requests.UNLOAD})
+            assert set(active.values_list("kind", flat=True)) in (
+                {load_request.KIND},
+                {unload_requests.UNLOAD},
+            )
             expected = ["model:m#all"] if active.filter(kind=unload_requests.UNLOAD).exists() else load_keys()
             assert sorted(active.values_list("key", flat=True)) == expected
             for operation in active:
@@ -229,7 +236,7 @@ def claimed(operation: Operation) -> Work:
 async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
-        bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+        bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     wanted = load_placement.LoadNeeds(definition(), NO_NEED)
     return await load_placement.reserve_slot(
         bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
@@ -299,7 +306,7 @@ class TestPlacing:
         for size in (1, 5):
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
-            with django_assert_num_queries(5):
+            with django_assert_num_queries(6):
                 selector = fleet_queries.selectors_of(["m", "n"])["m"]
                 seen = fleet_cache.read_fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)

@@ -13,11 +13,11 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
-from nodes.backends.install import offered_to
+from nodes.backends.node_commands import offered_to
 from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
 from nodes.loading.failures import refusals
@@ -56,7 +56,7 @@ def defined(stage: Stage) -> Definition:
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:
-    sent = stage.bus.asked[subjects.backend_install(str(node.id))]
+    sent = stage.bus.asked[messages.backend_install(str(node.id))]
     return [decode(body, m.InstallRequest) for body in sent]
 
 
@@ -94,7 +94,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     loads.append(lambda: looked("loads"))
     assert (await stage.handler(stage.work))["node"] == "one"
     # Review L5: it was asked three times.
-    assert len(stage.bus.asked[subjects.backend_list(str(stage.one.id))]) == 1
+    assert len(stage.bus.asked[messages.backend_list(str(stage.one.id))]) == 1
     assert steps.said == [
         "installing",
         "loading",

@@ -9,16 +9,15 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
 from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
-from nodes.loading.load_request import SCALE_UP
-from nodes.loading.scale_up import request_scale_up
+from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import load_ends, retire, slots
 from nodes.replicas.lifecycle import AttemptId
@@ -128,7 +127,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
     assert isinstance(ended, Postpone), ended
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
     await stops(stage)
-    (stop,) = stage.bus.asked[subjects.model_stop(str(stage.one.id))]
+    (stop,) = stage.bus.asked[messages.model_stop(str(stage.one.id))]
     assert decode(stop, m.StopModelRequest).expected_address == STARTED.address
 
 
@@ -148,7 +147,7 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
-    assert stage.bus.asked[subjects.backend_install(str(stage.one.id))] == []
+    assert stage.bus.asked[messages.backend_install(str(stage.one.id))] == []
     assert await hot.in_thread(left) == []
 
 
@@ -185,7 +184,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
-        active = request_scale_up("echo", only=None, actor="test", reason="test")
+        active = request_scale_up("echo", allowed_nodes=None, actor="test", reason="test")
         (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
@@ -217,7 +216,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[NodeModel]:
         try:
-            return load_ends.end_abandoned("m", now=clock.now())
+            return load_ends.end_abandoned_loads("m", now=clock.now())
         finally:
             connection.close()
 

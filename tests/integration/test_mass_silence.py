@@ -7,7 +7,7 @@ import pytest
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import RequestTimeout
 from nodes.backends import inventory
 from nodes.live import watch
@@ -121,7 +121,7 @@ async def test_a_kept_node_without_a_listener_on_the_bus_is_offline_at_once(
 ) -> None:
     """Review R11: asked through a live connection, so that it is not we who are cut off from it."""
     bus, now = PlayedBus(), clock.now()
-    subject = subjects.backend_list(str(fleet[0].id))
+    subject = messages.backend_list(str(fleet[0].id))
 
     def all_silent() -> BackendNode:
         WebProcess.objects.update(seen_at=now, hearing_since=now - timedelta(hours=1))
@@ -171,7 +171,7 @@ def test_the_state_pass_leaves_silent_nodes_to_the_brake(fleet: list[BackendNode
     """Who is cut off from a node would find its engines unreachable."""
     heard(fleet[:4], 70)
     NodeModel.objects.update(updated_at=later(-999))
-    claimed = checks.claim(heard_since=later(10), now=later(70))
+    claimed = checks.claim_suspects(heard_since=later(10), now=later(70))
     assert {one.node_id for one in claimed} == {node.pk for node in fleet[:4]}
 
 

@@ -18,15 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 from pytest_django.fixtures import DjangoAssertNumQueries
 
-from localai_cluster import row_metrics
+from localai_cluster import scraping
 from localai_cluster.accounts import principals
 from localai_cluster.asgi import application
-from localai_cluster.kit import clock, conf, listening
+from localai_cluster.kit import clock, conf, connections
 from localai_cluster.kit.addresses import Address
 from localai_cluster.management.commands import qcluster
 from localai_cluster.metrics import exposed
-from localai_cluster.row_metrics import RowReader
-from localai_cluster.scraping import MetricsApplication
+from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.models import PendingBackendOp, WebProcess
 from operations.executor import controllers
@@ -158,13 +157,13 @@ def test_the_cluster_in_eight_queries(django_assert_num_queries: DjangoAssertNum
     """However much there is."""
     now = clock.now()
     with django_assert_num_queries(8):
-        none = samples(row_metrics.read(now))
+        none = samples(scraping.read(now))
     assert {value for key, value in none.items() if key[0] == "nodes"} == {0.0}
     planted(now)
     for number in range(20):
         hot.replica(hot.node(f"more-{number}", approved_at=None), f"model-{number}")
     with django_assert_num_queries(8):
-        found = samples(row_metrics.read(now))
+        found = samples(scraping.read(now))
     expected: Samples = {
         ("nodes", "healthy", "backend"): 1,
         ("nodes", "offline", "backend"): 1,
@@ -208,7 +207,7 @@ def test_scrapes_at_the_same_moment_share_the_queries() -> None:
 
     def read(now: datetime) -> Sequence[Metric]:
         calls.append(now)
-        return row_metrics.read(now)
+        return scraping.read(now)
 
     first, second = reads(read)
     assert len(calls) == 1
@@ -222,7 +221,7 @@ def test_without_the_database_the_process_tells_its_own(
 ) -> None:
     """A hang costs one thread, however many scrapes come."""
     release, calls = threading.Event(), []
-    monkeypatch.setattr(row_metrics, "LIMIT", 0.2 if trouble == "hangs" else 60)
+    monkeypatch.setattr(scraping, "LIMIT", 0.2 if trouble == "hangs" else 60)
 
     def read(now: datetime) -> Sequence[Metric]:
         calls.append(now)
@@ -293,7 +292,7 @@ def test_a_process_without_routes_of_its_own_serves_its_figures(caplog: pytest.L
     async def scrape() -> tuple[int, int, int, str]:
         taken = socket.create_server(("127.0.0.1", 0))
         address = Address(*taken.getsockname())
-        task = asyncio.create_task(listening.serve(address, MetricsApplication("controller"), again=0.01))
+        task = asyncio.create_task(connections.serve(address, MetricsApplication("controller"), again=0.01))
         assert await clock.wait_until(lambda: _true("cannot listen" in caplog.text), timeout=60)
         taken.close()
         assert await clock.wait_until(lambda: _answers(address), timeout=60)

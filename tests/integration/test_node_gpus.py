@@ -10,15 +10,15 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.rpc.messages import options_to_mapping
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.decisions import fleet_cache
 from nodes.live import rows as live_rows
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
-from nodes.loading.free_memory import find_eviction
+from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
 from nodes.placement.explain import FleetView
@@ -226,7 +226,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+    load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -320,7 +320,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]
@@ -382,7 +382,7 @@ async def test_the_worker_and_the_engine_are_told_the_gpus(
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, m.InstallReply(True, STARTED.address, gpus=chosen))
     assert (await stage.handler(stage.work))["node"] == "one"
-    (asked,) = stage.bus.asked[subjects.backend_install(str(stage.one.id))]
+    (asked,) = stage.bus.asked[messages.backend_install(str(stage.one.id))]
     assert tuple(json.loads(asked)["gpus"]) == chosen
     assert [one.get("TensorSplit") for one in heard] == [split]
     assert await hot.in_thread(rooms, stage.one) == ([4, 24] if split is None else [8, 8])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from nodes.backends import node_stop
 from nodes.commands import commands
@@ -37,13 +37,13 @@ class Stage:
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node("one")
-        self.list = subjects.backend_list(str(self.node.id))
+        self.list = messages.backend_list(str(self.node.id))
         self.bus.replies[self.list] = HERE
 
     @property
     def told(self) -> int:
         """How often the worker was told to stop."""
-        assert {subject for subject, _ in self.bus.published} <= {subjects.stop(str(self.node.id))}
+        assert {subject for subject, _ in self.bus.published} <= {messages.stop(str(self.node.id))}
         return len(self.bus.published)
 
     def begins(self) -> Work:

@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 from nodes.backends import intents
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Ended, Failed, Settlement
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.ledger import admission, attempts, progress, retention

@@ -16,8 +16,8 @@ from django.test import Client
 
 from localai_cluster.asgi import application
 from localai_cluster.edge import without_slash
-from localai_cluster.web import ui
-from localai_cluster.web.static_files import accepts_gzip
+from localai_cluster.web import page
+from localai_cluster.web.page import accepts_gzip
 
 SCRIPT = "import './x.js';\n" * 20
 MANIFEST: dict[str, Any] = {
@@ -86,20 +86,20 @@ def test_one_document_for_every_path(built: Path, path: str) -> None:
 
 def test_it_loads_what_the_build_says(built: Path) -> None:
     """The entry, its styles and what it imports at once, each once; what is loaded later is not named."""
-    page = get("/app").content.decode()
-    assert re.findall(r'<script type="module" src="([^"]+)"></script>', page) == [
+    html = get("/app").content.decode()
+    assert re.findall(r'<script type="module" src="([^"]+)"></script>', html) == [
         "/static/ui/assets/main-abc.js"
     ]
-    assert re.findall(r'rel="stylesheet" href="([^"]+)"', page) == [
+    assert re.findall(r'rel="stylesheet" href="([^"]+)"', html) == [
         "/static/ui/assets/main-abc.css",
         "/static/ui/assets/shared-2.css",
     ]
-    assert re.findall(r'rel="modulepreload" href="([^"]+)"', page) == [
+    assert re.findall(r'rel="modulepreload" href="([^"]+)"', html) == [
         "/static/ui/assets/react-1.js",
         "/static/ui/assets/shared-2.js",
     ]
-    assert f'data-build="{ui.build_id()}"' in page
-    assert not re.search(r"<script(?! type=\"module\" src=)|<style|style=|onload=", page)
+    assert f'data-build="{page.build_id()}"' in html
+    assert not re.search(r"<script(?! type=\"module\" src=)|<style|style=|onload=", html)
 
 
 def test_the_policy_lets_in_what_this_host_serves(built: Path) -> None:
@@ -121,22 +121,22 @@ def test_the_policy_lets_in_what_this_host_serves(built: Path) -> None:
 
 def test_a_new_build_is_served_without_a_restart(built: Path) -> None:
     """The manifest is read again when it changes, and the build has another name."""
-    before = ui.build_id()
+    before = page.build_id()
     changed = {**MANIFEST, "src/main.tsx": {"file": "assets/main-def-longer.js", "isEntry": True}}
     write(built, changed)
-    page = get("/app").content.decode()
-    assert "assets/main-def-longer.js" in page
-    assert ui.build_id() not in ("", before)
-    assert "stylesheet" not in page
+    html = get("/app").content.decode()
+    assert "assets/main-def-longer.js" in html
+    assert page.build_id() not in ("", before)
+    assert "stylesheet" not in html
     write(built, MANIFEST)
-    assert ui.build_id() == before
+    assert page.build_id() == before
 
 
 def test_the_manifest_is_read_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is the same file."""
-    expected = ui.build_id()
+    expected = page.build_id()
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("read again"))
-    assert ui.build_id() == expected
+    assert page.build_id() == expected
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -147,7 +147,7 @@ def test_without_a_build_it_says_what_to_run(no_build: Path, path: str) -> None:
     assert "<code>make ui</code>" in answer.content.decode()
     assert answer["Cache-Control"] == "no-cache"
     assert "script-src 'self';" in answer["Content-Security-Policy"]
-    assert ui.build_id() == ""
+    assert page.build_id() == ""
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_every_engine_has_a_row_in_the_phase_that_follows() -> None:
 def test_controllers_go_on_with_what_was_under_way() -> None:
     """What a running load owns stays; every other engine that was to go is stopped."""
     now = clock.now() + timedelta(seconds=301)
-    assert load_ends.end_abandoned(now=now) == []
-    due = {engine.model_name for engine in stops.claim(99, now=now)}
+    assert load_ends.end_abandoned_loads(now=now) == []
+    due = {engine.model_name for engine in stops.claim_due(99, now=now)}
     stays = {"reserved", "staging", "starting", "serving", "unload", "upgrade", "upgrade and unload"}
     assert due == set(PHASES) - stays

@@ -21,11 +21,11 @@ from nodes.gateway.prefix_routing import Prefixes, PrefixService
 from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given
 from nodes.gateway.request import InferenceRequest, Replica
-from nodes.loading import load, scale_up
+from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
 from nodes.replicas import hooks, retire
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.scheduling import pressure, store
 from nodes.scheduling.rules import Rule
 from operations.models import Operation, Status
@@ -164,7 +164,7 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
         land(one.prefixes, b"law " * 200)
         assert await until(lambda: two.prefixes.entries() == one.prefixes.entries() > 0)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0)
-        two._telling.removed(Removed("m", NODE, ALL_REPLICAS))
+        two._telling.removed(RemovedReplica("m", NODE, ALL_REPLICAS))
         assert await until(lambda: advised(one.prefixes, b"law " * 200) is None)
         assert advised(two.prefixes, b"law " * 200) == (NODE, 0), "it hears of its own removals by NOTIFY"
 
@@ -227,7 +227,7 @@ def report(prefixes: Prefixes, process: UUID) -> None:
 
 
 def loads() -> int:
-    return Operation.objects.filter(kind=load.KIND, element="m").count()
+    return Operation.objects.filter(kind=load_request.KIND, element="m").count()
 
 
 @pytest.fixture
@@ -249,12 +249,12 @@ def test_pressure_of_all_processes_loads_one_more_once(crowd: None, settings: Se
     one._unreported.add("m")
     report(one, first)
     assert pressure.pressure_by_model(["m"], clock.now()) == {"m": 2}
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert loads() == 0
     kept_away(two)
     report(two, second)
     assert pressure.pressure_by_model(["m", "n"], clock.now()) == {"m": 3}
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert loads() == 1
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.startswith("3 requests within a minute")
@@ -262,11 +262,11 @@ def test_pressure_of_all_processes_loads_one_more_once(crowd: None, settings: Se
     Operation.objects.update(status=Status.COMPLETED, finished_at=clock.now())
     one._unreported.add("m")
     report(one, first)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert loads() == 1, "told again, but over"
     kept_away(one, 3)
     report(one, first)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert loads() == 2
 
 
@@ -284,12 +284,12 @@ def test_a_load_that_is_refused_keeps_the_pressure(
         raise errors.Conflict("the model is being unloaded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(scale_up, "request_scale_up", refuse)
-        replicas.look(tick=True)
+        patched.setattr(load_request, "request_scale_up", refuse)
+        replicas.run_pass(tick=True)
     rule = ModelSchedulingConfig.objects.get()
     assert rule.reason.endswith("refused: the model is being unloaded")
     assert rule.pressure_ended_at is None
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert loads() == 1
 
 

@@ -19,11 +19,11 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.decisions import decision_log, fleet_cache
 from nodes.definitions.files import Definition, parse_definition
-from nodes.loading import load, load_placement
+from nodes.loading import load_placement, load_request
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -33,8 +33,8 @@ from nodes.models import (
     PlacementLog,
     PlacementRecord,
 )
-from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
+from nodes.models.scheduling import PlacementOutcome
 from nodes.placement.choose import NO_NEED, Need
 from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import decision_replay, tasks
@@ -71,7 +71,7 @@ def definition() -> Definition:
 
 
 def claimed() -> Work:
-    wanted = admission.OperationRequest(load.KIND, key=load_key("m"), element="m", actor="key")
+    wanted = admission.OperationRequest(load_request.KIND, key=load_key("m"), element="m", actor="key")
     now = clock.now()
     admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
     (mine,) = attempts.claim("c", now=now, lease=60, limit=1)
@@ -83,7 +83,7 @@ async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
     return await load_placement.reserve_slot(
         bus, work, what, attempt=AttemptId(work.id, work.operation.fence)

@@ -10,14 +10,14 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_cache
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load
+from nodes.loading import load, load_request
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
@@ -75,14 +75,14 @@ def bus_of(*nodes: BackendNode) -> PlayedBus:
     """Their workers have the backend, start engines, and confirm stops."""
     bus = PlayedBus()
     for one in nodes:
-        bus.replies[subjects.backend_list(str(one.id))] = m.ListReply((BACKEND,))
-        bus.replies[subjects.backend_install(str(one.id))] = STARTED
-        bus.replies[subjects.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
+        bus.replies[messages.backend_list(str(one.id))] = m.ListReply((BACKEND,))
+        bus.replies[messages.backend_install(str(one.id))] = STARTED
+        bus.replies[messages.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
     return bus
 
 
 def stopped(bus: PlayedBus, on: BackendNode) -> list[str]:
-    found = bus.asked[subjects.model_stop(str(on.id))]
+    found = bus.asked[messages.model_stop(str(on.id))]
     return [decode(body, m.StopModelRequest).process_key for body in found]
 
 
@@ -91,9 +91,9 @@ def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left
     replica = old(node())
     store.set_rule(Rule("echo", route_policy="round_robin"), clock.now())
     for _ in range(2):
-        assert replicas.look(tick=True)
+        assert replicas.run_pass(tick=True)
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.element) == (load.KIND, "echo")
+    assert (asked.kind, asked.element) == (load_request.KIND, "echo")
     assert asked.payload["replaces"] == str(replica.pk)
     assert asked.payload["reason"].startswith("the definition was edited")
     assert ModelSchedulingConfig.objects.get().looked_at is None
@@ -110,7 +110,7 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
     async with hot.picker() as picker:
         running = await picker.acquire(InferenceRequest(model="echo"))
         assert running is not None
-        await hot.in_thread(lambda: replicas.look(tick=True))
+        await hot.in_thread(lambda: replicas.run_pass(tick=True))
         work = await hot.in_thread(claimed)
         done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), WakeUps())(work), 60)
         assert done["replica_index"] == 1
@@ -135,7 +135,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     one = await hot.in_thread(node, "one", 1)
     former = await hot.in_thread(old, one)
     bus = bus_of(one)
-    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: replicas.run_pass(tick=True))
     work = await hot.in_thread(claimed)
     with pytest.raises(Postpone) as waits:
         await load.LoadModel(bus, folder.folder(), WakeUps())(work)
@@ -153,10 +153,10 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
             payload=waits.value.payload,
         )
         NodeModel.objects.update(in_flight=1)
-        replicas.look(tick=False)
+        replicas.run_pass(tick=False)
         assert NodeModel.objects.get().state == "loaded", "it is the only one and busy"
         NodeModel.objects.update(in_flight=0)
-        replicas.look(tick=False)
+        replicas.run_pass(tick=False)
 
     await hot.in_thread(put_back)
     await hot.in_thread(former.refresh_from_db)
@@ -166,7 +166,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     assert (await load.LoadModel(bus, folder.folder(), WakeUps())(again))["replica_index"] == 0
     left = await hot.in_thread(NodeModel.objects.get)
     assert (left.state, left.config_revision) == ("loaded", await hot.in_thread(revision))
-    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: replicas.run_pass(tick=True))
     assert await hot.in_thread(Operation.objects.count) == 1, "nothing more is asked for"
 
 
@@ -193,21 +193,21 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
 def test_the_last_one_stays_when_a_request_has_come_since_the_plan() -> None:
     replica = old(node(), in_flight=1)
     with pytest.raises(errors.Conflict, match="in use again"):
-        replicas.give_way(replica.pk, clock.now())
+        replicas.replace_replica(replica.pk, clock.now())
     other = old(node("two"))
-    replicas.give_way(replica.pk, clock.now())
+    replicas.replace_replica(replica.pk, clock.now())
     assert dict(NodeModel.objects.values_list("pk", "state")) == {
         replica.pk: "unloading",
         other.pk: "loaded",
     }
     with pytest.raises(errors.Conflict):
-        replicas.give_way(replica.pk, clock.now())
+        replicas.replace_replica(replica.pk, clock.now())
 
 
 @pytest.mark.rule("R1.94")
 async def test_nothing_is_loaded_when_the_definition_was_edited_back(loads: list[Any], models: Path) -> None:
     former = await hot.in_thread(old, await hot.in_thread(node))
-    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: replicas.run_pass(tick=True))
     await hot.in_thread(lambda: NodeModel.objects.update(config_revision=revision()))
     work = await hot.in_thread(claimed)
     assert await load.LoadModel(PlayedBus(), Folder(models), WakeUps())(work) == {"already_loaded": True}
@@ -247,7 +247,7 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
 
     def asked() -> Work:
         store.set_rule(Rule("echo", min_replicas=1), clock.now())
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         return claimed()
 
     async def loaded(work: Work) -> NodeModel:
@@ -262,7 +262,7 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
     assert first.config_revision == before != await hot.in_thread(revision)
     # The next engine has the played worker's only address.
     await hot.in_thread(lambda: NodeModel.objects.update(address="127.0.0.1:9"))
-    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: replicas.run_pass(tick=True))
     work = await hot.in_thread(claimed)
     assert work.operation.payload["replaces"] == str(first.pk)
     second = await loaded(work)

@@ -12,19 +12,19 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import lifecycle as node_drains
 from nodes.registry import services
 from nodes.registry.services import Running
 from nodes.replicas import drains, hooks, load_ends, retire, slots, states, terminations
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.lifecycle import AttemptId, engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
@@ -45,9 +45,9 @@ ADDRESS = "10.0.0.1:50100"
 
 
 @pytest.fixture
-def heard() -> Iterator[list[Removed]]:
+def heard() -> Iterator[list[RemovedReplica]]:
     """What the hooks hear."""
-    told: list[Removed] = []
+    told: list[RemovedReplica] = []
     hooks.on_removed.append(told.append)
     yield told
     hooks.on_removed.remove(told.append)
@@ -55,7 +55,9 @@ def heard() -> Iterator[list[Removed]]:
 
 def running_load() -> AttemptId:
     """A load that a controller executes."""
-    request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+    request = admission.OperationRequest(
+        load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+    )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
     return AttemptId(operation.id, operation.fence)
@@ -70,12 +72,12 @@ def reserved(node: BackendNode, owner: AttemptId) -> Slot:
 
 def bus_of(node: BackendNode, reply: Any = GONE) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[subjects.model_stop(str(node.id))] = reply
+    bus.replies[messages.model_stop(str(node.id))] = reply
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    sent = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    sent = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
     return [(stop.process_key, stop.expected_address) for stop in sent]
 
 
@@ -153,9 +155,9 @@ async def test_its_engine_is_stopped_if_it_may_have_one() -> None:
 
 def test_a_load_that_is_too_old_ends_although_its_operation_goes_on() -> None:
     slot = reserved(hot.node(), owner := running_load())
-    assert load_ends.end_abandoned(now=clock.now()) == []
+    assert load_ends.end_abandoned_loads(now=clock.now()) == []
     late = clock.now() + states.LOAD_WITHIN + timedelta(seconds=1)
-    assert [row.pk for row in load_ends.end_abandoned(now=late)] == [slot.id]
+    assert [row.pk for row in load_ends.end_abandoned_loads(now=late)] == [slot.id]
     assert not slots.is_owned(slot, attempt=owner)
 
 
@@ -163,7 +165,7 @@ def test_an_answer_that_comes_late_tells_the_stop_the_address() -> None:
     """The row is that engine's, whoever owns it now; an earlier answer stays."""
     slot = reserved(hot.node(), owner := attempt("a:1"))
     assert slots.start(slot, attempt=owner, now=clock.now())
-    assert load_ends.give_up(slot, attempt=owner, now=clock.now())
+    assert load_ends.end_attempt(slot, attempt=owner, now=clock.now())
     slots.record_answer(slot, ADDRESS)
     slots.record_answer(slot, "10.0.0.1:9")
     row = NodeModel.engines.get()
@@ -177,7 +179,9 @@ def test_an_answer_that_comes_late_tells_the_stop_the_address() -> None:
 
 
 @pytest.mark.rule("R1.101", "R1.103", "R1.20")
-async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(heard: list[Removed]) -> None:
+async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
+    heard: list[RemovedReplica],
+) -> None:
     node = await in_thread(lambda: hot.node(available_vram=10, total_vram=10))
     needs: dict[str, Any] = {
         "vram_needed": 4,
@@ -197,13 +201,13 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(he
     assert (left.pk, left.phase, left.state, left.in_flight) == (row.pk, "departed", None, 0)
     assert not await in_thread(NodeModel.objects.exists)
     assert not await in_thread(ReplicaUse.objects.exists)
-    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
+    assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
     (view,) = await in_thread(fleet_cache.read_fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
-    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
+    assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
 
 
 @pytest.mark.rule("R5.4", "R5.5")
@@ -243,13 +247,13 @@ def test_a_start_that_was_never_answered_may_yet_come_after_a_registration(secon
     assert not NodeModel.objects.exists()
 
 
-def test_a_removed_node_takes_its_engines_with_it(heard: list[Removed]) -> None:
+def test_a_removed_node_takes_its_engines_with_it(heard: list[RemovedReplica]) -> None:
     node = hot.node()
     hot.replica(node)
     hot.replica(node, index=1, phase="departed")
     services.deregister(node.pk, actor=actors.task("test"), now=clock.now())
     assert phases() == []
-    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
+    assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
 
 
 def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
@@ -268,7 +272,7 @@ async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> Non
     await in_thread(lambda: node_drains.drain(node.pk, actor=actors.task("test"), now=clock.now()))
     assert await in_thread(phases) == ["departed"]
     bus = bus_of(node)
-    bus.replies[subjects.models_running(str(node.id))] = m.RunningReply()
+    bus.replies[messages.models_running(str(node.id))] = m.RunningReply()
     await Stopper(bus).look_once()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None
@@ -287,7 +291,7 @@ async def test_a_lost_replica_that_an_unload_has_taken_over_does_not_return() ->
     @transaction.atomic
     def taken() -> None:
         terminations.lose_all([row.pk], now=clock.now())
-        drains.drain(
+        drains.drain_for_unload(
             "echo", [node.pk], index=None, deadline=clock.now(), operation_id=uuid4(), now=clock.now()
         )
 

@@ -17,12 +17,12 @@ from pytest_django import Settings
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
 from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
-from nodes.loading import load, scale_up
+from nodes.loading import load_request
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.reconcilers import replica_wake_ups, replicas, tasks
 from nodes.reconcilers.schedules import SCHEDULES
@@ -71,7 +71,7 @@ def stored(model: str = "m") -> ModelSchedulingConfig:
 
 
 def loads(model: str = "m") -> list[Operation]:
-    return list(Operation.objects.filter(kind=load.KIND, element=model).order_by("created_at"))
+    return list(Operation.objects.filter(kind=load_request.KIND, element=model).order_by("created_at"))
 
 
 def ends(operation: Operation, status: Status, error: str = "") -> None:
@@ -86,17 +86,17 @@ def test_a_minimum_of_a_model_that_was_never_served_is_loaded() -> None:
     """From its definition, without a first request (item 11 of what the reference was seen to fail)."""
     hot.node("one")
     rule(1)
-    assert replicas.look(tick=True)
+    assert replicas.run_pass(tick=True)
     (asked,) = loads()
     assert (asked.actor, asked.status) == ("system", Status.PENDING)
     assert stored().reason == "at least 1 wanted, 0 there and 0 loading: 1 more"
     for _ in range(2):
-        assert replicas.look(tick=True)
+        assert replicas.run_pass(tick=True)
     assert loads() == [asked]
     assert (stored().loading_replicas, stored().reason, stored().unsatisfiable_ticks) == (1, "1 loading", 0)
     hot.replica(BackendNode.objects.get(), "m", last_used=clock.now())
     ends(asked, Status.COMPLETED)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert (stored().current_replicas, stored().reason) == (1, "satisfied: 1 there")
 
 
@@ -108,7 +108,7 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
     rule(0, 2, model="most")
     rule(1, model="least")
     assert [demand.model for demand in passes.read_desired_states()] == ["all", "least", "most"]
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert (stored("routed").looked_at, stored("all").reason) == (None, "there is no healthy node")
 
 
@@ -121,8 +121,8 @@ def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
-    monkeypatch.setattr(scale_up, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
-    replicas.look(tick=True)
+    monkeypatch.setattr(load_request, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
+    replicas.run_pass(tick=True)
     assert asked == [None]
 
 
@@ -131,7 +131,7 @@ def test_what_an_unhealthy_node_has_is_replaced() -> None:
     sick, _ = hot.node("sick", unhealthy_at=clock.now()), hot.node("well")
     hot.replica(sick, "m")
     rule(1)
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert len(loads()) == 1
     assert stored().current_replicas == 0
 
@@ -144,7 +144,7 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
     for name in ("bad", "m", "worse"):
         rule(2, model=name)
     ModelSchedulingConfig.objects.update(unsatisfiable_ticks=1)
-    ask, asked = scale_up.request_scale_up, []
+    ask, asked = load_request.request_scale_up, []
 
     def refuses(model: str, **fields: Any) -> Operation:
         asked.append(model)
@@ -154,8 +154,8 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
             raise ZeroDivisionError
         return ask(model, **fields)
 
-    monkeypatch.setattr(scale_up, "request_scale_up", refuses)
-    replicas.look(tick=True)
+    monkeypatch.setattr(load_request, "request_scale_up", refuses)
+    replicas.run_pass(tick=True)
     assert asked == ["bad", "m", "m", "worse"]
     assert stored("bad").reason.endswith("2 more; refused: model_unload of bad is in progress")
     assert stored("worse").reason.endswith("2 more; it failed: see the log")
@@ -173,7 +173,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
         return state["wanted"], state["current"], state["loading"]
 
     revisions = [store.rules_revision()]
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert shown() == (1, 0, 1), "the load that the pass has asked for"
     revisions.append(store.rules_revision())
     hot.replica(node, "m")
@@ -182,7 +182,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
     ends(load_of_m, Status.COMPLETED)
     assert shown() == (1, 1, 0)
     assert len({*revisions, store.rules_revision()}) == 4, "pages read the rules again each time"
-    assert store.LOAD_KIND == load.KIND
+    assert store.LOAD_KIND == load_request.KIND
 
 
 # --- what cannot be had
@@ -192,7 +192,7 @@ def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
 def test_what_cannot_be_had_is_counted_shown_and_rests() -> None:
     rule(1)
     for ticks in (1, 2, 3, 3, 3):
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
         assert stored().unsatisfiable_ticks == ticks
     shown = api.admin().get("/api/nodes/scheduling/m").json()
     assert shown["unsatisfiable_until"] > clock.now().isoformat()
@@ -208,10 +208,10 @@ def test_an_event_that_clears_the_flags_ends_the_cooldown() -> None:
     node = hot.node("one")
     rule(1, node_selector={"tier": "a"})
     for _ in range(3):
-        replicas.look(tick=True)
+        replicas.run_pass(tick=True)
     assert stored().unsatisfiable_until
     services.set_labels(node.id, {"tier": "a"}, actor=actors.CONTROLLER, now=clock.now())
-    replicas.look(tick=False)
+    replicas.run_pass(tick=False)
     assert (len(loads()), stored().unsatisfiable_ticks, stored().unsatisfiable_until) == (1, 0, None)
 
 
@@ -232,12 +232,12 @@ def test_flags_that_were_cleared_during_a_pass_are_not_set_by_it() -> None:
 def test_a_rule_for_a_model_without_definition_says_so_until_there_is_one(models: Path) -> None:
     hot.node("one")
     rule(1, model="later")
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert stored("later").reason == "no model later is defined in the models folder"
     assert (stored("later").unsatisfiable_ticks, stored("later").unsatisfiable_until) == (1, None)
     define(models, "later")
     folder._folder.cache_clear()  # which looks once a second
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert len(loads("later")) == 1
     assert stored("later").unsatisfiable_ticks == 0
 
@@ -245,22 +245,22 @@ def test_a_rule_for_a_model_without_definition_says_so_until_there_is_one(models
 def test_a_load_that_failed_counts_once_and_is_repeated() -> None:
     hot.node("one")
     rule(1)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     ends(loads()[0], Status.FAILED, "the engine refused")
-    assert replicas.look(tick=False)
+    assert replicas.run_pass(tick=False)
     assert len(loads()) == 1
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert len(loads()) == 2
     assert stored().unsatisfiable_ticks == 1
     assert stored().reason.endswith("the last load failed: the engine refused")
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert stored().unsatisfiable_ticks == 1
 
 
 @pytest.mark.rule("R1.85")
 def test_an_edit_forgets_what_was_made_of_the_former_rule() -> None:
     rule(1)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert "state" in api.admin().get("/api/nodes/scheduling/m").json()
     rule(2)
     assert "state" not in api.admin().get("/api/nodes/scheduling/m").json()
@@ -280,14 +280,14 @@ def test_an_idle_replica_leaves_the_picks_and_is_unloaded_exactly() -> None:
     node = hot.node("one", max_replicas_per_model=2)
     kept, gone = idle(node, 0), idle(node, 1)
     rule(1)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     (operation,) = Operation.objects.all()
     assert (operation.kind, operation.actor, operation.node_id) == ("model_unload", "system", node.id)
     assert operation.payload["replica_index"] == 1
     assert operation.payload["reason"] == stored().reason
     gone.refresh_from_db()
     assert (gone.state, gone.owner_id) == ("unloading", operation.id)
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     kept.refresh_from_db()
     assert (kept.state, Operation.objects.count()) == ("loaded", 1)
 
@@ -300,10 +300,10 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     kept = await hot.in_thread(lambda: idle(node, 0))
     await hot.in_thread(lambda: idle(node, 1))
     await hot.in_thread(lambda: rule(1))
-    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: replicas.run_pass(tick=True))
     (operation,) = await hot.in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
     bus = PlayedBus()
-    stop = subjects.model_stop(str(node.id))
+    stop = messages.model_stop(str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
     await asyncio.wait_for(unload.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
     (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]
@@ -401,7 +401,7 @@ def elsewhere() -> list[bool]:
 
     def look() -> None:
         try:
-            looked.append(replicas.look(tick=True))
+            looked.append(replicas.run_pass(tick=True))
         finally:
             connection.close()
 
@@ -436,7 +436,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
             other.execute("SELECT pg_terminate_backend(%s)", [connection.connection.info.backend_pid])
         return Operation.objects.get()
 
-    monkeypatch.setattr(scale_up, "request_scale_up", cut)
+    monkeypatch.setattr(load_request, "request_scale_up", cut)
     tasks.scale()
     connection.close()
     assert stored().looked_at is None
@@ -449,7 +449,7 @@ def test_the_lock_is_free_after_a_pass_that_failed(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(replicas, "plan", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            replicas.look(tick=True)
+            replicas.run_pass(tick=True)
     assert elsewhere() == [True]
     assert stored().looked_at is not None
 
@@ -468,7 +468,7 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
             raise outcome
         return outcome
 
-    monkeypatch.setattr(replicas, "look", look)
+    monkeypatch.setattr(replicas, "run_pass", look)
     monkeypatch.setattr(replica_wake_ups, "GATHER", 0.0)
     made = replica_wake_ups.Scaler()
     running = asyncio.create_task(made.run())
@@ -496,7 +496,7 @@ def test_the_tick_comes_every_thirty_seconds() -> None:
 def test_a_pass_takes_the_same_number_of_queries_for_any_number_of_rules_and_nodes() -> None:
     def queries() -> int:
         with CaptureQueriesContext(connection) as context:
-            replicas.look(tick=True)
+            replicas.run_pass(tick=True)
         return len(context)
 
     def more(first: int, count: int) -> None:

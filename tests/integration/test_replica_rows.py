@@ -15,7 +15,7 @@ from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import services
 from nodes.replicas import hooks, replica_queries, retire, slots
-from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
 from tests.support import hot
 from tests.support.fleet import approved, register
@@ -27,9 +27,9 @@ REVISION = "0123456789ab"
 
 
 @pytest.fixture
-def heard() -> Iterator[list[Removed]]:
+def heard() -> Iterator[list[RemovedReplica]]:
     """What the hooks are told."""
-    told: list[Removed] = []
+    told: list[RemovedReplica] = []
     hooks.on_removed.append(told.append)
     yield told
     hooks.on_removed.remove(told.append)
@@ -105,18 +105,18 @@ def test_an_attempt_that_was_overtaken_publishes_nothing() -> None:
 
 
 @pytest.mark.rule("R1.56", "R1.101", "R1.102", "T-REG-64", "T-REG-69")
-def test_removing_one_replica_leaves_its_sibling(heard: list[Removed]) -> None:
+def test_removing_one_replica_leaves_its_sibling(heard: list[RemovedReplica]) -> None:
     """The hooks hear the exact index, once."""
     node = hot.node()
     first, second = (hot.replica(node, "chat", index, state="unloading") for index in (0, 1))
     assert retire.confirm(first.pk)
     assert not retire.confirm(first.pk)
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [second.pk]
-    assert heard == [Removed("chat", node.pk, 0)]
+    assert heard == [RemovedReplica("chat", node.pk, 0)]
 
 
 @pytest.mark.rule("R1.56", "R1.102", "R1.103", "T-REG-65", "T-REG-70", "T-REG-150")
-def test_removing_all_of_a_node_leaves_other_nodes(heard: list[Removed]) -> None:
+def test_removing_all_of_a_node_leaves_other_nodes(heard: list[RemovedReplica]) -> None:
     """Every index of every model goes; each model is announced once, with a negative index, after commit."""
     node, other = hot.node("one"), hot.node("two")
     for index in (0, 1):
@@ -126,7 +126,10 @@ def test_removing_all_of_a_node_leaves_other_nodes(heard: list[Removed]) -> None
     with transaction.atomic():
         assert retire.depart(node.pk, now=clock.now()) == 3
         assert heard == []
-    assert sorted(heard) == [Removed("chat", node.pk, ALL_REPLICAS), Removed("embed", node.pk, ALL_REPLICAS)]
+    assert sorted(heard) == [
+        RemovedReplica("chat", node.pk, ALL_REPLICAS),
+        RemovedReplica("embed", node.pk, ALL_REPLICAS),
+    ]
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [kept.pk]
     assert not replica_queries.with_model("embed").exists()
 
@@ -139,7 +142,7 @@ def test_removals_need_no_hook_and_serve_every_hook(monkeypatch: pytest.MonkeyPa
     assert retire.confirm(hot.replica(node, index=0, state="unloading").pk)
     told: list[str] = []
 
-    def broken(_: Removed) -> None:
+    def broken(_: RemovedReplica) -> None:
         raise RuntimeError("this one cannot")
 
     monkeypatch.setattr(hooks, "on_removed", [lambda _: told.append("a"), broken, lambda _: told.append("b")])
@@ -264,7 +267,7 @@ def marked_offline(node: BackendNode) -> None:
 
 
 def not_listed(node: BackendNode) -> None:
-    assert retire.retire_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
+    assert retire.end_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
 
 
 @pytest.mark.rule("R1.92", "R1.100", "T-REG-102", "T-REG-131", "T-REG-132")

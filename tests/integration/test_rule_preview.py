@@ -65,7 +65,7 @@ def test_it_says_what_the_pass_then_does_and_writes_nothing() -> None:
         "spread_all": False,
     }
     store.set_rule(Rule("m", min_replicas=2), clock.now())
-    replicas.look(tick=True)
+    replicas.run_pass(tick=True)
     assert ModelSchedulingConfig.objects.get().reason == told["says"]
     assert Operation.objects.count() == len(told["loads"])
 

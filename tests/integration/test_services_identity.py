@@ -7,8 +7,7 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster.accounts.actors import MAKE_RUN
-from localai_cluster.accounts.credentials import identify, principal_of
-from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.accounts.principals import classify_credential, hash_secret, owner_of
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
 from nodes.registry import services
@@ -286,7 +285,7 @@ def test_an_accepted_newcomer_of_a_pending_node_is_pending() -> None:
 def test_an_agents_key_goes_when_its_node_is_handed_over() -> None:
     token = register("a1", node_type="agent", address="", auto_approve=True).api_token
     accept(refused(name="a1", node_type="agent", address="", secret=OTHER_SECRET, now=later(1)))
-    assert not principal_of(identify(token)).is_authenticated
+    assert not owner_of(classify_credential(token)).is_authenticated
 
 
 def test_an_accepted_name_is_the_nodes_name() -> None:

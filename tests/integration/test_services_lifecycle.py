@@ -20,7 +20,7 @@ from nodes.registry.change import columns
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, load_ends, slots
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
 from tests.checks.states import everything
@@ -461,7 +461,7 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
     def run(work: Any) -> list[tuple[str, Any, int]]:
         seen: list[tuple[str, Any, int]] = []
 
-        def hear(one: Removed) -> None:
+        def hear(one: RemovedReplica) -> None:
             seen.append((one.model_name, one.node_id, one.replica_index))
 
         hooks.on_removed.append(hear)
@@ -506,7 +506,7 @@ def test_a_listener_that_fails_fails_nothing_else(removed: Any) -> None:
     node = approved()
     replica(node)
 
-    def fail(one: Removed) -> None:
+    def fail(one: RemovedReplica) -> None:
         raise RuntimeError("a listener's own problem")
 
     hooks.on_removed.append(fail)
@@ -531,11 +531,11 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
-    assert removed(lambda: load_ends.give_up(mine, attempt=attempt("another:1"), now=now)) == []
-    assert removed(lambda: load_ends.end_abandoned("n", now=now)) == []
-    assert removed(lambda: load_ends.end_abandoned("m", now=now)) == [("m", node.pk, 1)]
-    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
-    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == []
+    assert removed(lambda: load_ends.end_attempt(mine, attempt=attempt("another:1"), now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned_loads("n", now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned_loads("m", now=now)) == [("m", node.pk, 1)]
+    assert removed(lambda: load_ends.end_attempt(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
+    assert removed(lambda: load_ends.end_attempt(mine, attempt=current, now=now)) == []
 
 
 # --- who may not be reached

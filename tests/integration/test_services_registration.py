@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from django.contrib.auth import get_user_model
 
-from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import errors
 from nodes.backends.node_commands import find_node
 from nodes.decisions.fleet_cache import read_fleet
@@ -324,7 +324,7 @@ def test_a_pending_agent_has_nothing_until_it_is_approved(agent: BackendNode) ->
     assert not ApiKey.objects.exists()
     token = services.approve(agent.pk, actor=ROOT, now=later(2)).api_token
     assert token.startswith("lai-")
-    principal = principal_of(identify(token))
+    principal = owner_of(classify_credential(token))
     assert principal is not None
     assert (principal.kind, principal.name) == ("user", "agent-worker:agent-1")
     stored = row(agent)
@@ -337,20 +337,20 @@ def test_every_approved_registration_of_an_agent_replaces_user_and_key(agent: Ba
     first = services.approve(agent.pk, actor=ROOT, now=NOW).api_token
     second = register("agent-1", node_type="agent", address="", now=later(1)).api_token
     assert second not in ("", first)
-    assert not principal_of(identify(first)).is_authenticated
-    assert principal_of(identify(second)).is_authenticated
+    assert not owner_of(classify_credential(first)).is_authenticated
+    assert owner_of(classify_credential(second)).is_authenticated
     assert get_user_model().objects.count() == ApiKey.objects.count() == 1
 
 
 @pytest.mark.rule("R1.31")
 def test_auto_approval_gives_an_agent_its_key_at_once() -> None:
     registered = register("agent-1", node_type="agent", address="", auto_approve=True)
-    assert principal_of(identify(registered.api_token)).is_authenticated
+    assert owner_of(classify_credential(registered.api_token)).is_authenticated
 
 
 def test_a_bulk_approval_tells_the_token_too(agent: BackendNode) -> None:
     (outcome,) = services.approve_many([agent.pk], actor=ROOT, now=NOW)
-    assert principal_of(identify(outcome.api_token)).is_authenticated
+    assert owner_of(classify_credential(outcome.api_token)).is_authenticated
 
 
 @pytest.mark.rule("R1.38")
@@ -359,7 +359,7 @@ def test_an_agents_user_and_key_go_with_it(agent: BackendNode, end: str) -> None
     """With the record, or with its secret."""
     token = services.approve(agent.pk, actor=ROOT, now=NOW).api_token
     getattr(services, end)(agent.pk, actor=ROOT, now=later(1))
-    assert not principal_of(identify(token)).is_authenticated
+    assert not owner_of(classify_credential(token)).is_authenticated
     assert not get_user_model().objects.exists()
     assert not ApiKey.objects.exists()
 
@@ -369,7 +369,7 @@ def test_an_agents_user_and_key_go_with_it(agent: BackendNode, end: str) -> None
 )
 def test_an_agent_of_any_name_gets_a_user(name: str) -> None:
     registered = register(name, node_type="agent", address="", auto_approve=True)
-    assert principal_of(identify(registered.api_token)).is_authenticated
+    assert owner_of(classify_credential(registered.api_token)).is_authenticated
     register(name, node_type="agent", address="", auto_approve=True, now=later(1))
     assert get_user_model().objects.count() == 1
 

@@ -14,12 +14,11 @@ import httpx
 import pytest
 
 from localai_cluster.kit import clock
-from nodes.loading import file_hashes, transfer
-from nodes.loading.send_files import IN_ALL, OF_A_NODE, ModelTransfer, StagingResult, TransferLimits
+from nodes.loading import source_files, transfer
 from nodes.loading.source_files import FileChanged, OpenedFile
+from nodes.loading.staging import IN_ALL, OF_A_NODE, ModelTransfer, StagingResult, TransferLimits
 from nodes.loading.staging_plan import FilePlan, LocalFile, plan_files
-from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable
-from nodes.loading.upload_meter import UploadMeter
+from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
 from nodes.models import FileHash
 from nodes.registry.dial_targets import client_of
 from operations.executor.work import in_thread, retry_delay
@@ -63,8 +62,8 @@ class Site:
 
     async def sent(self, planned: FilePlan | None = None, node: Any = None) -> StagingResult:
         async with self.sending(planned, node) as sending:
-            await sending.look()
-            return await sending.run()
+            await sending.check()
+            return await sending.send()
 
     def ranges(self) -> list[str]:
         return [one.headers.get("content-range", "") for one in self.worker.asked if one.method == "PUT"]
@@ -285,7 +284,7 @@ async def test_a_token_that_is_refused_ends_it_before_any_byte(tmp_path: Path) -
         async with one.sending() as sending:
             sending.client.headers["Authorization"] = "Bearer x"
             with pytest.raises(FileRefused, match="does not accept our token"):
-                await sending.look()
+                await sending.check()
         assert [status for _, status in one.worker.steps] == [401]
 
 
@@ -350,7 +349,7 @@ async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is all there: what is verified after the end of the wait counts no more."""
-    plain = OpenedFile.add_to
+    plain = OpenedFile.add_to_digest
 
     async def slowly(source: OpenedFile, digest: Any, most: int) -> int:
         await asyncio.sleep(0.25)
@@ -361,9 +360,9 @@ async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
 
     async with site(tmp_path) as one:
         one.stall = 1.0
-        monkeypatch.setattr(OpenedFile, "add_to", slowly)
+        monkeypatch.setattr(OpenedFile, "add_to_digest", slowly)
         await one.sent()
-        monkeypatch.setattr(OpenedFile, "add_to", never)
+        monkeypatch.setattr(OpenedFile, "add_to_digest", never)
         with pytest.raises(Stalled):
             await one.sent()
         assert one.there.read_bytes() == one.file.read_bytes()
@@ -398,7 +397,7 @@ async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
         assert sent.root
         assert list(sent.failed) == ["proj.bin"]
         assert "not that one" in sent.failed["proj.bin"]
-        monkeypatch.setattr(OpenedFile, "_take", unreadable(OpenedFile._take))
+        monkeypatch.setattr(OpenedFile, "_read", unreadable(OpenedFile._read))
         assert "cannot be read" in (await one.sent(planned)).failed["proj.bin"]
         monkeypatch.undo()
         for full in (Says(507, "full"), Says(500, "write: no space left on device"), Says(401)):
@@ -448,12 +447,12 @@ def planned_other(one: Site) -> FilePlan:
 def unreadable(plain: Any) -> Any:
     """The projector cannot be read; everything else can, also by root."""
 
-    def take(source: Any, most: int) -> bytes:
+    def read(source: Any, most: int) -> bytes:
         if source._local_file.relative == "proj.bin":
             raise PermissionError(13, "Permission denied")
         return bytes(plain(source, most))
 
-    return take
+    return read
 
 
 def looked(one: Site) -> LocalFile:
@@ -467,16 +466,16 @@ async def test_a_hash_is_computed_once_for_a_file_that_stays(
     async with site(tmp_path) as one:
         read: list[int] = []
         right = hashlib.sha256(one.file.read_bytes()).hexdigest()
-        assert (await file_hashes.hash_of(looked(one), read.append))[0] == right
+        assert (await source_files.hash_of(looked(one), read.append))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (SIZE, 0)
-        monkeypatch.setattr(file_hashes, "_SETTLED_AFTER", -1e9)
+        monkeypatch.setattr(source_files, "_SETTLED_AFTER", -1e9)
         for _ in range(2):
-            assert (await file_hashes.hash_of(looked(one), read.append))[0] == right
+            assert (await source_files.hash_of(looked(one), read.append))[0] == right
         assert (sum(read), await in_thread(FileHash.objects.count)) == (2 * SIZE, 1)
         status = one.file.stat()
         one.file.write_bytes(bytes(SIZE))
         os.utime(one.file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert (await file_hashes.hash_of(looked(one), read.append))[0] == hashlib.sha256(
+        assert (await source_files.hash_of(looked(one), read.append))[0] == hashlib.sha256(
             bytes(SIZE)
         ).hexdigest()
         assert (sum(read), await in_thread(FileHash.objects.count)) == (3 * SIZE, 1)
@@ -490,8 +489,8 @@ async def test_a_file_that_is_being_written_is_not_sent(
         before = looked(one)
         change(one.file)
         with pytest.raises(FileChanged):
-            await file_hashes.hash_of(before, lambda count: None)
-        whole, stamp = await file_hashes.hash_of(looked(one), lambda count: None)
+            await source_files.hash_of(before, lambda count: None)
+        whole, stamp = await source_files.hash_of(looked(one), lambda count: None)
         now = looked(one)
         one.file.write_bytes(b"something else")
         meter = UploadMeter({"a.gguf": now.size}, "gpu")

@@ -14,10 +14,9 @@ import pytest
 from localai_cluster.worker import exchange
 from localai_cluster.worker.files import disk
 from nodes.loading import transfer
-from nodes.loading.send_files import ModelTransfer, StagingResult, TransferLimits
+from nodes.loading.staging import ModelTransfer, StagingResult, TransferLimits
 from nodes.loading.staging_plan import plan_files
-from nodes.loading.transfer import FileRefused
-from nodes.loading.upload_meter import UploadMeter
+from nodes.loading.transfer import FileRefused, UploadMeter
 from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from tests.support import worker_http
 
@@ -75,8 +74,8 @@ async def send(folder: Path, address: str) -> tuple[StagingResult, UploadMeter]:
     server = HttpServer("gpu", "healthy", Contact(address, worker_http.ENGINE_TOKEN))
     async with client_of(server) as client:
         sending = ModelTransfer("org/m", planned, client, uuid4(), TransferLimits(), meter, 60.0)
-        await sending.look()
-        return await sending.run(), meter
+        await sending.check()
+        return await sending.send(), meter
 
 
 def spoiled(path: Path) -> Path:
@@ -159,7 +158,7 @@ async def test_a_checksum_without_its_file_does_not_keep_a_model_from_its_worker
         server = HttpServer("gpu", "healthy", Contact(worker.address, worker_http.ENGINE_TOKEN))
         meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, "gpu")
         async with client_of(server) as client:
-            sent = await ModelTransfer("m", planned, client, uuid4(), TransferLimits(), meter, 60.0).run()
-        options, warnings = planned.told(sent.root, sent.failed)
+            sent = await ModelTransfer("m", planned, client, uuid4(), TransferLimits(), meter, 60.0).send()
+        options, warnings = planned.engine_options(sent.root, sent.failed)
         assert (options["ModelFile"], warnings) == (f"{sent.root}/tree", [])
         assert list(sent.failed) == ["tree/all.sha256"]

@@ -11,16 +11,16 @@ from django.db.models import F
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.locks import Lock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, RequestTimeout
 from localai_cluster.rpc.probe_results import Sign
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import state_pass, tasks
 from nodes.reconcilers.state_pass import StatePass
 from nodes.replicas import checks, hooks, statements
-from nodes.replicas.evidence import ALIVE, Finding, Suspect
-from nodes.replicas.hooks import Removed
+from nodes.replicas.evidence import ALIVE, CheckResult, Suspect
+from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.recount import recount
 from operations.changes import events
 from tests.support import hot
@@ -57,10 +57,10 @@ class Stage:
         """What the node's worker says of its engines; one that is no engine is the reply itself."""
         reply = m.RunningReply(tuple(m.RunningModel(*one) for one in engines if isinstance(one, tuple)))
         other = [one for one in engines if not isinstance(one, tuple)]
-        self.bus.replies[subjects.models_running(str(node.id))] = other[0] if other else reply
+        self.bus.replies[messages.models_running(str(node.id))] = other[0] if other else reply
 
     def asked(self, node: BackendNode) -> int:
-        return len(self.bus.asked[subjects.models_running(str(node.id))])
+        return len(self.bus.asked[messages.models_running(str(node.id))])
 
     async def probe(self, address: str, token: str, timeout: float) -> Sign:
         assert (token, timeout) == (TOKEN, 1.0)
@@ -104,11 +104,11 @@ def heard_since() -> Any:
 
 
 def claim() -> list[Suspect]:
-    return checks.claim(heard_since=heard_since(), now=clock.now())
+    return checks.claim_suspects(heard_since=heard_since(), now=clock.now())
 
 
 def ask() -> bool:
-    return checks.ask(heard_since=heard_since(), now=clock.now())
+    return checks.request_checks(heard_since=heard_since(), now=clock.now())
 
 
 ENGINE = ("echo", 0, "127.0.0.1:50000")
@@ -133,13 +133,13 @@ class TestWorkersWord:
     ) -> None:
         """The hooks hear of it. Any process continues the streak, for it stands in the row (D-STREAKS)."""
         node = await stage.node(replicas=2)
-        told: list[Removed] = []
+        told: list[RemovedReplica] = []
         monkeypatch.setattr(hooks, "on_removed", [told.append])
         stage.lists(node, ("echo", 1, "127.0.0.1:50001"))
         await stage.look()
         assert await in_thread(rows) == ["echo#0", "echo#1"]
         await stage.look()
-        assert (await in_thread(rows), told) == (["echo#1"], [Removed("echo", node.id, 0)])
+        assert (await in_thread(rows), told) == (["echo#1"], [RemovedReplica("echo", node.id, 0)])
         assert stage.probed == []
 
     async def test_another_engine_under_the_same_key_is_not_the_replicas(self, stage: Stage) -> None:
@@ -275,7 +275,7 @@ class TestLoop:
             looked.set()
             return []
 
-        monkeypatch.setattr(checks, "claim", fails)
+        monkeypatch.setattr(checks, "claim_suspects", fails)
         running = asyncio.create_task(life.run())
 
         async def tried() -> bool:
@@ -294,7 +294,7 @@ class TestLoop:
 class TestExitThatWasReported:
     async def note(self, node: BackendNode, *ended: checks.ExitReport) -> int:
         async with hot.picker() as picker:
-            return await checks.note_exits(picker._pool, node.id, ended)
+            return await checks.report_exits(picker._pool, node.id, ended)
 
     @pytest.mark.rule("worker-6")
     async def test_is_confirmed_by_the_worker_at_once(self, stage: Stage) -> None:
@@ -348,7 +348,7 @@ class TestExitThatWasReported:
         node = await stage.node()
         (suspect,) = await in_thread(claim)
         await self.note(node, ENDED)
-        await in_thread(lambda: checks.settle({suspect: ALIVE}, now=clock.now()))
+        await in_thread(lambda: checks.record_results({suspect: ALIVE}, now=clock.now()))
         assert (await in_thread(only)).exit_reported
         assert len(await in_thread(claim)) == 1
 
@@ -383,11 +383,11 @@ class TestRows:
         for number in range(4):
             stage.make(f"n{number}", 3)
         NodeModel.objects.update(in_flight=1)
-        found = {one: Finding(gone=one.replica_index == 2, confirmed=True) for one in claim()}
+        found = {one: CheckResult(gone=one.replica_index == 2, confirmed=True) for one in claim()}
         process = WebProcess.objects.create(host="h", pid=1)
 
         def settle() -> None:
-            checks.settle(found, now=clock.now())
+            checks.record_results(found, now=clock.now())
 
         def release() -> None:
             with transaction.atomic(), connection.cursor() as cursor:
@@ -411,16 +411,16 @@ class TestRows:
         ids=["another engine", "being unloaded", "claimed again"],
     )
     @pytest.mark.parametrize(
-        "found", [ALIVE, Finding(gone=True), Finding(missed_probes=1)], ids=["a", "g", "m"]
+        "found", [ALIVE, CheckResult(gone=True), CheckResult(missed_probes=1)], ids=["a", "g", "m"]
     )
     def test_an_outcome_is_of_the_row_that_was_claimed(
-        self, meanwhile: dict[str, Any], found: Finding
+        self, meanwhile: dict[str, Any], found: CheckResult
     ) -> None:
         Stage().make("one")
         (suspect,) = claim()
         NodeModel.objects.update(**meanwhile)
         before = NodeModel.objects.values().get()
-        assert checks.settle({suspect: found}, now=clock.now()) == []
+        assert checks.record_results({suspect: found}, now=clock.now()) == []
         assert NodeModel.objects.values().get() == before
 
     def test_an_outcome_is_not_of_a_row_that_took_the_place(self) -> None:
@@ -428,7 +428,7 @@ class TestRows:
         (suspect,) = claim()
         NodeModel.objects.all().delete()
         hot.replica(node)
-        assert checks.settle({suspect: Finding(gone=True)}, now=clock.now()) == []
+        assert checks.record_results({suspect: CheckResult(gone=True)}, now=clock.now()) == []
         assert rows() == ["echo#0"]
 
     def test_a_pick_during_the_look_keeps_its_time(self) -> None:
@@ -436,7 +436,7 @@ class TestRows:
         (suspect,) = claim()
         picked = clock.now() + timedelta(seconds=5)
         NodeModel.objects.update(updated_at=picked)
-        checks.settle({suspect: ALIVE}, now=clock.now())
+        checks.record_results({suspect: ALIVE}, now=clock.now())
         assert only().updated_at == picked
 
     @pytest.mark.rule("R4.35")
@@ -462,10 +462,10 @@ class TestRows:
         NodeModel.objects.filter(replica_index=2).update(updated_at=clock.now() - LONG_AGO)
         with django_assert_num_queries(4):
             claimed = claim()
-        findings = [Finding(gone=True, confirmed=True), ALIVE, Finding(missed_probes=1)]
+        findings = [CheckResult(gone=True, confirmed=True), ALIVE, CheckResult(missed_probes=1)]
         found = {one: findings[one.replica_index] for one in claimed}
         with django_assert_num_queries(10):
-            assert len(checks.settle(found, now=clock.now())) == count
+            assert len(checks.record_results(found, now=clock.now())) == count
 
     @pytest.mark.rule("R4.3", "C1", "R4.4", "C49")
     def test_the_schedule_wakes_controllers_if_something_is_in_question(self) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import hooks, retire
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
@@ -50,8 +50,8 @@ def rows(node: BackendNode) -> list[str]:
 async def ask(node: BackendNode, reply: Any) -> PlayedBus:
     """The question for its backends, which the worker answers, and what follows from it."""
     bus = PlayedBus()
-    bus.replies[subjects.backend_list(str(node.id))] = m.ListReply()
-    bus.replies[subjects.models_running(str(node.id))] = reply
+    bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
+    bus.replies[messages.models_running(str(node.id))] = reply
     assert await inventory.ask(bus, inventory.question(node))
     return bus
 
@@ -98,7 +98,7 @@ async def test_only_stock_workers_are_asked() -> None:
     """Ours list their engines when they register."""
     node = await hot.in_thread(api.make_node)
     bus = await ask(node, running())
-    assert list(bus.asked) == [subjects.backend_list(str(node.id))]
+    assert list(bus.asked) == [messages.backend_list(str(node.id))]
 
 
 def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPa
     asked_at = clock.now()
     hot.replica(node, index=2, updated_at=asked_at)
     hot.replica(node, index=3, state="loading", address="", updated_at=asked_at - EARLIER)
-    told: list[Removed] = []
+    told: list[RemovedReplica] = []
     monkeypatch.setattr(hooks, "on_removed", [told.append])
-    gone = retire.retire_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
+    gone = retire.end_unlisted(node.id, {("echo#1", "50001")}, before=asked_at)
     assert gone == ["echo#0"]
-    assert told == [Removed("echo", node.id, 0)]
+    assert told == [RemovedReplica("echo", node.id, 0)]
     assert rows(node) == ["echo#1", "echo#2", "echo#3"]
     assert rows(other) == ["echo#0"]

@@ -54,7 +54,7 @@ async def test_what_was_not_confirmed_is_counted_said_and_due_again(reply: Any, 
     assert await Stopper(bus).look_once() == 0
     assert row.next_stop_at is not None
     later = row.next_stop_at
-    assert [one.id for one in await in_thread(lambda: engine_stops.claim(1, now=later))] == [row.id]
+    assert [one.id for one in await in_thread(lambda: engine_stops.claim_due(1, now=later))] == [row.id]
 
 
 @pytest.mark.rule("R1.99", "T-REV-12", "T-REG-101")
@@ -98,4 +98,4 @@ def test_a_stop_under_way_is_nobody_elses_for_a_minute() -> None:
     hot.replica(hot.node(), stop_attempts=1, **DUE)
     now = clock.now()
     ages = {0: 1, 31: 0, 59: 0, 60: 1}
-    assert {age: len(engine_stops.claim(9, now=now + timedelta(seconds=age))) for age in ages} == ages
+    assert {age: len(engine_stops.claim_due(9, now=now + timedelta(seconds=age))) for age in ages} == ages

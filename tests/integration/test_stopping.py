@@ -15,12 +15,12 @@ import pytest
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.decisions import fleet_cache
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import services
@@ -70,7 +70,9 @@ class Stage:
     def attempt(self) -> AttemptId:
         """An attempt that runs."""
         now = clock.now()
-        request = admission.OperationRequest(load.KIND, key=load_key("echo"), element="echo", actor="test")
+        request = admission.OperationRequest(
+            load_request.KIND, key=load_key("echo"), element="echo", actor="test"
+        )
         admission.admit(request, now=now)
         (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
         return AttemptId(operation.id, operation.fence)
@@ -80,7 +82,7 @@ class Stage:
 
     def stops(self) -> list[m.StopModelRequest]:
         """The exact stops that were asked for."""
-        sent = self.bus.asked[subjects.model_stop(str(self.node.id))]
+        sent = self.bus.asked[messages.model_stop(str(self.node.id))]
         return [decode(body, m.StopModelRequest) for body in sent]
 
 
@@ -101,7 +103,7 @@ class TestEngineOfAnEndedAttempt:
     @pytest.mark.rule("R2.62")
     async def test_is_stopped_by_key_and_address(self, stage: Stage) -> None:
         await in_thread(stage.note)
-        stage.answers(subjects.model_stop, GONE)
+        stage.answers(messages.model_stop, GONE)
         assert await stage.look() == 1
         (stop,) = stage.stops()
         assert (stop.process_key, stop.expected_address) == (KEY, ADDRESS)
@@ -115,7 +117,7 @@ class TestEngineOfAnEndedAttempt:
         """nats.md §4.5: it compares with its own form; the port tells that it is the same process."""
         await in_thread(stage.note)
         other = m.StopModelReply(matched=True, address="127.0.0.1:7001", error="recorded ...")
-        stage.answers(subjects.model_stop, [other, GONE])
+        stage.answers(messages.model_stop, [other, GONE])
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == [ADDRESS, "127.0.0.1:7001"]
         assert not await in_thread(noted)
@@ -123,7 +125,7 @@ class TestEngineOfAnEndedAttempt:
     async def test_is_gone_when_another_process_has_its_key(self, stage: Stage) -> None:
         """It must not be stopped in its place."""
         await in_thread(stage.note)
-        stage.answers(subjects.model_stop, m.StopModelReply(matched=True, address="127.0.0.1:7002"))
+        stage.answers(messages.model_stop, m.StopModelReply(matched=True, address="127.0.0.1:7002"))
         await stage.look()
         assert len(stage.stops()) == 1
         assert not await in_thread(noted)
@@ -137,7 +139,7 @@ class TestEngineOfAnEndedAttempt:
             await in_thread(lambda: stage.note(stage.attempt(), address=""))
             return m.StopModelReply(matched=True, address="127.0.0.1:7001")
 
-        stage.answers(subjects.model_stop, taken_over)
+        stage.answers(messages.model_stop, taken_over)
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == [""]
         assert await in_thread(noted)
@@ -148,7 +150,7 @@ class TestEngineOfAnEndedAttempt:
     ) -> None:
         """Releases up to v4.9.0 have no `model.stop`; what runs there tells."""
         await in_thread(stage.note)
-        stage.answers(subjects.models_running, m.RunningReply(tuple(m.RunningModel(name) for name in left)))
+        stage.answers(messages.models_running, m.RunningReply(tuple(m.RunningModel(name) for name in left)))
         await stage.look()
         assert stage.bus.stops(stage.node.id) == [KEY]
         assert await in_thread(noted) == bool(left)
@@ -161,19 +163,19 @@ class TestEngineOfAnEndedAttempt:
     async def test_is_looked_at_again_until_the_worker_has_confirmed(self, stage: Stage, reply: Any) -> None:
         await in_thread(stage.note)
         if reply is not None:
-            stage.answers(subjects.model_stop, reply)
+            stage.answers(messages.model_stop, reply)
         await stage.look()
         assert await in_thread(noted)
         assert await stage.look() == 0, "it has a time for its next look"
         await in_thread(stop_now)
-        stage.answers(subjects.model_stop, GONE)
+        stage.answers(messages.model_stop, GONE)
         await stage.look()
         assert not await in_thread(noted)
 
     async def test_may_come_late_when_its_start_was_never_answered(self, stage: Stage) -> None:
         """The start may wait behind another command of its worker: "no such process" is no proof yet."""
         await in_thread(partial(stage.note, address=""))
-        stage.answers(subjects.model_stop, GONE)
+        stage.answers(messages.model_stop, GONE)
         await stage.look()
         assert await in_thread(noted)
         long_ago = clock.now() - timedelta(seconds=61)
@@ -230,15 +232,15 @@ class TestDrainedNode:
         services.drain(stage.node.id, actor=ADMIN, now=clock.now())
 
     async def test_is_safe_once_nothing_runs_there(self, stage: Stage) -> None:
-        stage.answers(subjects.models_running, m.RunningReply())
+        stage.answers(messages.models_running, m.RunningReply())
         await stage.look()
         assert (await in_thread(row, stage.node)).engines_gone_at is not None
         assert await stage.look() == 0, "nothing more to ask"
 
     async def test_has_its_engines_stopped_first(self, stage: Stage) -> None:
         running = m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
-        stage.answers(subjects.models_running, [running, m.RunningReply()])
-        stage.answers(subjects.model_stop, GONE)
+        stage.answers(messages.models_running, [running, m.RunningReply()])
+        stage.answers(messages.model_stop, GONE)
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == ["127.0.0.1:7001"]
         found = await in_thread(row, stage.node)
@@ -249,7 +251,7 @@ class TestDrainedNode:
 
     async def test_of_a_stock_worker_is_never_called_safe(self, stage: Stage) -> None:
         """It is asked to stop everything; whether it did, it cannot tell."""
-        stage.answers(subjects.backend_list, m.ListReply())
+        stage.answers(messages.backend_list, m.ListReply())
         await stage.look()
         found = await in_thread(row, stage.node)
         assert (found.engines_gone_at, found.engines_error) == (None, CANNOT_TELL)
@@ -268,7 +270,7 @@ class TestDrainedNode:
     )
     async def test_without_an_answer_is_not_called_safe(self, stage: Stage, reply: Any, says: str) -> None:
         if reply is not None:
-            stage.answers(subjects.models_running, reply)
+            stage.answers(messages.models_running, reply)
         await stage.look()
         found = await in_thread(row, stage.node)
         assert found.engines_gone_at is None
@@ -283,7 +285,7 @@ class TestDrainedNode:
             await in_thread(services.drain, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply()
 
-        stage.answers(subjects.models_running, resumed)
+        stage.answers(messages.models_running, resumed)
         await stage.look()
         assert (await in_thread(row, stage.node)).engines_gone_at is None
 
@@ -294,8 +296,8 @@ class TestDrainedNode:
             await in_thread(services.resume, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
 
-        stage.answers(subjects.models_running, resumed)
-        stage.answers(subjects.model_stop, GONE)
+        stage.answers(messages.models_running, resumed)
+        stage.answers(messages.model_stop, GONE)
         await stage.look()
         assert stage.stops() == []
 
@@ -303,7 +305,7 @@ class TestDrainedNode:
         """What a drain still waits for must not be stopped."""
 
         def nothing_due() -> bool:
-            return drained_nodes.claim(16, now=clock.now()) == []
+            return drained_nodes.claim_due(16, now=clock.now()) == []
 
         replica = await in_thread(hot.replica, stage.node)
         assert await in_thread(nothing_due)
@@ -316,7 +318,7 @@ class TestDrainedNode:
         assert await in_thread(nothing_due), "its engine may run"
 
     async def test_is_not_safe_any_more_when_its_worker_starts_again(self, stage: Stage) -> None:
-        stage.answers(subjects.models_running, m.RunningReply())
+        stage.answers(messages.models_running, m.RunningReply())
         await stage.look()
         worker = services.Registration(name="one", address="127.0.0.1:1")
 

@@ -12,7 +12,7 @@ from django_q.models import OrmQ, Schedule, Task
 from localai_cluster import health, system_health
 from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.models import AuditEntry
-from localai_cluster.accounts.session_store import SessionStore
+from localai_cluster.accounts.sessions import SessionStore
 from localai_cluster.kit import clock, disk, periodic
 from localai_cluster.kit.periodic import Recurring
 from nodes.live import watch

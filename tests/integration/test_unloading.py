@@ -13,8 +13,8 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.commands import commands
@@ -51,13 +51,13 @@ class Stage:
             self.stops(node, GONE)
 
     def stops(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[subjects.model_stop(str(node.id))] = reply
+        self.bus.replies[messages.model_stop(str(node.id))] = reply
 
     def deletes(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[subjects.model_delete(str(node.id))] = reply
+        self.bus.replies[messages.model_delete(str(node.id))] = reply
 
     def asked(self, node: BackendNode) -> list[m.StopModelRequest]:
-        sent = self.bus.asked[subjects.model_stop(str(node.id))]
+        sent = self.bus.asked[messages.model_stop(str(node.id))]
         return [decode(body, m.StopModelRequest) for body in sent]
 
     def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
@@ -210,7 +210,7 @@ async def test_measured_14_a_late_reply_costs_another_question_and_not_the_resul
 
 @pytest.mark.rule("R6.4")
 async def test_measured_3_a_dead_worker_is_named_and_delays_no_other_node(stage: Stage) -> None:
-    del stage.bus.replies[subjects.model_stop(str(stage.one.id))]
+    del stage.bus.replies[messages.model_stop(str(stage.one.id))]
     work = await in_thread(stage.begins)
     assert "one: echo#0 may still run: node one is not responding" in await stage.fails(work)
     assert await rows() == {OTHER, ("one", "echo", "unloading")}
@@ -231,16 +231,16 @@ async def test_a_worker_without_the_exact_stop_frees_stops_by_key_and_is_asked_w
     stage: Stage,
 ) -> None:
     at = str(stage.one.id)
-    del stage.bus.replies[subjects.model_stop(at)]
-    stage.bus.replies[subjects.model_unload(at)] = m.UnloadReply(True)
+    del stage.bus.replies[messages.model_stop(at)]
+    stage.bus.replies[messages.model_unload(at)] = m.UnloadReply(True)
     still = m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:50000"),))
-    stage.bus.replies[subjects.models_running(at)] = [still, still, m.RunningReply()]
+    stage.bus.replies[messages.models_running(at)] = [still, still, m.RunningReply()]
     work = await in_thread(lambda: stage.begins(node=stage.one))
     await stage.carries_out(work)
-    (freed, *_) = stage.bus.asked[subjects.model_unload(at)]
+    (freed, *_) = stage.bus.asked[messages.model_unload(at)]
     assert decode(freed, m.UnloadRequest) == m.UnloadRequest("echo", "127.0.0.1:50000")
     assert set(stage.bus.stops(at)) == {"echo#0"}
-    assert len(stage.bus.asked[subjects.models_running(at)]) == 3
+    assert len(stage.bus.asked[messages.models_running(at)]) == 3
 
 
 @pytest.mark.rule("nats-4.5")
@@ -263,7 +263,7 @@ async def test_an_engine_that_another_has_replaced_is_not_stopped(stage: Stage) 
 async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stage: Stage) -> None:
     """Killed between the statement that withdraws and the command: the rows say what is left to do."""
     work = await in_thread(stage.begins)
-    await in_thread(unload._begin, work)
+    await in_thread(unload._drain_targets, work)
     assert {state for _, model, state in await rows() if model == "echo"} == {"unloading"}
     again = await in_thread(stage.taken_over)
     assert await stage.carries_out(again) == {"nodes": ["one", "two"]}
@@ -327,7 +327,7 @@ class TestDeletion:
         work = await in_thread(lambda: stage.begins(DELETE))
         assert await stage.carries_out(work) == {"nodes": ["one", "three", "two"]}
         assert await rows() == {OTHER}
-        (sent,) = stage.bus.asked[subjects.model_delete(str(stage.two.id))]
+        (sent,) = stage.bus.asked[messages.model_delete(str(stage.two.id))]
         assert decode(sent, m.DeleteModelRequest) == m.DeleteModelRequest("echo")
 
     @pytest.mark.rule("T-UNL-13", "R6.13", "R6.39")
@@ -343,7 +343,7 @@ class TestDeletion:
         stage.deletes(stage.one, m.DeleteModelReply(True))
         work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
         assert "may still run" in await stage.fails(work)
-        assert not stage.bus.asked[subjects.model_delete(str(stage.one.id))]
+        assert not stage.bus.asked[messages.model_delete(str(stage.one.id))]
 
     async def test_files_stay_when_a_load_has_taken_a_place_meanwhile(self, stage: Stage) -> None:
         stage.deletes(stage.one, m.DeleteModelReply(True))
@@ -351,7 +351,7 @@ class TestDeletion:
         mark = f"{work.id}:1"
         await in_thread(lambda: hot.replica(stage.one, index=1, state="loading", owner=attempt(mark)))
         assert "is being loaded there" in await stage.fails(work)
-        assert not stage.bus.asked[subjects.model_delete(str(stage.one.id))]
+        assert not stage.bus.asked[messages.model_delete(str(stage.one.id))]
 
     async def test_a_lost_reply_is_asked_for_again(self, stage: Stage) -> None:
         stage.deletes(stage.one, [RequestTimeout("late"), m.DeleteModelReply(True)])
@@ -364,7 +364,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_was_not_stopped_serves_again_after_a_cancel(self, stage: Stage) -> None:
         work = await in_thread(stage.begins)
-        await in_thread(unload._begin, work)
+        await in_thread(unload._drain_targets, work)
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows(), "its operation is active"
         await in_thread(ended_as_cancelled)
@@ -378,9 +378,9 @@ class TestLeftBehind:
     ) -> None:
         """The one on the node began first; the one of the cluster took its row over, and was cancelled."""
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=index))
-        await in_thread(unload._begin, mine)
+        await in_thread(unload._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._begin, other)
+        await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "loaded")}
@@ -391,9 +391,9 @@ class TestLeftBehind:
     async def test_an_unload_of_another_replica_keeps_nothing_out(self, stage: Stage) -> None:
         await in_thread(lambda: hot.replica(stage.one, index=1))
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=1))
-        await in_thread(unload._begin, mine)
+        await in_thread(unload._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._begin, other)
+        await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).look_once()
         states = NodeModel.objects.filter(node=stage.one, model_name="echo").order_by("replica_index")
@@ -402,7 +402,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_an_upgrade_has_taken_out_stays_out(self, stage: Stage) -> None:
         work = await in_thread(lambda: stage.begins(node=stage.one))
-        await in_thread(unload._begin, work)
+        await in_thread(unload._drain_targets, work)
         mine = NodeModel.objects.filter(node=stage.one, model_name="echo")
         intent = {"backend": "echo", "op": "upgrade", "operation_id": uuid4(), "spares_requests": True}
         lease = {"lease_owner": "c", "lease_until": clock.now() + timedelta(hours=1)}
@@ -412,7 +412,7 @@ class TestLeftBehind:
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows()
         await in_thread(upgrade.delete)
-        await in_thread(upgrade_drains.return_forgotten)
+        await in_thread(upgrade_drains.return_without_upgrade)
         assert ("one", "echo", "loaded") in await rows()
 
     async def test_an_unload_whose_replica_serves_again_is_no_success(self, stage: Stage) -> None:

@@ -100,7 +100,7 @@ async def test_a_wrong_key_is_refused_before_its_body_is_read(declared: bool) ->
     assert (sender.status, sender.headers[b"connection"]) == (401, b"close")
     assert sender.read_before_answer == (0 if declared else 1)
     assert json.loads(sender.body)["error"]
-    assert bodies.shared.held == 0
+    assert bodies.shared_budget.held == 0
 
 
 async def test_an_address_over_its_limit_has_nothing_read(failed_keys: Failures) -> None:
@@ -143,19 +143,19 @@ async def test_bodies_hold_a_bounded_number_of_bytes(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond it a long body is 503 and a short one is served; strangers' bodies are not read at all."""
-    monkeypatch.setattr(bodies.shared, "limit", 100_000)
+    monkeypatch.setattr(bodies.shared_budget, "limit", 100_000)
     async with serving(tmp_path, settings):
         refused = await Sender(large()).post(EMBEDDINGS, API_KEY)
-        bodies.shared.take(60_000)
+        bodies.shared_budget.take(60_000)
         try:
             stranger = await Sender(large(size=10)).post(EMBEDDINGS, WRONG)
             short = await Sender(large(size=10)).post(EMBEDDINGS, RIGHT)
         finally:
-            bodies.shared.give_back(60_000)
+            bodies.shared_budget.give_back(60_000)
     assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
     assert (stranger.status, stranger.read) == (401, 0)
     assert short.status == 200
-    assert bodies.shared.held == 0
+    assert bodies.shared_budget.held == 0
 
 
 async def test_bodies_for_django_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from localai_cluster.management.commands import controller
 from nodes.backends.intents import Failed, settle
-from nodes.loading import load, needs
+from nodes.loading import load_request, needs
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
 from nodes.placement.node_backoff import add_failure, into_payload
@@ -113,7 +113,7 @@ def test_an_install_whose_node_was_removed_says_so() -> None:
     ],
 )
 def test_a_load_is_woken_by_a_node_that_could_take_it(fields: dict[str, Any], woken: int) -> None:
-    operation = waiting(load.KIND, "echo")
+    operation = waiting(load_request.KIND, "echo")
     node = hot.node("one", **fields)
     assert wake_ups.wake([node.id]) == woken
     assert is_due(operation) == bool(woken)
@@ -123,7 +123,7 @@ def test_a_full_node_wakes_no_load_of_that_model_and_more_room_does() -> None:
     """R1.62: the slots of a node are counted for each model."""
     node = hot.node("one")
     hot.replica(node, "echo", state="unloading")
-    echo, other = waiting(load.KIND, "echo"), waiting(load.KIND, "other")
+    echo, other = waiting(load_request.KIND, "echo"), waiting(load_request.KIND, "other")
     assert wake_ups.wake([node.id]) == 1
     assert (is_due(echo), is_due(other)) == (False, True)
     BackendNode.objects.update(max_replicas_per_model=2)
@@ -148,7 +148,7 @@ def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
     """What that is stands in its row since its first look."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, vram_policy=policy)
     gib = 2**30
-    operation = waiting(load.KIND, "echo")
+    operation = waiting(load_request.KIND, "echo")
     Operation.objects.update(payload=needs.into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
     node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
     assert wake_ups.wake([node.id]) == woken
@@ -160,7 +160,7 @@ def test_a_look_costs_the_same_for_few_and_for_many_loads() -> None:
 
     def queries(count: int) -> int:
         for number in range(count):
-            waiting(load.KIND, f"m{Operation.objects.count()}-{number}")
+            waiting(load_request.KIND, f"m{Operation.objects.count()}-{number}")
         with CaptureQueriesContext(connection) as context:
             wake_ups._loads([node.id])
         return len(context)
@@ -172,7 +172,7 @@ def test_a_look_costs_the_same_for_few_and_for_many_loads() -> None:
 def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed() -> None:
     """Or a silent node whose labels change would be asked again and again."""
     node = hot.node("one")
-    operation = waiting(load.KIND, "echo")
+    operation = waiting(load_request.KIND, "echo")
     known = add_failure({}, node.id, clock.now() + timedelta(seconds=60))
     Operation.objects.update(payload=into_payload({}, known))
     assert wake_ups.wake([node.id]) == 0
@@ -186,7 +186,7 @@ def test_a_back_off_is_not_cut_short() -> None:
     (intent,) = wished.claim()
     failed = {(intent.id, intent.fence): (Failed("worker gone"), ())}
     assert not settle(failed, now=clock.now())
-    waiting(load.KIND, "echo", None, Event.POSTPONE)
+    waiting(load_request.KIND, "echo", None, Event.POSTPONE)
     for changed in ([node.id], None):
         assert wake_ups.wake(changed) == 0
         assert not wished.claim()
@@ -195,7 +195,7 @@ def test_a_back_off_is_not_cut_short() -> None:
 def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
     """What came while no one listened is found in the rows."""
     mine = offline("mine")
-    operation, load_of_it = wished.ask(wished.INSTALL, mine), waiting(load.KIND, "echo")
+    operation, load_of_it = wished.ask(wished.INSTALL, mine), waiting(load_request.KIND, "echo")
     assert wake_ups.wake(None) == 0
     assert said(operation)[0]
     back(mine)
@@ -269,7 +269,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
 ) -> None:
     """Seen before: one waiting operation tried 4 to 18 times a second while another node's labels changed."""
     mine, other = await hot.in_thread(offline, "mine"), await hot.in_thread(offline, "other")
-    operation = await hot.in_thread(waiting, load.KIND, "echo")
+    operation = await hot.in_thread(waiting, load_request.KIND, "echo")
     woken = counted_wakes(monkeypatch)
 
     async def then() -> None:

@@ -47,12 +47,14 @@ def test_the_replicas_of_the_backend_leave_the_picks_and_come_back_when_the_atte
     on(b, "n")
     hot.replica(a, "of-another", address="127.0.0.1:1", backend_type="other")
     intent = upgrading(a)
-    found = upgrade_drains.drain(a.id, "ECHO", intent_id=intent.id, confirmed=(), deadline=clock.now())
-    assert found == upgrade_drains.Withdrawal(running=2)
+    found = upgrade_drains.drain_for_upgrade(
+        a.id, "ECHO", intent_id=intent.id, confirmed=(), deadline=clock.now()
+    )
+    assert found == upgrade_drains.UpgradeDrain(running=2)
     assert loaded() == {("b", "m"), ("b", "n"), ("a", "of-another")}
-    upgrade_drains.end(intent.id, intent.fence + 1)
+    upgrade_drains.end_upgrade(intent.id, intent.fence + 1)
     assert len(loaded()) == 3, "a later attempt has them now"
-    upgrade_drains.end(intent.id, intent.fence)
+    upgrade_drains.end_upgrade(intent.id, intent.fence)
     assert len(loaded()) == 5
     assert not NodeModel.objects.exclude(owner_kind="").exists()
 
@@ -62,12 +64,14 @@ def test_a_models_last_replica_stays_unless_it_is_confirmed() -> None:
     for node, model in ((a, "alone"), (a, "both"), (b, "both")):
         on(node, model)
     intent = upgrading(a)
-    blocked = upgrade_drains.drain(
+    blocked = upgrade_drains.drain_for_upgrade(
         a.id, "echo", intent_id=intent.id, confirmed=["both"], deadline=clock.now()
     )
-    assert blocked == upgrade_drains.Withdrawal(last_of=("alone",))
+    assert blocked == upgrade_drains.UpgradeDrain(last_of=("alone",))
     assert len(loaded()) == 3, "all of them or none"
-    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=["alone"], deadline=clock.now())
+    upgrade_drains.drain_for_upgrade(
+        a.id, "echo", intent_id=intent.id, confirmed=["alone"], deadline=clock.now()
+    )
     assert loaded() == {("b", "both")}
 
 
@@ -89,7 +93,7 @@ def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
         both = claimed()
         jobs = (
             partial(
-                upgrade_drains.drain,
+                upgrade_drains.drain_for_upgrade,
                 one.node.id,
                 "echo",
                 intent_id=one.id,
@@ -108,7 +112,7 @@ def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
     on(a)
     on(b)
     intent = upgrading(a)
-    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     reconciler.clean(now=clock.now())
     assert len(loaded()) == 1, "the attempt is under way"
     intents.reap(now=clock.now() + timedelta(minutes=5))
@@ -122,7 +126,7 @@ def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
     on(b)
     operation = asked([a])
     intent = claimed()["a"]
-    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     admission.cancel(operation.id, actor="bob", now=clock.now())
     called_off = claimed()["a"]
     intents.called_off({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
@@ -135,7 +139,7 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
     mine = on(a)
     on(b)
     intent = upgrading(a)
-    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     unload: dict[str, Any] = {
         "index": None,
         "deadline": clock.now(),
@@ -143,9 +147,9 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
         "now": clock.now(),
     }
     with transaction.atomic():
-        (taken,) = drains.drain("m", [a.id], **unload)
+        (taken,) = drains.drain_for_unload("m", [a.id], **unload)
     assert taken.id == mine.pk
-    upgrade_drains.end(intent.id, intent.fence)
+    upgrade_drains.end_upgrade(intent.id, intent.fence)
     assert loaded() == {("b", "m")}
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, NoResponders, Subscription
 from localai_cluster.messaging.codec import decode, encode
 
@@ -80,5 +80,5 @@ class PlayedBus:
 
     def stops(self, node_id: Any) -> list[str]:
         """What the node's worker was asked to stop by `backend.stop`."""
-        wanted = subjects.backend_stop(str(node_id))
+        wanted = messages.backend_stop(str(node_id))
         return [decode(body, m.StopBackend).backend for subject, body in self.published if subject == wanted]

@@ -19,8 +19,7 @@ VALKEY_PASSWORD = "test-valkey-password"
 
 
 def _prepare() -> None:
-    from localai_cluster.embedded.postgres import EmbeddedPostgres
-    from localai_cluster.embedded.valkey import EmbeddedValkey
+    from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
     from localai_cluster.kit import nkeys
 
     models = HOME / "models"

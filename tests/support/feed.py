@@ -10,7 +10,7 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster.accounts import actors
-from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from nodes.live import watch as watching
 from nodes.models import BackendNode

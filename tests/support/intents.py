@@ -7,14 +7,14 @@ import pytest
 from django.conf import settings
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.backends import admission, backend_requests, intent_queue, intents
 from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.commands import commands
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget
 from tests.support import hot
@@ -23,9 +23,9 @@ from tests.support.bus import PlayedBus
 INSTALL, UPGRADE, DELETE = backend_requests.INSTALL, backend_requests.UPGRADE, backend_requests.DELETE
 KINDS = [INSTALL, UPGRADE, DELETE]
 _SUBJECTS = {
-    INSTALL: subjects.backend_install,
-    UPGRADE: subjects.backend_upgrade,
-    DELETE: subjects.backend_delete,
+    INSTALL: messages.backend_install,
+    UPGRADE: messages.backend_upgrade,
+    DELETE: messages.backend_delete,
 }
 
 
@@ -45,7 +45,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
     """The operation that stands for this request."""
     asked = Asked(nodes, actor="test")
-    return admission.ask(Wish(kind, backend, **wish), asked, now=clock.now()).operation
+    return admission.admit(Wish(kind, backend, **wish), asked, now=clock.now()).operation
 
 
 def claim(limit: int = 1) -> list[Intent]:
@@ -76,7 +76,7 @@ class Stage:
     def lists(self, *backends: m.InstalledBackend, instance: str = "") -> None:
         """What the worker answers to `backend.list`."""
         listed = m.ListReply(backends, instance=instance)
-        self.bus.replies[subjects.backend_list(str(self.node.id))] = listed
+        self.bus.replies[messages.backend_list(str(self.node.id))] = listed
 
     def begins(self, kind: str, **wish: Any) -> Intent:
         """The first attempt of an operation on echo."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from nodes.definitions.folder import Folder
-from nodes.loading import load
+from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stopper import Stopper
@@ -37,7 +37,7 @@ class Stage:
         self.one, self.two = hot.node("one"), hot.node("two")
         now = clock.now()
         request = admission.OperationRequest(
-            load.KIND,
+            load_request.KIND,
             key=load_key("echo"),
             element="echo",
             actor="test",
@@ -49,10 +49,10 @@ class Stage:
         self.handler = load.LoadModel(self.bus, Folder(folder), WakeUps())
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
-        self.bus.replies[subjects.backend_list(str(node.id))] = m.ListReply(backends)
+        self.bus.replies[messages.backend_list(str(node.id))] = m.ListReply(backends)
 
     def installs(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[subjects.backend_install(str(node.id))] = reply
+        self.bus.replies[messages.backend_install(str(node.id))] = reply
 
     def need_until(self) -> None:
         """Somebody waits again, as a request says that attaches to the running load."""
@@ -118,7 +118,7 @@ def left() -> list[tuple[str, str]]:
 
 async def stops(stage: Stage) -> None:
     """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
-    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
+    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
     await Stopper(stage.bus).look_once()
     assert await in_thread(NodeModel.engines.count) == 0
 

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from django.db import connection
 
-from localai_cluster.embedded.postgres import DATABASE, EmbeddedPostgres
+from localai_cluster.embedded.bundled_servers import DATABASE, EmbeddedPostgres
 from tests.support.environment import RUN
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ import pytest
 from django.db import connection, connections
 
 from localai_cluster.kit import clock, failpoints
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.rpc.probe_results import Sign
@@ -325,13 +325,13 @@ class World:
         worker = self.workers.get(node_id) if node_id else None
         if worker is None or not worker.is_reachable:
             raise NoResponders(subject)
-        if subject == subjects.model_stop(str(worker.id)):
+        if subject == messages.model_stop(str(worker.id)):
             return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
-        if subject == subjects.models_running(str(worker.id)):
+        if subject == messages.models_running(str(worker.id)):
             listed = [(m.split_process_key(key), address) for key, address in worker.running()]
             running = tuple(m.RunningModel(*key, address) for key, address in listed if key)
             return encode(m.RunningReply(running, instance=worker.instance))
-        if subject == subjects.backend_list(str(worker.id)):
+        if subject == messages.backend_list(str(worker.id)):
             return encode(m.ListReply((), instance=worker.instance))
         raise NoResponders(subject)
 

@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_cache
-from nodes.loading import load
+from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
@@ -65,13 +65,18 @@ class Cluster:
     def _carry_out(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
         try:
-            if operation.kind == load.KIND:
+            if operation.kind == load_request.KIND:
                 self._load(operation)
             else:
                 asyncio.run(UnloadModel(self.world)(Work(operation, SilentRecorder())))
         except (LoadFailed, CommandFailed) as error:
             failure = str(error) or "failed"
-        if failure and self.world.are_faults_on and operation.attempts < 2 and operation.kind == load.KIND:
+        if (
+            failure
+            and self.world.are_faults_on
+            and operation.attempts < 2
+            and operation.kind == load_request.KIND
+        ):
             until = clock.now() + timedelta(seconds=1)
             call(attempts.put_back, *attempt, Event.POSTPONE, now=clock.now(), until=until, reason=failure)
             return
@@ -80,7 +85,7 @@ class Cluster:
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
-        call(load_ends.end_abandoned, model, now=clock.now())
+        call(load_ends.end_abandoned_loads, model, now=clock.now())
         views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
@@ -101,14 +106,14 @@ class Cluster:
         self.world.note(f"  slot {model}#{slot.replica_index} on {slot.node_name}: {str(slot.id)[:4]}")
         try:
             for _ in range(6):
-                if not call(eviction.not_gone([one.id for one in victims]).exists):
+                if not call(eviction.remaining_rows([one.id for one in victims]).exists):
                     break
                 pause("sleep")
             else:
                 raise LoadFailed("no room")
             self._publish(operation, slot, attempt)
         except LoadFailed:
-            call(load_ends.give_up, slot, attempt=attempt, now=clock.now())
+            call(load_ends.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
     def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
@@ -121,7 +126,7 @@ class Cluster:
             raise LoadFailed("the slot was lost")
         address = self._start(operation, slot)
         call(slots.record_answer, slot, address)
-        call(retire.retire_at, address, node_id=slot.node_id, but=slot.id)
+        call(retire.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
         replaces = operation.payload["replaces"]
         if not call(
@@ -180,7 +185,7 @@ class Cluster:
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
         request = admission.OperationRequest(
-            load.KIND, key=load_key(model), element=model, actor="test", payload=payload
+            load_request.KIND, key=load_key(model), element=model, actor="test", payload=payload
         )
         admission.admit_one_more(request, now=clock.now())
 

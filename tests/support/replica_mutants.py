@@ -73,7 +73,7 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
     def free_index(node: Any, model_name: str) -> int | None:
         stale = NodeModel.engines.of(model_name).filter(node=node, phase="stopping", stop_attempts__gt=0)
-        retire.end(list(stale.select_for_update(of=("self",))))
+        retire.end_rows(list(stale.select_for_update(of=("self",))))
         return genuine(node, model_name)
 
     patch.setattr(slots, "_free_index", free_index)
@@ -96,7 +96,7 @@ def _confirms_early(patch: pytest.MonkeyPatch) -> None:
 
 def _keeps_abandoned(patch: pytest.MonkeyPatch) -> None:
     """No pass ends the loads whose attempt was killed."""
-    patch.setattr(load_ends, "end_abandoned", lambda model_name=None, *, now: [])
+    patch.setattr(load_ends, "end_abandoned_loads", lambda model_name=None, *, now: [])
 
 
 def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -105,9 +105,9 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
             mine = NodeModel.engines.filter(lifecycle.of_attempt(attempt), pk=slot.id)
-            retire.end(list(mine.select_for_update(of=("self",))))
+            retire.end_rows(list(mine.select_for_update(of=("self",))))
 
-    patch.setattr(load_ends, "give_up", give_up)
+    patch.setattr(load_ends, "end_attempt", give_up)
 
 
 def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def _returns_stopped(patch: pytest.MonkeyPatch) -> None:
     genuine = drains.return_abandoned
 
     def return_abandoned() -> list[Engine]:
-        gone = NodeModel.objects.filter(drains.without_operation(), phase="stopping", owner_kind="operation")
+        gone = NodeModel.objects.filter(drains.has_no_operation(), phase="stopping", owner_kind="operation")
         gone.exclude(address="").update(**lifecycle.SERVES, phase=Phase.SERVING)
         return genuine()
 
@@ -144,7 +144,7 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
     genuine = stops.record_failure
 
     def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
-        lifecycle.move(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
+        lifecycle.apply_event(NodeModel.engines.filter(pk=engine.id), ReplicaEvent.STOP_SENT)
         genuine(engine, error, now=now)
 
     patch.setattr(stops, "record_sent", lambda engine, *, now: True)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.embedded import package
+from localai_cluster.embedded import build
 from localai_cluster.embedded.resources import SetupError
 
 
 @pytest.fixture
 def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A project of its own; each build is a wheel with the content of one of its modules."""
-    for name in (*package.FILES, *(f"{folder}/some.py" for folder in package.FOLDERS)):
+    for name in (*build._FILES_IN_WHEEL, *(f"{folder}/some.py" for folder in build._IN_WHEEL)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("first")
     made: list[str] = []
@@ -23,9 +23,9 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         wheel.write_text(made[-1])
         return [wheel]
 
-    monkeypatch.setattr(package, "ROOT", tmp_path)
-    monkeypatch.setattr(package, "DIST", tmp_path / "dist")
-    monkeypatch.setattr(package, "_built", built)
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "WHEELS", tmp_path / "dist")
+    monkeypatch.setattr(build, "_built", built)
     return made
 
 
@@ -34,23 +34,23 @@ def offered(root: Path) -> dict[str, str]:
 
 
 def test_it_is_built_when_it_is_missing_or_of_other_sources(builds: list[str], tmp_path: Path) -> None:
-    assert package.build()
-    assert not package.build()
+    assert build.build_wheel()
+    assert not build.build_wheel()
     (tmp_path / "nodes/some.py").write_text("changed")
-    assert package.build()
+    assert build.build_wheel()
     (tmp_path / "nodes/__pycache__").mkdir()
     (tmp_path / "nodes/__pycache__/some.pyc").write_text("compiled")
-    assert not package.build()
+    assert not build.build_wheel()
     (tmp_path / "dist/localai_cluster-0.1.0-py3-none-any.whl").unlink()
-    assert package.build()
+    assert build.build_wheel()
     assert builds == ["first", "changed", "changed"]
     assert offered(tmp_path) == {"localai_cluster-0.1.0-py3-none-any.whl": "changed"}
 
 
 def test_a_new_version_replaces_the_old_one(builds: list[str], tmp_path: Path) -> None:
-    package.build()
+    build.build_wheel()
     (tmp_path / "nodes/some.py").write_text("newer")
-    package.build()
+    build.build_wheel()
     assert offered(tmp_path) == {"localai_cluster-0.2.0-py3-none-any.whl": "newer"}
 
 
@@ -58,7 +58,7 @@ def test_a_build_that_fails_leaves_the_old_one(
     builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the next one tries again."""
-    package.build()
+    build.build_wheel()
     (tmp_path / "nodes/some.py").write_text("changed")
 
     def fails(folder: Path) -> list[Path]:
@@ -66,19 +66,19 @@ def test_a_build_that_fails_leaves_the_old_one(
         raise SetupError("The worker package cannot be built: no space.", "Run `make install ui`.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(package, "_built", fails)
+        patched.setattr(build, "_built", fails)
         with pytest.raises(SetupError, match="no space"):
-            package.build()
+            build.build_wheel()
     assert offered(tmp_path) == {"localai_cluster-0.1.0-py3-none-any.whl": "first"}
-    assert package.build()
+    assert build.build_wheel()
 
 
 def test_what_is_wrong_is_one_line_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real pip, in a folder that is no project."""
-    monkeypatch.setattr(package, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "ROOT", tmp_path)
     shutil.rmtree(tmp_path / "dist", ignore_errors=True)
     with pytest.raises(SetupError) as failed:
-        package._built(tmp_path / "dist")
+        build._built(tmp_path / "dist")
     assert str(failed.value).startswith("The worker package cannot be built: ")
     assert str(failed.value).endswith("Run `make install ui`.")
     assert "\n" not in str(failed.value)

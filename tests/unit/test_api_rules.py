@@ -9,11 +9,10 @@ from django.db import IntegrityError, InterfaceError, OperationalError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.accounts.credentials import offered
-from localai_cluster.accounts.principals import hash_secret, same
+from localai_cluster.accounts.principals import hash_secret, offered_credential, secrets_equal
 from localai_cluster.kit import errors
 from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
-from localai_cluster.web.parsers import is_json, parse_json
+from localai_cluster.web.rest import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures
 from nodes.registry import resources
 from nodes.registry.identity import (
@@ -174,9 +173,9 @@ def test_what_can_be_a_nodes_secret(text: str) -> None:
 
 def test_nothing_matches_an_unset_secret() -> None:
     """An empty setting opens nothing."""
-    assert not same("", "")
-    assert not same("x", "")
-    assert same("\udcff x", "\udcff x")
+    assert not secrets_equal("", "")
+    assert not secrets_equal("x", "")
+    assert secrets_equal("\udcff x", "\udcff x")
 
 
 @pytest.mark.rule("http-0.2")
@@ -194,7 +193,7 @@ def test_nothing_matches_an_unset_secret() -> None:
 )
 def test_where_a_credential_may_stand(headers: dict[str, str], credential: str | None) -> None:
     """§0.2; a malformed Authorization header is a wrong credential, not an absent one."""
-    assert offered(lambda name: headers.get(name, "")) == credential
+    assert offered_credential(lambda name: headers.get(name, "")) == credential
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "localai_cluster.urls",
-    "localai_cluster.documents",
+    "localai_cluster.api_document",
     "nodes.admin",
     "django_q.admin",
     "drf_spectacular.generators",

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import nkeys
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.messaging import subjects
-from localai_cluster.messaging.credentials import (
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.servers import (
     Credentials,
     account_token,
     mint_service,
     mint_worker,
+    parse_url,
     permissions_of,
     revocations_of,
     revoking_token,
+    url_for_worker,
 )
-from localai_cluster.messaging.servers import parse_url, url_for_worker
 
 NODE = "2bade988-0b3a-4400-83eb-e2cf86d9429a"
 RECORDED = {
@@ -127,7 +128,7 @@ def test_an_agent_gets_what_agents_need_and_no_commands_to_workers() -> None:
 def test_a_nodes_lists_hold_its_own_subjects_only(node_id: str) -> None:
     """nats-1.1: the same rule makes subjects and permissions; no id widens what it may reach."""
     allowed = permissions_of("backend", node_id)
-    own = subjects.token(node_id)
+    own = messages.token(node_id)
     for subject in allowed.publish + allowed.subscribe:
         first, second, *rest = subject.split(".")
         assert (first, second) in (("nodes", own), ("_INBOX", own))

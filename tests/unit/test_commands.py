@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, names
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.bus import NoResponders as NoListener
 from localai_cluster.messaging.codec import encode
@@ -27,7 +27,7 @@ from nodes.commands.outcomes import (
 )
 from tests.support.bus import NEVER, PlayedBus
 
-LIST, INSTALL = subjects.backend_list("n"), subjects.backend_install("n")
+LIST, INSTALL = messages.backend_list("n"), messages.backend_install("n")
 HERE = m.ListReply((), instance="first")
 STARTED = m.InstallReply(True, "127.0.0.1:7")
 
@@ -104,9 +104,9 @@ async def test_progress_counts_only_for_its_own_operation_and_node(
         events.append(event)
 
     async def published() -> m.InstallReply:
-        subject = subjects.install_progress("n", "op")
+        subject = messages.install_progress("n", "op")
         fields = {"op_id": "op", "node_id": "n", "backend": "echo"} | more
-        heard_on = subjects.install_progress_everywhere("op")
+        heard_on = messages.install_progress_everywhere("op")
         await bus.handlers[heard_on](Message(subject, encode(m.ProgressEvent(**fields)), False))
         return STARTED
 
@@ -131,11 +131,11 @@ async def test_progress_is_listened_to_while_the_command_runs_and_only_if_someon
         during.append(list(bus.handlers))
         return m.UpgradeReply(True)
 
-    bus.replies |= {LIST: HERE, INSTALL: running, subjects.backend_upgrade("n"): running}
+    bus.replies |= {LIST: HERE, INSTALL: running, messages.backend_upgrade("n"): running}
     request = (m.InstallRequest if command == "install" else m.UpgradeRequest)("echo", op_id=op_id)
     send: Any = getattr(Worker(bus, "n", "one"), command)
     await send(request, timeout=30, on_progress=on_progress if listens else None)
-    assert during == [[subjects.install_progress_everywhere("op")] if op_id and listens else []]
+    assert during == [[messages.install_progress_everywhere("op")] if op_id and listens else []]
     assert bus.handlers == {}
 
 
@@ -153,7 +153,7 @@ async def test_progress_is_heard_while_a_command_with_an_operation_runs_and_some
         shares.append(event.percentage)
 
     async def published() -> m.InstallReply:
-        subject = subjects.install_progress("n", op_id or "-")
+        subject = messages.install_progress("n", op_id or "-")
         for handler in list(bus.handlers.values()):
             for share in (10.0, 100.0):
                 event = m.ProgressEvent(op_id, "n", "echo", percentage=share, seq=1)
@@ -276,7 +276,7 @@ async def test_a_worker_without_this_command_does_not_respond(bus: PlayedBus) ->
     assert len(bus.asked[INSTALL]) == 2
 
 
-UPGRADE, DELETE = subjects.backend_upgrade("n"), subjects.backend_delete("n")
+UPGRADE, DELETE = messages.backend_upgrade("n"), messages.backend_delete("n")
 STOCK = m.ListReply()
 STOPPED = m.UpgradeReply(True, "", ("m#0",), True)
 
@@ -386,7 +386,7 @@ async def test_a_worker_has_as_long_to_answer_as_the_contract_says(
     assert seconds / 2 < bus.waits[f"nodes.n.{verb}"][0] <= seconds
 
 
-CANCEL = subjects.backend_cancel("n")
+CANCEL = messages.backend_cancel("n")
 
 
 @pytest.mark.parametrize(

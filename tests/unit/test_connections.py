@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from localai_cluster.accounts.session_store import SessionStore
+from localai_cluster.accounts.sessions import SessionStore
 from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import (
     BODY_SECONDS,

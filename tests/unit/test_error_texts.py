@@ -2,7 +2,7 @@
 
 import pytest
 
-from localai_cluster.accounts import credentials, passwords
+from localai_cluster.accounts import passwords, principals
 from localai_cluster.kit import errors
 from localai_cluster.messaging import bus
 from localai_cluster.rpc import errors as rpc_errors
@@ -32,7 +32,7 @@ TEXTS: dict[type[errors.ClusterError], str] = {
     rpc_errors.Unimplemented: "The model's engine does not offer this kind of request.",
     rpc_errors.Rejected: "The engine does not accept this input.",
     rpc_errors.BackendFailed: "The engine failed while it worked on the request.",
-    credentials.WrongKey: "Incorrect API key provided.",
+    principals.WrongKey: "Incorrect API key provided.",
     passwords.PasswordChangeRequired: "The generated password must be changed first.",
     InstallFailed: "The backend could not be installed.",
     CommandFailed: "The worker did not do it, or must not be asked to.",

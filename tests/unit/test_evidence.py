@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.probe_results import Sign
-from nodes.replicas.evidence import ALIVE, Finding, Suspect, judge, lists
+from nodes.replicas.evidence import ALIVE, CheckResult, Suspect, is_listed, judge
 
 FRESH = Suspect(uuid4(), uuid4(), "m", 0, "gpu-1:7001", datetime(2026, 8, 22, 10, tzinfo=UTC))
 LISTED, MISSING, NO_WORD = True, False, None
@@ -26,26 +26,26 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
     ("before", "listed", "port", "found"),
     [
         (missed(1, 2), LISTED, None, ALIVE),
-        (missed(0, 2), MISSING, None, Finding(missed_reports=1)),
-        (missed(1, 0), MISSING, None, Finding(gone=True, missed_reports=2, confirmed=True)),
+        (missed(0, 2), MISSING, None, CheckResult(missed_reports=1)),
+        (missed(1, 0), MISSING, None, CheckResult(gone=True, missed_reports=2, confirmed=True)),
         (missed(1, 2), NO_WORD, Sign.ALIVE, ALIVE),
-        (missed(1, 2), NO_WORD, Sign.BUSY, Finding(missed_reports=1)),
-        (missed(1, 1), NO_WORD, Sign.UNREACHABLE, Finding(missed_reports=1, missed_probes=2)),
-        (missed(0, 2), NO_WORD, Sign.UNREACHABLE, Finding(gone=True, missed_probes=3)),
+        (missed(1, 2), NO_WORD, Sign.BUSY, CheckResult(missed_reports=1)),
+        (missed(1, 1), NO_WORD, Sign.UNREACHABLE, CheckResult(missed_reports=1, missed_probes=2)),
+        (missed(0, 2), NO_WORD, Sign.UNREACHABLE, CheckResult(gone=True, missed_probes=3)),
         (missed(exit_reported=True), LISTED, None, ALIVE),
         (missed(exit_reported=True), NO_WORD, Sign.ALIVE, ALIVE),
-        (missed(exit_reported=True), NO_WORD, Sign.BUSY, Finding(exit_reported=True)),
+        (missed(exit_reported=True), NO_WORD, Sign.BUSY, CheckResult(exit_reported=True)),
         (
             missed(exit_reported=True),
             MISSING,
             None,
-            Finding(gone=True, missed_reports=1, exit_reported=True, confirmed=True),
+            CheckResult(gone=True, missed_reports=1, exit_reported=True, confirmed=True),
         ),
         (
             missed(exit_reported=True),
             NO_WORD,
             Sign.UNREACHABLE,
-            Finding(gone=True, missed_probes=1, exit_reported=True),
+            CheckResult(gone=True, missed_probes=1, exit_reported=True),
         ),
     ],
     ids=[
@@ -63,7 +63,7 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
         "reported as ended and unreachable",
     ],
 )
-def test_one_look(before: Suspect, listed: bool | None, port: Sign | None, found: Finding) -> None:
+def test_one_look(before: Suspect, listed: bool | None, port: Sign | None, found: CheckResult) -> None:
     assert judge(before, listed, port) == found
 
 
@@ -131,4 +131,4 @@ def test_nothing_goes_that_was_not_missed_twice(looks: list[Look]) -> None:
     ids=["key and port", "no address told", "another port", "another index", "nothing"],
 )
 def test_an_engine_is_known_by_key_and_port(running: set[tuple[str, str]], expected: bool) -> None:
-    assert lists(running, FRESH.process_key, FRESH.address) is expected
+    assert is_listed(running, FRESH.process_key, FRESH.address) is expected

@@ -8,7 +8,7 @@ from hypothesis import given
 from localai_cluster import gallery_index
 from localai_cluster.kit import cluster_settings
 from localai_cluster.messaging.messages import Gallery
-from nodes.backends.install import GalleryOffer, is_loopback, offer
+from nodes.backends.node_commands import GalleryOffer, is_loopback, offer
 from tests.support.hostile_yaml import documents
 
 WEB = Gallery("https://example.com/index.yaml", "web")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.messaging import codec, subjects
+from localai_cluster.messaging import codec, messages
 from localai_cluster.messaging import messages as m
 
 RECORDINGS = Path(__file__).parent.parent / "data" / "nats"
@@ -178,7 +178,7 @@ def test_galleries_travel_as_json_inside_a_string() -> None:
 @pytest.mark.rule("O82")
 def test_subject_tokens_follow_the_rule(value: str) -> None:
     """nats.md §1.1: six characters become a dash, one for one; nothing else changes."""
-    token = subjects.token(value)
+    token = messages.token(value)
     assert len(token) == len(value)
     for before, after in zip(value, token, strict=True):
         assert after == ("-" if before in ".*> \t\n" else before)
@@ -187,11 +187,11 @@ def test_subject_tokens_follow_the_rule(value: str) -> None:
 @pytest.mark.rule("R6.1", "nats-2.1")
 def test_subjects() -> None:
     """nats.md §1.1, §2.1."""
-    assert subjects.node_prefix("host.a 1*b") == "nodes.host-a-1-b"
-    assert subjects.install_progress("n", "o.p") == "nodes.n.backend.install.o-p.progress"
-    assert subjects.backend_cancel("n") == "nodes.n.backend.cancel"
-    assert subjects.models_running("n") == "nodes.n.models.running"
-    assert subjects.stop("n") == "nodes.n.stop"
+    assert messages.node_prefix("host.a 1*b") == "nodes.host-a-1-b"
+    assert messages.install_progress("n", "o.p") == "nodes.n.backend.install.o-p.progress"
+    assert messages.backend_cancel("n") == "nodes.n.backend.cancel"
+    assert messages.models_running("n") == "nodes.n.models.running"
+    assert messages.stop("n") == "nodes.n.stop"
 
 
 @given(st.text(max_size=10), st.integers(0, 10**8))

@@ -9,7 +9,7 @@ import pytest
 from django.urls import get_resolver
 from prometheus_client.metrics import MetricWrapperBase
 
-from localai_cluster import raw_routes, row_metrics
+from localai_cluster import raw_routes, scraping
 from localai_cluster.metrics import controller, exposed, kinds, passes, web, worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def figures() -> Iterator[Line]:
             name = f"{family.name}_total" if family.type == "counter" else family.name
             where = "controller, tasks" if both else process
             yield name, family.type, figure._labelnames, where, family.documentation
-    for row in row_metrics.FIGURES:
+    for row in scraping.FIGURES:
         yield kinds.PREFIX + row.name, "gauge", row.labels, "web, from the rows", row.meaning
 
 
@@ -153,5 +153,5 @@ def test_a_process_tells_what_it_is_and_its_own_figures_only(process: str) -> No
     own = {
         name for name, *_, where, _ in figures() if where in ("all", process) or process in where.split(", ")
     }
-    rows = {kinds.PREFIX + row.name for row in row_metrics.FIGURES}
+    rows = {kinds.PREFIX + row.name for row in scraping.FIGURES}
     assert told == own - rows

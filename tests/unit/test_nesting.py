@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryUnreadable
-from localai_cluster.kit import json_depth
+from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import InvalidInput
-from localai_cluster.kit.json_depth import LEVELS
+from localai_cluster.kit.untrusted import LEVELS
 from localai_cluster.messaging import codec
 from localai_cluster.messaging import messages as m
-from localai_cluster.web import parsers, wire
+from localai_cluster.web import rest, wire
 
 
 def depth(text: bytes) -> int:
@@ -55,7 +55,7 @@ def test_json_is_judged_as_by_a_slow_reader(value: Any, more: int, lists: bool, 
     for _ in range(more):
         value = [TEXT, value, [[]] * 40] if lists else {TEXT: value, "": {"[": [{}] * 40}}
     text = json.dumps(value, ensure_ascii=escaped).encode()
-    assert json_depth.problem(text) == (json_depth.TOO_DEEP if depth(text) > LEVELS else "")
+    assert untrusted.json_problem(text) == (untrusted.TOO_DEEP if depth(text) > LEVELS else "")
 
 
 TEXT = 'a"[{\\'
@@ -65,7 +65,7 @@ TEXT = 'a"[{\\'
 def test_what_passes_is_refused_by_the_parser_or_is_not_deep(rest: bytes, opened: int) -> None:
     """Bytes that are no JSON: never more than the limit gets to a parser, and nothing is raised."""
     text = b"[" * opened + rest
-    if not json_depth.problem(text):
+    if not untrusted.json_problem(text):
         assert depth(text) <= LEVELS or not _is_json(text)
 
 
@@ -81,9 +81,9 @@ def _is_json(text: bytes) -> bool:
 def test_strings_over_the_edge_of_a_piece_stay_strings(quotes: bytes) -> None:
     """Long texts are split in pieces; a string does not end with one."""
     flat = b"[" + quotes * 100_000 + b'"' + b"[" * 200_000 + b'"' + b",[]" * LEVELS + b"]"
-    assert json_depth.problem(flat) == ""
+    assert untrusted.json_problem(flat) == ""
     deep = flat[:-1] + b"," + b"[" * LEVELS + b"]" * LEVELS + b"]"
-    assert json_depth.problem(deep) == json_depth.TOO_DEEP
+    assert untrusted.json_problem(deep) == untrusted.TOO_DEEP
 
 
 def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
@@ -93,8 +93,8 @@ def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
 def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     """REST and workers' bodies, inference, messages of the bus: 64 levels pass, 65 are named as too deep."""
     fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
-    assert parsers.parse_json(fits)
-    assert wire.json_object(fits)
+    assert rest.parse_json(fits)
+    assert wire.parse_json_object(fits)
     assert codec.decode(fits, m.ListReply) == m.ListReply()
 
     def never(*_: Any, **__: Any) -> Any:
@@ -102,7 +102,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
 
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(orjson, "loads", never)
-    for read in (parsers.parse_json, wire.json_object):
+    for read in (rest.parse_json, wire.parse_json_object):
         with pytest.raises(InvalidInput, match="nested more than 64 levels"):
             read(deep)
     with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):
@@ -116,7 +116,7 @@ def test_a_refusal_takes_no_more_than_a_few_copies() -> None:
     for unit in (b"[" * 63 + b"]" * 63 + b",", b'"[",[],', b'{"":{}},', b"[],"):
         body = b"[" + unit * (2_000_000 // len(unit)) + b"0]"
         tracemalloc.start()
-        assert json_depth.problem(body) == json_depth.TOO_MANY
+        assert untrusted.json_problem(body) == untrusted.TOO_MANY
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 4 * len(body), unit

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from localai_cluster.messaging import subjects
+from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.gateway import prefix_updates
 from nodes.gateway.prefix_routing import Prefixes
@@ -18,7 +18,7 @@ from nodes.gateway.prefix_table import chain
 from nodes.gateway.prefix_updates import Given, Invalidated, Outbox, hear, read
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
-from nodes.replicas.hooks import Removed
+from nodes.replicas.hooks import RemovedReplica
 from tests.support.bus import PlayedBus
 
 NODE = UUID(int=7)
@@ -38,7 +38,7 @@ def test_what_is_on_the_wire() -> None:
     observed = Given("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
     assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
-    assert (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED) == (
+    assert (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED) == (
         "prefixcache.observe",
         "prefixcache.invalidate",
     )
@@ -48,13 +48,13 @@ def test_what_is_on_the_wire() -> None:
         telling = Outbox(bus)
         sending = asyncio.create_task(telling.run())
         telling.tell(observed)
-        telling.removed(Removed("m", NODE, hooks.ALL_REPLICAS))
+        telling.removed(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
         assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
         sending.cancel()
         return bus.published
 
     (first, one), (second, two) = asyncio.run(sent())
-    assert (first, second) == (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED)
+    assert (first, second) == (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED)
     assert (json.loads(one), json.loads(two)) == (OBSERVED, INVALIDATED)
 
 
@@ -179,15 +179,15 @@ def test_pressure_is_a_request_that_was_kept_away() -> None:
 @pytest.mark.rule("R3.21", "R3.23", "T-PFX-48", "T-PFX-50", "T-PFX-51", "T-PFX-52", "R1.106")
 def test_a_removal_is_told_whether_or_not_it_was_known() -> None:
     """R3.21: by who removed the row; and by a NOTIFY, which all processes of the cluster hear."""
-    for removed in (Removed("a b/c", NODE, 3), Removed("m", NODE, -1)):
-        assert hooks.heard(hooks.told(removed)) == removed
+    for removed in (RemovedReplica("a b/c", NODE, 3), RemovedReplica("m", NODE, -1)):
+        assert hooks.decode(hooks.encode(removed)) == removed
     ours = Prefixes(300, lambda news: None)
-    ours.removed(Removed("m", NODE, -1))
+    ours.removed(RemovedReplica("m", NODE, -1))
     assert not ours._affinity._tables
     landed(ours, (NODE, 1))
-    ours.removed(Removed("m", NODE, 0))
+    ours.removed(RemovedReplica("m", NODE, 0))
     assert asked(ours).preferred == (NODE, 1)
-    ours.removed(Removed("m", NODE, 1))
+    ours.removed(RemovedReplica("m", NODE, 1))
     assert asked(ours).preferred is None
 
 
@@ -223,7 +223,7 @@ def test_what_is_heard_is_taken_in_order() -> None:
     async def scenario() -> list[Any]:
         bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
         await hear(bus, heard.append)
-        handler = bus.handlers[subjects.PREFIX_NEWS]
+        handler = bus.handlers[messages.PREFIX_NEWS]
         for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
         return heard

@@ -148,12 +148,12 @@ def test_any_object_is_accepted_or_refused(body: dict[str, Any]) -> None:
 def test_malformed_bodies(body: bytes) -> None:
     """Malformed JSON is a 400."""
     with pytest.raises(InvalidInput):
-        wire.json_object(body)
+        wire.parse_json_object(body)
 
 
 def test_an_empty_body_is_an_empty_object() -> None:
     """§0.1: a request with Content-Length 0 parses as an empty object."""
-    assert wire.json_object(b"") == {}
+    assert wire.parse_json_object(b"") == {}
 
 
 def test_the_body_limit_names_itself() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, read_definition
 from nodes.definitions.sizes import measure
-from nodes.loading.file_keys import NoKey, key_of, path_of, root_of
-from nodes.loading.staging_plan import FilePlan, Unsendable, plan_files
+from nodes.loading.staging_plan import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files, root_of
 from nodes.placement.memory import required_disk
 
 ROOT = "/srv/w/models/flux"
@@ -24,11 +23,11 @@ def put(folder: Path, *names: str, content: bytes = b"abc") -> None:
 
 
 def told(made: FilePlan, **failed: str) -> dict[str, Any]:
-    return made.told(ROOT, failed)[0]
+    return made.engine_options(ROOT, failed)[0]
 
 
 def warned(made: FilePlan, **failed: str) -> list[str]:
-    return made.told(ROOT, failed)[1]
+    return made.engine_options(ROOT, failed)[1]
 
 
 @pytest.mark.rule("R2.58", "T-STG-15", "T-STG-16", "T-STG-19", "worker-14")
@@ -158,7 +157,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
         "MMProj no.bin",
     ]
     nothing = plan_files(tmp_path, "m", {"Model": "org/repository"})
-    assert (nothing.files, nothing.told("", {})) == (
+    assert (nothing.files, nothing.engine_options("", {})) == (
         {},
         ({"Model": "org/repository"}, ["ModelFile org/repository: is not in the models folder"]),
     )
@@ -168,7 +167,7 @@ def test_what_is_missing_is_cleared_with_its_field_and_path_told(tmp_path: Path)
 def test_a_file_that_did_not_get_there_is_not_told(tmp_path: Path) -> None:
     put(tmp_path, "a.gguf", "proj.bin", "lora/x", "lora/y")
     made = plan_files(tmp_path, "m", {"Model": "a.gguf", "MMProj": "proj.bin", "LoraAdapter": "lora"})
-    there, warnings = made.told(ROOT, {"lora/y": "refused", "proj.bin": "too large"})
+    there, warnings = made.engine_options(ROOT, {"lora/y": "refused", "proj.bin": "too large"})
     assert {"MMProj", "LoraAdapter"}.isdisjoint(there)
     assert warnings == ["LoraAdapter lora: refused", "MMProj proj.bin: too large"]
     assert [made.is_vital(name) for name in ("a.gguf", "proj.bin", "lora/x")] == [True, False, False]

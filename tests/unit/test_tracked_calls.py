@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster.rpc.client import BackendClient, ClientPool
+from localai_cluster.rpc.client import TRACKED, UNTRACKED, BackendClient, ClientPool
 from localai_cluster.rpc.generated import backend_pb2
 from localai_cluster.rpc.messages import PredictOptions
-from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,13 +20,12 @@ import pytest
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import backend_store, download, file_copy, unpack
-from localai_cluster.worker.backend_store import BackendStore, read_metadata
+from localai_cluster.worker.backend_store import PARTIAL, STAGED, BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.names import PARTIAL, STAGED
 from localai_cluster.worker.progress import Tick, ignore
 from tests.support.effort import EFFORT
 

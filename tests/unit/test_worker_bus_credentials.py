@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from localai_cluster.kit import clock, nkeys
-from localai_cluster.messaging.credentials import mint_worker
-from localai_cluster.messaging.servers import Servers
-from localai_cluster.worker import bus_credentials
-from localai_cluster.worker.bus_credentials import BusCredentials
+from localai_cluster.messaging.servers import Servers, mint_worker
+from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, Registered
+from localai_cluster.worker.registration import BusCredentials
 
 ACCOUNT = nkeys.generate("account")
 REVOKED = CallFailed("403 this secret was revoked", http_status=403)
@@ -70,7 +69,7 @@ async def settle() -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal by the bus is acted upon without a pause."""
-    monkeypatch.setattr(bus_credentials, "AGAIN_AFTER_REFUSAL", 0.0)
+    monkeypatch.setattr(registration, "AGAIN_AFTER_REFUSAL", 0.0)
 
 
 @pytest.mark.rule("nats-9.3")
@@ -89,7 +88,7 @@ async def test_a_worker_that_is_refused_everywhere_asks_once_a_minute(answer: Ca
 
 @pytest.mark.rule("nats-9.3")
 async def test_it_comes_back_when_it_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_credentials, "REFUSED_PAUSE", 0.0)
+    monkeypatch.setattr(registration, "REFUSED_PAUSE", 0.0)
     played = Played(REVOKED, REVOKED, approved())
     async with running(played) as credentials:
 

@@ -8,17 +8,16 @@ from typing import Any, cast
 import pytest
 
 from localai_cluster.kit import clock, processes
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, Message
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.worker.backend_store import START_FILE, BackendStore
-from localai_cluster.worker.commands import Commands
+from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFailed
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.pause_detection import Pauses
-from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.ports import PortAllocator
 
 
 class Subscriptions:
@@ -67,7 +66,7 @@ async def deleted(store: BackendStore, supervisor: EngineSupervisor) -> m.Delete
     bus: Any = Subscriptions()
     commands = Commands(cast(Any, None), bus, store, supervisor, cast(Any, None), "i", Pauses(), lambda: None)
     await commands.subscribe("n")
-    subject = subjects.backend_delete("n")
+    subject = messages.backend_delete("n")
     answer = await bus.handlers[subject](Message(subject, encode(m.DeleteRequest("b")), True))
     return decode(answer, m.DeleteReply)
 

@@ -13,7 +13,7 @@ from localai_cluster.worker import engines
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.ports import PortAllocator
 
 TOKEN = "token-of-the-registration"
 

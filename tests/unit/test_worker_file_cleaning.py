@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from localai_cluster.kit import clock
-from localai_cluster.worker.files import cleaning
-from localai_cluster.worker.files.cleaning import KEPT, clean
-from localai_cluster.worker.files.keys import Folders
-from localai_cluster.worker.files.path_locks import PathLocks
+from localai_cluster.worker.files import keys
+from localai_cluster.worker.files.keys import KEPT, Folders, clean
 from localai_cluster.worker.files.routes import FileServer
+from localai_cluster.worker.files.uploads import PathLocks
 
 
 def left(staging: Path) -> set[str]:
@@ -83,8 +82,8 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
         raise RuntimeError("a link to itself")
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(cleaning, "EVERY", 0.0)
-    monkeypatch.setattr(cleaning, "clean", broken)
+    monkeypatch.setattr(keys, "EVERY", 0.0)
+    monkeypatch.setattr(keys, "clean", broken)
     async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ())).running():
         async with asyncio.timeout(60):
             await third.wait()
@@ -94,7 +93,7 @@ async def test_a_cleaning_that_fails_is_told_and_comes_again(
 @pytest.mark.rule("worker-12.1", "worker-14")
 async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that cannot be made does not keep the worker from starting."""
-    monkeypatch.setattr(cleaning, "EVERY", 0.01)
+    monkeypatch.setattr(keys, "EVERY", 0.01)
     folders = Folders.of_worker(tmp_path / "deep" / "models", tmp_path / "own", ())
     folders.data.parent.mkdir()
     folders.data.write_text("in the way")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import connections
 from localai_cluster.kit.clock import wait_until
-from localai_cluster.kit.listening import serving
+from localai_cluster.kit.connections import serving
 from localai_cluster.worker import exchange
 from localai_cluster.worker.commands import delete_model
 from localai_cluster.worker.file_copy import HEADROOM

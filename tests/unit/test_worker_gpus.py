@@ -13,12 +13,13 @@ from typing import Any
 import pynvml
 import pytest
 
-from localai_cluster.worker import gpus, hardware
+from localai_cluster.worker import hardware
 from localai_cluster.worker.config import build
 from localai_cluster.worker.config_table import InvalidSettings
-from localai_cluster.worker.gpus import (
+from localai_cluster.worker.hardware import (
     Gpu,
     GpuReader,
+    Gpus,
     NoDriver,
     Nvml,
     SimulatedGpus,
@@ -26,7 +27,6 @@ from localai_cluster.worker.gpus import (
     simulation,
     visible_gpus,
 )
-from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import figures
 
 GIB = 2**30
@@ -201,12 +201,12 @@ async def test_a_driver_that_hangs_stops_no_heartbeat(
 ) -> None:
     """The first heartbeat waits for the limit, later ones not at all; there is one thread, not one a beat."""
     reader, let_go, asked = hung
-    monkeypatch.setattr(gpus, "LIMIT", 0.05)
+    monkeypatch.setattr(hardware, "LIMIT", 0.05)
     for _ in range(3):
         assert set(await figures(tmp_path, reader)) == {"available_ram", "total_disk", "available_disk"}
     assert len(asked) == 1
     let_go()
-    monkeypatch.setattr(gpus, "LIMIT", 60.0)
+    monkeypatch.setattr(hardware, "LIMIT", 60.0)
     told: dict[str, Any] = {}
     while "gpus" not in told:  # its thread ends, then it is asked again
         told = await figures(tmp_path, reader)

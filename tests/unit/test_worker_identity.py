@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localai_cluster.kit.fingerprints import grouped
+from localai_cluster.kit.nkeys import grouped
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import IdentityError, NodeIdentity
 

@@ -13,18 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, choose
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery, InstallRequest
 from localai_cluster.worker import file_copy
-from localai_cluster.worker.backend_store import BackendStore, Metadata, discard, read_metadata
-from localai_cluster.worker.build_selection import choose
+from localai_cluster.worker.backend_store import (
+    BackendStore,
+    Metadata,
+    discard,
+    folder_name,
+    read_metadata,
+    strip_gallery,
+)
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle, copy_tree
 from localai_cluster.worker.install_commands import requested_name
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
-from localai_cluster.worker.names import folder_name, strip_gallery
 from localai_cluster.worker.progress import Tick, ignore
 
 

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 
 from localai_cluster.kit import processes
 from localai_cluster.kit.clock import wait_until
-from localai_cluster.kit.listening import serving
+from localai_cluster.kit.connections import serving
 from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import build
@@ -28,7 +28,7 @@ from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
-from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.ports import PortAllocator
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
 BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)

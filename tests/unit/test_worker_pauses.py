@@ -5,13 +5,12 @@ from typing import Any, cast
 import pytest
 
 from localai_cluster.kit import clock
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Message
 from localai_cluster.messaging.codec import decode, encode
-from localai_cluster.worker import pause_detection
-from localai_cluster.worker.commands import Commands
-from localai_cluster.worker.pause_detection import CATCHES_UP, LONGEST, Pauses
+from localai_cluster.worker import commands
+from localai_cluster.worker.commands import CATCHES_UP, LONGEST, Commands, Pauses
 from tests.support.bus import PlayedBus
 
 PAUSED = LONGEST + 1
@@ -52,7 +51,7 @@ def test_what_may_have_been_sent_before_a_pause(after: float, arrived: float, la
 @pytest.mark.rule("nats-6.1")
 async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ticks go on for as long as the worker lives."""
-    monkeypatch.setattr(pause_detection, "_TICK", 0.001)
+    monkeypatch.setattr(commands, "_TICK", 0.001)
     found = Pauses()
     found._ticked_at -= PAUSED
 
@@ -64,9 +63,9 @@ async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.Mon
 
 
 REQUESTS: dict[str, tuple[object, Any]] = {
-    subjects.backend_install("n"): (m.InstallRequest("b", install_only=True), m.InstallReply),
-    subjects.backend_upgrade("n"): (m.UpgradeRequest("b"), m.UpgradeReply),
-    subjects.backend_delete("n"): (m.DeleteRequest("b"), m.DeleteReply),
+    messages.backend_install("n"): (m.InstallRequest("b", install_only=True), m.InstallReply),
+    messages.backend_upgrade("n"): (m.UpgradeRequest("b"), m.UpgradeReply),
+    messages.backend_delete("n"): (m.DeleteRequest("b"), m.DeleteReply),
 }
 
 
@@ -96,7 +95,7 @@ async def test_late_questions_are_answered_and_a_late_removal_of_files_is_not() 
     """Who asks for a removal asks again until it is answered."""
     found, last = ticked(after=PAUSED)
     told = await handlers(found)
-    remove = subjects.model_delete("n")
+    remove = messages.model_delete("n")
     assert await told[remove](Message(remove, encode(m.DeleteModelRequest("m")), True, last)) is None
-    running = subjects.models_running("n")
+    running = messages.models_running("n")
     assert await told[running](Message(running, b"{}", True, last)) is not None

@@ -11,7 +11,7 @@ import pytest
 
 from localai_cluster.worker.config import Config, build
 from localai_cluster.worker.config_table import InvalidSettings
-from localai_cluster.worker.port_block import BLOCK, open_probe_listener
+from localai_cluster.worker.ports import BLOCK, open_probe_listener
 
 BASE = 21051
 

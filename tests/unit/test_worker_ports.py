@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localai_cluster.worker.port_allocator import QUARANTINE, RESERVATION, NoFreePort, PortAllocator
+from localai_cluster.worker.ports import QUARANTINE, RESERVATION, NoFreePort, PortAllocator
 
 
 class Ports(RuleBasedStateMachine):

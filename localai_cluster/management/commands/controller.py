@@ -38,8 +38,8 @@ from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.definitions.folder import Folder
 from nodes.gateway.prefix_updates import Outbox
-from nodes.loading import load
-from nodes.loading.replacement import load_on_other_node
+from nodes.loading import load, load_request
+from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import schedules
 from nodes.reconcilers.file_ports import FilePorts
 from nodes.reconcilers.replica_wake_ups import Scaler
@@ -102,7 +102,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
         unload_requests.DELETE: unload.DeleteModel(bus),
         **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
         node_stop.KIND: node_stop.StopNode(bus),
-        load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
+        load_request.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     on_nodes = Executor(owner, queue, lease=lease)
 

@@ -13,15 +13,22 @@ zero.
 
 import asyncio
 import gc
+
+# django-q2 carries no types.
+# mypy: allow-untyped-calls
+import logging
 import multiprocessing
+import os
 import threading
 from functools import cache
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import django_q.cluster
 from django.core.checks import Tags
 from django.core.management.base import CommandError
+from django_q.cluster import Sentinel
 from django_q.management.commands.qcluster import Command as QCluster
 from django_q.signals import post_execute
 from django_q.utils import get_func_repr
@@ -29,10 +36,57 @@ from django_q.utils import get_func_repr
 from localai_cluster import scraping
 from localai_cluster.kit import conf
 from localai_cluster.management import schema_version
-from localai_cluster.management.task_sentinel import CrashOnlySentinel
 from localai_cluster.metrics import passes
 from nodes.reconcilers import schedules
 from operations.reconcilers import schedules as ledger_schedules
+
+log = logging.getLogger(__name__)
+
+KILLED = 70
+"""Exit status of a sentinel that gave up."""
+_WATCH_EVERY = 0.1
+"""Seconds between two looks at the processes during a stop."""
+
+
+class CrashOnlySentinel(Sentinel):
+    """Guards pool, monitor and pusher; ends with `KILLED` when a signal has ended one of them.
+
+    They share two queues, each with a lock that a waiting reader holds. The kernel does not release the lock
+    of a killed process, so its successor would wait forever: no task would run, and an orderly stop would
+    take a minute or not end. So all of them end, and the supervisor (`make run`, systemd) starts them again.
+    Interrupted tasks are handed out again.
+    """
+
+    def reincarnate(self, process: Any) -> None:
+        """Replace a process that ended by itself or took too long; give up if it was killed."""
+        self._give_up_if_killed(process)
+        super().reincarnate(process)
+
+    def stop(self) -> None:
+        """Stop all in order; at once if one was killed before or is killed meanwhile."""
+        threading.Thread(target=self._watch, args=(self._all(),), name="watch", daemon=True).start()
+        super().stop()
+
+    def _watch(self, processes: list[BaseProcess]) -> None:
+        # The kernel may report a killed process only after the stop has begun.
+        pause = threading.Event()
+        while True:
+            for process in processes:
+                self._give_up_if_killed(process)
+            pause.wait(_WATCH_EVERY)
+
+    def _all(self) -> list[BaseProcess]:
+        return [process for process in (*self.pool, self.monitor, self.pusher) if process is not None]
+
+    def _give_up_if_killed(self, process: BaseProcess) -> None:
+        if process.exitcode is None or process.exitcode >= 0:
+            return
+        log.error("process %s of the task cluster was killed: all of them end", process.pid)
+        for other in self._all():
+            other.kill()
+        for other in self._all():
+            other.join()
+        os._exit(KILLED)
 
 
 class Command(QCluster):

@@ -10,6 +10,7 @@ copy may restore an earlier modification time.
 Files are never truncated but replaced: an engine may have the former one mapped. All functions block.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -17,14 +18,53 @@ import os
 import shutil
 import stat
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from localai_cluster.kit import safe_files
-from localai_cluster.worker.exchange import Refusal
+from localai_cluster.kit import untrusted
+from localai_cluster.worker.exchange import Refusal, is_digest
 from localai_cluster.worker.file_copy import HEADROOM
 from localai_cluster.worker.files.keys import HASH, TARGET
-from localai_cluster.worker.files.ranges import is_digest
+
+T = TypeVar("T")
+WRITERS, HASHERS = 8, 2
+
+
+class Threads:
+    """Two thread pools: a small one for hashes, which use a core and the disk, and one for other calls."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        """Ends running hashes at their next piece."""
+        self._disk = ThreadPoolExecutor(WRITERS, "files")
+        self._hashes = ThreadPoolExecutor(HASHERS, "hashes")
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a short disk operation."""
+        return await _run_to_end(self._disk, function, *arguments)
+
+    async def hash(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that reads a complete file."""
+        return await _run_to_end(self._hashes, function, *arguments)
+
+
+async def _run_to_end(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    """Run `function` in `pool`.
+
+    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
+    """
+    future = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait({future})
+        if not future.cancelled():
+            future.exception()  # retrieve the error and drop it: the caller was cancelled
+        raise
+
 
 PIECE = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
@@ -76,7 +116,7 @@ def look(path: Path) -> State:
 def _read_side(path: Path, ending: str) -> tuple[str, int]:
     """Return the hash in a side file and the time it was written; ("", -1) if it is missing or invalid."""
     try:
-        with safe_files.open_file(_side(path, ending), follow_links=False) as file:
+        with untrusted.open_file(_side(path, ending), follow_links=False) as file:
             text = file.read(80).decode("latin-1").strip().lower()
             return (text, os.fstat(file.fileno()).st_mtime_ns) if is_digest(text) else ("", -1)
     except OSError:
@@ -144,7 +184,7 @@ def vouch(path: Path, digest: str) -> None:
 def hash_file(path: Path, stopped: threading.Event) -> str:
     """Return the SHA-256 of the current content. Raise HashStopped or OSError."""
     reader = hashlib.sha256()
-    with safe_files.open_file(path, follow_links=False) as file:
+    with untrusted.open_file(path, follow_links=False) as file:
         while piece := file.read(PIECE):
             if stopped.is_set():
                 raise HashStopped
@@ -222,5 +262,5 @@ class Writing:
 
 def sync(path: Path) -> None:
     """Sync a file that another process or an earlier upload wrote."""
-    with safe_files.open_file(path, follow_links=False) as file:
+    with untrusted.open_file(path, follow_links=False) as file:
         os.fsync(file.fileno())

@@ -2,12 +2,16 @@
 
 A bad key is refused rather than corrected. No key leads out of its folder, not even through links; nor to a
 side file, through which a sender could record a false hash; nor to the worker's own files inside a served
-folder. All functions here except `decoded` read the disk and run in a thread.
+folder. `clean` removes files staged for single requests after a day; without it (as in the reference) the
+disk fills. All functions here except `decoded` read the disk and run in a thread.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self
 from urllib.parse import unquote_to_bytes
@@ -112,3 +116,41 @@ def _check(parts: Sequence[str]) -> None:
             raise Refusal(400, f"invalid key: a name of more than {LONGEST_NAME} bytes")
         if is_side_file(part):
             raise Refusal(400, "invalid key: a side file")
+
+
+KEPT = timedelta(days=1)
+EVERY = 3600.0
+TEMPORARY, TEMPORARY_END = "localai-output-", ".tmp"
+
+
+def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
+    """Remove files and empty folders unchanged for `KEPT`; return the number of files removed.
+
+    Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
+    `staging` beside the models may hold files of other programs. Files being uploaded stay. A folder whose
+    last file is removed stays for another day.
+    """
+    cutoff, removed, staging = (now - KEPT).timestamp(), 0, staging.resolve()
+    for path in _candidates(staging):
+        with contextlib.suppress(OSError):  # in use, not permitted, or already removed: the next pass retries
+            status = path.lstat()
+            if max(status.st_mtime, status.st_ctime) >= cutoff or uploading(path):
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                path.rmdir()
+            else:
+                path.unlink()
+                removed += 1
+    return removed
+
+
+def _candidates(staging: Path) -> Iterator[Path]:
+    """Yield files before the folders that contain them; links are not followed."""
+    ephemeral = staging / EPHEMERAL
+    if not ephemeral.is_symlink():
+        for folder, names, files in os.walk(ephemeral, topdown=False):
+            yield from (Path(folder, name) for name in (*files, *names))
+    with contextlib.suppress(OSError):
+        for path in staging.iterdir():
+            if path.name.startswith(TEMPORARY) and not path.is_dir():
+                yield path

@@ -10,14 +10,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
-from localai_cluster.kit import cancellation, clock, safe_files
-from localai_cluster.worker.exchange import Answer, Exchange, Refusal
-from localai_cluster.worker.files import cleaning, disk, ranges
-from localai_cluster.worker.files.disk import HashStopped
+from localai_cluster.kit import cancellation, clock, untrusted
+from localai_cluster.worker.exchange import Answer, Exchange, Refusal, wanted
+from localai_cluster.worker.files import disk, keys
+from localai_cluster.worker.files.disk import HashStopped, Threads
 from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
-from localai_cluster.worker.files.path_locks import PathLocks
-from localai_cluster.worker.files.threads import Threads
-from localai_cluster.worker.files.uploads import Uploads, failed, upload
+from localai_cluster.worker.files.uploads import PathLocks, Uploads, failed, upload
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +58,12 @@ class FileServer:
         while True:
             staging = self._folders.staging
             try:
-                removed = await self._threads.run(cleaning.clean, staging, clock.now(), self._locks.uploading)
+                removed = await self._threads.run(keys.clean, staging, clock.now(), self._locks.uploading)
                 if removed:
                     log.info("removed %d files of former requests from %s", removed, staging)
             except Exception:
-                log.exception("cannot clean %s, again in %.0f s", staging, cleaning.EVERY)
-            await asyncio.sleep(cleaning.EVERY)
+                log.exception("cannot clean %s, again in %.0f s", staging, keys.EVERY)
+            await asyncio.sleep(keys.EVERY)
 
     @staticmethod
     def serves(raw_path: bytes) -> bool:
@@ -139,7 +137,7 @@ class FileServer:
             raise Refusal(404, "file not found")
         file, size = await self._threads.run(_open, key.real)
         try:
-            part = ranges.wanted(exchange.header(b"range"), size)
+            part = wanted(exchange.header(b"range"), size)
             length = size if part is None else part.length
             headers = {"content-type": "application/octet-stream", "content-length": str(length)}
             headers["accept-ranges"] = "bytes"
@@ -186,7 +184,7 @@ class FileServer:
 
 
 def _open(path: Path) -> tuple[BinaryIO, int]:
-    file = safe_files.open_file(path, follow_links=False)
+    file = untrusted.open_file(path, follow_links=False)
     return file, os.fstat(file.fileno()).st_size
 
 
@@ -212,7 +210,7 @@ def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
 
 
 def _create_temporary(staging: Path) -> str:
-    descriptor, name = tempfile.mkstemp(cleaning.TEMPORARY_END, cleaning.TEMPORARY, staging)
+    descriptor, name = tempfile.mkstemp(keys.TEMPORARY_END, keys.TEMPORARY, staging)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), disk.FILE_MODE)
     return name

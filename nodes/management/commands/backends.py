@@ -33,8 +33,7 @@ from nodes.api.installed import installed_list
 from nodes.api.node_backends import SAID, bare_name, install_wish
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import following, lookup
 from nodes.models import BackendNode, NodeModel
 

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlencode
 
@@ -28,7 +27,7 @@ from nodes.api.join import rows
 from nodes.backends import node_stop
 from nodes.management import lookup, node_texts
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import joining, listing, node_rows, services
+from nodes.registry import actions, bulk, joining, listing, node_rows, services
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
@@ -52,8 +51,7 @@ class Command(VerbCommand):
 
     def add_verbs(self, add: AddVerb) -> None:
         _reading(add)
-        _deciding(add)
-        _identity(add)
+        _changing(add)
         _join_tokens(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -78,32 +76,34 @@ def _reading(add: AddVerb) -> None:
     claims.add_argument("node", nargs="?", metavar="NODE")
 
 
-def _deciding(add: AddVerb) -> None:
-    approved = add("approve", approve, "Approve pending nodes.")
-    approved.add_argument("nodes", nargs="+", metavar="NODE", help="name, id or id prefix")
-    rejected = _of_a_node(add("reject", reject, "Reject a pending node."))
-    rejected.add_argument("--reason", required=True, help="shown in the timeline")
-    drained = _with_reason(_of_a_node(add("drain", drain, "Send no new requests to a node.")))
-    drained.add_argument(
-        "--deadline", type=_duration, metavar="1h", help="time for running requests to finish"
+def _changing(add: AddVerb) -> None:
+    add(actions.APPROVE.name, approve, actions.APPROVE.help).add_argument(
+        "nodes", nargs="+", metavar="NODE", help="name, id or id prefix"
     )
-    _with_reason(_of_a_node(add("resume", resume, "Return a node to service.")))
-    stopped = _with_reason(_of_a_node(add("stop", stop, "Stop the worker of a node.")))
-    stopped.add_argument("--yes", action="store_true", help="do not ask")
+    for action in actions.NODE_ACTIONS.values():
+        if action is actions.APPROVE:
+            continue
+        parser = _of_a_node(add(action.name, stop if action is actions.STOP else change_node, action.help))
+        if action.reason != "none":
+            required = action.reason == "required"
+            parser.add_argument("--reason", required=required, default="", help="shown in the timeline")
+        if action is actions.DRAIN:
+            parser.add_argument(
+                "--deadline",
+                dest="deadline_seconds",
+                type=_duration,
+                metavar="1h",
+                help="time for running requests to finish",
+            )
+        if action is actions.STOP:
+            parser.add_argument("--yes", action="store_true", help="do not ask")
     _of_a_node(add("evict", evict, "Unload a node's least recently used idle replica."))
-    _of_a_node(add("remove", remove, "Remove a node; its timeline stays."))
     labels = _of_a_node(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
-
-
-def _identity(add: AddVerb) -> None:
-    for name, run, description in (
-        ("accept", accept, "Accept a conflict: the claimant becomes the node."),
-        ("refuse", refuse, "Refuse a conflict: the node stays as it is, and the claimant stays refused."),
-    ):
-        add(name, run, description).add_argument("conflict", metavar="CONFLICT", help="id or id prefix")
-    _of_a_node(add("rotate", rotate, "Have the worker replace its secret at its next call."))
-    _with_reason(_of_a_node(add("revoke", revoke, "Reject the worker's secret permanently.")))
+    for action in (actions.ACCEPT, actions.REFUSE):
+        add(action.name, decide_conflict, action.help).add_argument(
+            "conflict", metavar="CONFLICT", help="id or id prefix"
+        )
 
 
 def _join_tokens(add: AddVerb) -> None:
@@ -126,11 +126,6 @@ def _join_tokens(add: AddVerb) -> None:
 
 def _of_a_node(parser: CommandParser) -> CommandParser:
     parser.add_argument("node", metavar="NODE", help="name, id or id prefix")
-    return parser
-
-
-def _with_reason(parser: CommandParser) -> CommandParser:
-    parser.add_argument("--reason", default="", help="shown in the timeline")
     return parser
 
 
@@ -180,7 +175,7 @@ def approve(options: Options) -> str:
     if options["json"]:
         return as_json(node_rows.approved(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
-    return _summary(approved.node, "node approved") + shown_once
+    return _summary(approved.node, actions.APPROVE.message) + shown_once
 
 
 def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
@@ -191,34 +186,30 @@ def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
         text = as_json(node_rows.outcomes(results))
     else:
         names = {node.id: node.name for node in nodes}
-        text = "\n".join(f"{names[result.id]}: {result.error or 'node approved'}" for result in results)
+        text = "\n".join(
+            f"{names[result.id]}: {result.error or actions.APPROVE.message}" for result in results
+        )
     if failed:
         raise PartlyDone(text, f"{failed} of {len(results)} could not be approved")
     return text
 
 
-def reject(options: Options) -> str:
-    return _change_node(options, services.reject, "node rejected", reason=options["reason"])
+def change_node(options: Options) -> str:
+    """Run the action that the verb names on one node."""
+    node = lookup.node(options["node"])
+    with lookup.hint_on_refusal(options["verb"], node):
+        bulk.perform(options["verb"], node.id, current_actor(), clock.now(), options)
+    return _answer(options, node, actions.NODE_ACTIONS[options["verb"]].message)
 
 
-def drain(options: Options) -> str:
-    return _change_node(
-        options,
-        services.drain,
-        "node set to draining",
-        reason=options["reason"],
-        deadline=options["deadline"],
-    )
-
-
-def resume(options: Options) -> str:
-    return _change_node(options, services.resume, "node resumed", reason=options["reason"])
+def _answer(options: Options, node: BackendNode, message: str) -> str:
+    return as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def stop(options: Options) -> str:
     """Stop the worker after a confirmation: it comes back only if its machine starts it again."""
     node = lookup.node(options["node"])
-    if text := node_stop.refusal(node):
+    if text := actions.refusal(actions.STOP, node):
         raise CommandError(f"{node.name} cannot be stopped: {text}")
     if not options["yes"]:
         _confirm_stop(node)
@@ -226,8 +217,8 @@ def stop(options: Options) -> str:
         node, actor=current_actor().name, now=clock.now(), reason=options["reason"]
     ).operation
     if options["json"]:
-        return as_json({"message": "the worker is being stopped", "operation": str(operation.id)})
-    return f"{node.name}: the worker is being stopped (operation {operation.id})"
+        return as_json({"message": actions.STOP.message, "operation": str(operation.id)})
+    return f"{node.name}: {actions.STOP.message} (operation {operation.id})"
 
 
 def _confirm_stop(node: BackendNode) -> None:
@@ -248,25 +239,6 @@ def evict(options: Options) -> str:
     if options["json"]:
         return as_json({"model": operation.element, "replica_index": index, "operation": str(operation.id)})
     return f"{node.name}: {operation.element}#{index} is unloaded (operation {operation.id})"
-
-
-def remove(options: Options) -> str:
-    return _change_node(options, services.deregister, "node deregistered")
-
-
-def rotate(options: Options) -> str:
-    return _change_node(options, services.request_rotation, "rotation requested")
-
-
-def revoke(options: Options) -> str:
-    return _change_node(options, services.revoke, "identity revoked", reason=options["reason"])
-
-
-def _change_node(options: Options, change: Callable[..., Any], message: str, **arguments: Any) -> str:
-    node = lookup.node(options["node"])
-    with lookup.hint_on_refusal(options["verb"], node):
-        change(node.id, actor=current_actor(), now=clock.now(), **arguments)
-    return as_json({"message": message}) if options["json"] else _summary(node, message)
 
 
 def _summary(node: BackendNode, message: str) -> str:
@@ -298,18 +270,14 @@ def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
     return {key: value for key, equals, value in pairs if equals}, [text[:-1] for text in bare]
 
 
-def accept(options: Options) -> str:
-    return _decide(options, services.accept_conflict, "conflict accepted")
-
-
-def refuse(options: Options) -> str:
-    return _decide(options, services.refuse_conflict, "conflict refused")
-
-
-def _decide(options: Options, decide: Callable[..., BackendNode], message: str) -> str:
-    conflict = lookup.conflict(options["conflict"])
-    node = decide(conflict.id, actor=current_actor(), now=clock.now())
-    return as_json({"message": message}) if options["json"] else _summary(node, message)
+def decide_conflict(options: Options) -> str:
+    """Accept or refuse the claim to be a node."""
+    action, decide = {
+        "accept": (actions.ACCEPT, services.accept_conflict),
+        "refuse": (actions.REFUSE, services.refuse_conflict),
+    }[options["verb"]]
+    node = decide(lookup.conflict(options["conflict"]).id, actor=current_actor(), now=clock.now())
+    return _answer(options, node, action.message)
 
 
 def _seconds(text: str) -> int:

@@ -22,7 +22,7 @@ from localai_cluster.accounts.command_line import (
     table,
 )
 from localai_cluster.kit import clock, errors
-from localai_cluster.web.envelopes import translated
+from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import load_explanation
 from nodes.models import PlacementRecord
@@ -59,7 +59,7 @@ class Command(VerbCommand):
         try:
             super().handle(*args, **options)
         except ValidationError as wrong:
-            refusal = translated(wrong)
+            refusal = translate_error(wrong)
             raise CommandError(refusal.message if refusal else str(wrong)) from wrong
 
 

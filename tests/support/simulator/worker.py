@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, Message, Subscription
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.worker.bus_credentials import BusCredentials
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
 from localai_cluster.worker.identity import NodeIdentity
+from localai_cluster.worker.registration import BusCredentials
 from tests.support.simulator.machine import Machine
 from tests.support.simulator.script import ALL, Script
 
@@ -136,7 +136,7 @@ class SimulatedWorker:
 
     async def listen(self) -> None:
         """Subscribes to what its script knows."""
-        prefix = subjects.node_prefix(self.node_id)
+        prefix = messages.node_prefix(self.node_id)
         # Two subscriptions in place of eleven if they do; progress has more parts and does not match.
         names = ("*.*", "stop") if self.script.knows == frozenset(ALL) else sorted(self.script.knows)
         for name in names:
@@ -187,7 +187,7 @@ class SimulatedWorker:
         return self.machine.counts[verb]
 
     async def _receive(self, message: Message) -> bytes | None:
-        verb = message.subject.removeprefix(f"{subjects.node_prefix(self.node_id)}.")
+        verb = message.subject.removeprefix(f"{messages.node_prefix(self.node_id)}.")
         if verb not in self.script.knows:
             return None
         self.machine.note(verb, message.subject, message.payload)
@@ -202,7 +202,7 @@ class SimulatedWorker:
         """A report that cannot be sent is lost, as a real one is."""
         await self._awake.wait()
         try:
-            await self.bus.publish(subjects.install_progress(self.node_id, event.op_id), encode(event))
+            await self.bus.publish(messages.install_progress(self.node_id, event.op_id), encode(event))
         except BusError:
             return
 

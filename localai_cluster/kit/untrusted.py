@@ -1,0 +1,140 @@
+"""Data from outside: JSON of the network, YAML and files that somebody else wrote.
+
+`json_problem` limits depth and size of JSON before it is parsed. A parser builds an object for every level
+and keeps all of them while it descends, so a few megabytes of brackets become hundreds. The scan counts
+brackets outside strings only, in chunks and with the fast functions of `bytes`; most bodies have so few
+brackets that their number is sufficient. It checks no syntax: a text that passes is at most `LEVELS` deep if
+it is JSON, and the parser refuses it otherwise.
+
+`load_yaml` raises one kind of error for every problem of a text, with the line of the value. PyYAML's
+constructors let Python's own errors through: an impossible date is a ValueError, `!!bool maybe` a KeyError,
+`!!int ""` an IndexError. A caller that catches only `YAMLError` would fail on more than that text.
+
+`open_file` and `read_file` accept regular files only: a FIFO blocks its reader until there is a writer, a
+device may never end. Neither is opened.
+"""
+
+import errno
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+LEVELS = 64
+"""Deepest accepted nesting of lists and objects (`docs/configuration.md`)."""
+MOST = 100_000
+"""Most lists and objects in a text. Four megabytes of empty ones need two hundred when they are parsed."""
+TOO_DEEP = f"nested more than {LEVELS} levels deep"
+TOO_MANY = f"made of more than {MOST} lists and objects"
+
+_KEPT = b'"[]{}'
+_OTHERS = bytes(byte for byte in range(256) if byte not in _KEPT)
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""As signed bytes: one level down, or one up."""
+_PIECE = 64 * 1024
+
+
+def json_problem(text: bytes) -> str:
+    """Return the reason why `text` must not be parsed as JSON: `TOO_DEEP`, `TOO_MANY`, or "" if it may be."""
+    if text.count(b"[") + text.count(b"{") <= LEVELS:
+        return ""
+    level = count = 0
+    for brackets in _outside_strings(text):
+        steps = brackets.translate(_STEPS)
+        count += steps.count(1)
+        if count > MOST:
+            return TOO_MANY
+        levels = list(accumulate(array("b", steps), initial=level))
+        if max(levels) > LEVELS:
+            return TOO_DEEP
+        level = levels[-1]
+    return ""
+
+
+def _outside_strings(text: bytes) -> Iterator[bytes]:
+    """Yield the brackets of `text` outside of strings, in chunks."""
+    # Remove escapes first, so that each remaining quote opens or closes a string; two in a row cancel out.
+    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS).replace(b'""', b"")
+    inside = 0
+    for start in range(0, len(marks), _PIECE):
+        pieces = marks[start : start + _PIECE].split(b'"')
+        yield b"".join(pieces[inside::2])
+        inside ^= (len(pieces) - 1) % 2
+
+
+LONGEST_REASON = 400
+"""Longest message in characters: it quotes the text, which may be megabytes."""
+
+
+class InvalidYAML(ValueError):
+    """The text is not valid YAML; the message is one line that can be encoded."""
+
+
+class LocatedErrors:
+    """Mixin for loaders: an error of a value is a YAMLError that names its line."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Construct one node; YAMLError for a value that Python cannot hold."""
+        try:
+            return super().construct_object(node, deep)  # type: ignore[misc]
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:
+            reason = f"not a value of {str(node.tag).rpartition(':')[2]}: {error}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
+
+
+def load_yaml(text: str | bytes, loader: Any) -> Any:
+    """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
+    try:
+        return yaml.load(text, Loader=loader)
+    except RecursionError as error:
+        raise InvalidYAML("is nested too deeply") from error
+    except Exception as error:
+        raise InvalidYAML(f"is not valid YAML: {yaml_reason(error)}") from error
+
+
+def yaml_reason(error: Exception) -> str:
+    """Return the error's text, or its type, on one line, cut, without characters that cannot be encoded."""
+
+    text = str(error)
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        text = f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    text = " ".join((text or type(error).__name__).split())
+    if len(text) > LONGEST_REASON:
+        text = f"{text[: LONGEST_REASON // 2]} … {text[-LONGEST_REASON // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def open_file(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open the file for reading. Raises OSError, also if it is not a regular file."""
+    _check(os.stat(path, follow_symlinks=follow_links))
+    # Another file may have replaced it since; O_NONBLOCK opens a FIFO without waiting for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    file = os.fdopen(os.open(path, flags if follow_links else flags | os.O_NOFOLLOW), "rb")
+    try:
+        _check(os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read at most `limit` + 1 bytes of the file, so that the caller can detect a longer one.
+
+    Raises OSError, also if it is not a regular file.
+    """
+    with open_file(path) as file:
+        return file.read(limit + 1)
+
+
+def _check(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")

@@ -1,0 +1,191 @@
+"""JSON of REST: strict parsing, strict serializer fields, and fast rendering.
+
+Any body results in a value or in one 400, never in a 500. Null means absence where a serializer says so. Long
+lists spend more time in the encoder than in the database, so responses are encoded by orjson.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import IO, Any, NoReturn
+
+import orjson
+from django.conf import settings
+from django.core.exceptions import RequestDataTooBig
+from rest_framework import serializers
+from rest_framework.negotiation import BaseContentNegotiation
+from rest_framework.parsers import BaseParser
+from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
+
+from localai_cluster.kit import errors, untrusted
+
+MALFORMED = "invalid request body"
+
+
+def parse_json(raw: bytes) -> Any:
+    """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
+    if not raw.strip():
+        return {}
+    if problem := untrusted.json_problem(raw):
+        raise errors.InvalidInput(f"the request body is {problem}")
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidInput(MALFORMED) from error
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of `raw`; raise InvalidInput for any other value."""
+    value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise errors.InvalidInput(MALFORMED)
+    return value
+
+
+def is_json(content_type: str) -> bool:
+    """Return True if a Content-Type header announces JSON, or if it is absent."""
+    return content_type.split(";", 1)[0].strip().lower() in ("", "application/json")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class StrictJSONParser(BaseParser):
+    """Parser of UTF-8 JSON; the character set that the client announces is ignored."""
+
+    media_type = "application/json"
+
+    def parse(
+        self, stream: IO[Any], media_type: str | None = None, parser_context: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return the body's value; raise RequestDataTooBig above the limit, which a stream does not check."""
+        limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+        raw = stream.read(limit + 1)
+        if len(raw) > limit:
+            raise RequestDataTooBig
+        return parse_json(raw)
+
+
+class AlwaysJSON(BaseContentNegotiation):
+    """Negotiation with one representation: the Accept header is ignored."""
+
+    def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser | None:
+        """Return the JSON parser; None if another content type is announced."""
+        return next(iter(parsers)) if is_json(request.content_type or "") else None
+
+    def select_renderer(
+        self, request: Request, renderers: Iterable[BaseRenderer], format_suffix: str | None = None
+    ) -> tuple[BaseRenderer, str]:
+        """Return the JSON renderer."""
+        renderer = next(iter(renderers))
+        return renderer, renderer.media_type
+
+
+def validate_body(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
+    """Return the body's fields. InvalidInput unless it is an object, ValidationError for wrong fields."""
+    if not isinstance(request.data, dict):
+        raise errors.InvalidInput(MALFORMED)
+    serializer = shape(data=request.data)
+    serializer.is_valid(raise_exception=True)
+    fields: dict[str, Any] = serializer.validated_data
+    return fields
+
+
+class FastJSONRenderer(BaseRenderer):
+    """JSON of plain values; times in UTC end in `Z`, ids are texts."""
+
+    media_type = "application/json"
+    format = "json"
+    charset = None
+    render_style = "binary"
+
+    def render(
+        self,
+        data: Any,
+        accepted_media_type: str | None = None,
+        renderer_context: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Return the encoded response; empty for a response without a body."""
+        return b"" if data is None else orjson.dumps(data, option=orjson.OPT_UTC_Z)
+
+
+class Strict:
+    """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
+
+    accepts: type | tuple[type, ...]
+    complaint: str
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Return the value if it has the right JSON type."""
+        if not isinstance(data, self.accepts) or isinstance(data, bool):
+            raise serializers.ValidationError(self.complaint)
+        return super().to_internal_value(data)  # type: ignore[misc]
+
+
+class Text(Strict, serializers.CharField):
+    """A JSON string, kept as sent."""
+
+    accepts = str
+    complaint = "must be a string"
+
+    def __init__(self, *, max_length: int, **options: Any) -> None:
+        super().__init__(max_length=max_length, trim_whitespace=False, allow_blank=True, **options)
+
+
+class Whole(Strict, serializers.IntegerField):
+    """A JSON whole number."""
+
+    accepts = int
+    complaint = "must be a whole number"
+
+
+class Number(Strict, serializers.FloatField):
+    """A JSON number."""
+
+    accepts = (int, float)
+    complaint = "must be a number"
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Return the number if it fits in a float."""
+        try:
+            return super().to_internal_value(data)
+        except OverflowError:
+            raise serializers.ValidationError("is too large") from None
+
+
+class Flag(Strict, serializers.BooleanField):
+    """A JSON boolean."""
+
+    accepts = bool
+    complaint = "must be true or false"
+
+    def to_internal_value(self, data: Any) -> bool:
+        """Return the value if it is a boolean."""
+        if not isinstance(data, bool):
+            raise serializers.ValidationError(self.complaint)
+        return data
+
+
+class NullIsAbsent(serializers.Serializer[Any]):
+    """JSON null means the same as leaving the field out."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Return the fields that are not null."""
+        values: dict[str, Any] = super().to_internal_value(data)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Described:
+    """A serializer that corrects the description which the API document makes from its fields."""
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return the corrected schema."""
+        raise NotImplementedError
+
+
+class MessageSerializer(serializers.Serializer[Any]):
+    """Something was done."""
+
+    message = serializers.CharField()

@@ -1,0 +1,185 @@
+"""The ports of one worker among several on a machine, and their assignment to its engines.
+
+The block of a worker is reserved by listening and stored for the next start. A worker serves its probes on
+one port and its engines on the ports above it. With `find_ports` it takes the first free block of `BLOCK`
+ports. Listening on the probe port reserves the block: two workers that start at the same time cannot both
+listen there. The worker stores its block in the data folder and tries it first at the next start, so that
+stored addresses stay valid.
+"""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from localai_cluster.kit.errors import ClusterError
+from localai_cluster.worker.config import HIGHEST_PORT, Config, host_port, refuse
+
+QUARANTINE = 15.0
+RESERVATION = 300.0
+
+
+class NoFreePort(ClusterError):
+    """Every port of the range is in use or in quarantine."""
+
+    code = "no_free_port"
+
+
+@dataclass
+class PortAllocator:
+    """Ports `base` to `highest`, inclusive. Every `now` is in seconds of the same monotonic clock.
+
+    A released port is not reused for 15 s and stays reserved for its last key for 5 min: a row of the control
+    plane may still have the old address, and a health probe cannot distinguish engines.
+    """
+
+    base: int
+    highest: int
+    _next: int = field(init=False)
+    _used: dict[int, str] = field(default_factory=dict, init=False)
+    _quarantined: dict[int, float] = field(default_factory=dict, init=False)
+    _free: set[int] = field(default_factory=set, init=False)
+    _reserved: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._next = self.base
+
+    def allocate(self, key: str, now: float) -> int:
+        """Return a port for `key`: its last one, an unreserved free one, a new one, or any free one.
+
+        Raise NoFreePort.
+        """
+        self._sweep(now)
+        port = self._choose(key)
+        if port is None:
+            raise NoFreePort(
+                f"no free port between {self.base} and {self.highest}: {len(self._used)} in use, "
+                f"{len(self._quarantined)} in quarantine for {QUARANTINE:g} s. Raise LOCALAI_GRPC_MAX_PORT"
+            )
+        self._free.discard(port)
+        self._reserved.pop(port, None)
+        self._used[port] = key
+        return port
+
+    def release(self, port: int, now: float) -> None:
+        """Return a port to the pool after its quarantine; ignore a port that is not in use."""
+        key = self._used.pop(port, None)
+        if key is not None:
+            self._quarantined[port] = now + QUARANTINE
+            self._reserved[port] = (key, now + RESERVATION)
+
+    def _choose(self, key: str) -> int | None:
+        reserved = [port for port in self._free if self._reserved.get(port, ("", 0.0))[0] == key]
+        if reserved:
+            return min(reserved)
+        unreserved = self._free - self._reserved.keys()
+        if unreserved:
+            return min(unreserved)
+        if self._next <= self.highest:
+            self._next += 1
+            return self._next - 1
+        return min(self._free, default=None)
+
+    def _sweep(self, now: float) -> None:
+        released = {port for port, until in self._quarantined.items() if until <= now}
+        self._free |= released
+        self._quarantined = {port: until for port, until in self._quarantined.items() if port not in released}
+        self._reserved = {
+            port: reservation for port, reservation in self._reserved.items() if reservation[1] > now
+        }
+
+
+BLOCK = 100
+ENGINE_PORTS = 10
+"""Number of engine ports that must be free before a worker takes a block for the first time."""
+NOTE = "worker-port"
+
+
+def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
+    """Open the probe listener; return it with the adjusted settings. Raise InvalidSettings or OSError."""
+    if not config.find_ports:
+        return config, _listen(config)
+    stored_base = _read_note(config.data_dir)
+    for base in _bases(config.base_port, stored_base):
+        block_config = _with_block(config, base)
+        with contextlib.suppress(_Occupied):
+            listener = _listen(block_config)
+            # Engines of a killed worker may still be stopping, so its own block need not be free.
+            if base == stored_base or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
+                _write_note(config.data_dir, base)
+                return block_config, listener
+            listener.close()
+    refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
+
+
+def bindable(port: int) -> bool:
+    """Return True if an engine could listen on this port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+class _Occupied(Exception):
+    """The port is in use."""
+
+
+def _bases(first: int, stored_base: int) -> Iterator[int]:
+    if stored_base:
+        yield stored_base
+    yield from range(first, HIGHEST_PORT - BLOCK, BLOCK)
+
+
+def _with_block(config: Config, base: int) -> Config:
+    """Return the settings with the engine ports from `base` up to the next block."""
+    http_host, _ = host_port(config.advertise_http_addr)
+    return replace(
+        config,
+        base_port=base,
+        max_port=base + BLOCK - 2,
+        http_bind=(config.http_bind[0], base - 1),
+        advertise_addr=f"{config.advertise_host}:{base}",
+        advertise_http_addr=f"{http_host}:{base - 1}",
+    )
+
+
+def _listen(config: Config) -> socket.socket:
+    host, port = config.http_bind[0].strip("[]"), config.http_bind[1]
+    is_wildcard = not host and socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if is_wildcard or ":" in host else socket.AF_INET)
+    try:
+        if is_wildcard:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        # Two sockets can bind to one port as long as neither of them listens.
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if config.find_ports and error.errno == errno.EADDRINUSE:
+            raise _Occupied from error
+        refuse("http_addr", f"cannot listen on {config.http_bind[0]}:{port}: {error.strerror or error}")
+    return listener
+
+
+def _read_note(folder: Path) -> int:
+    """Read the first port of the last block; 0 if there is no valid note."""
+    with contextlib.suppress(OSError, ValueError):
+        base = int((folder / NOTE).read_text(encoding="utf-8"))
+        if 1 < base <= HIGHEST_PORT - BLOCK:
+            return base
+    return 0
+
+
+def _write_note(folder: Path, base: int) -> None:
+    """Store the first port of the block; if the note is lost, the worker merely gets other ports.
+
+    No other worker uses this folder.
+    """
+    if _read_note(folder) != base:
+        (folder / NOTE).write_text(f"{base}\n", encoding="utf-8")

@@ -1,0 +1,202 @@
+"""One attempt of a load, and what follows when it ends without a replica: a retry, or the end of the load.
+
+Each such end is recorded before it takes effect. The record compares no nodes: it has the cause, how often it
+has occurred, and whether the load is still needed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit import clock, errors
+from localai_cluster.messaging import messages
+from localai_cluster.rpc.errors import Busy, Lost, Refused
+from nodes.commands.commands import Worker
+from nodes.decisions import decision_log
+from nodes.decisions.decision_log import DecisionRecord, NodeSlot
+from nodes.definitions.files import Definition
+from nodes.loading.failures import (
+    Cause,
+    LoadFailed,
+    NodeReason,
+    NodeRefused,
+    WorkerGone,
+    is_last,
+    refusals,
+    refused_by_all,
+    with_refusal,
+)
+from nodes.loading.load_request import ProgressDeadline, request_of
+from nodes.models import DecisionKind
+from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.placement.node_backoff import NodeBackoffs, add_failure, into_payload
+from nodes.replicas.lifecycle import AttemptId
+from nodes.replicas.slots import Slot
+from operations.executor.work import Abandoned, Postpone, Work, retry_delay
+from operations.ledger.progress import Tick
+from operations.models import Operation
+
+_EXPECTED = (WorkerGone, Lost, Refused, Busy, LoadFailed, Abandoned, Postpone)
+"""The errors that end an attempt with a record; any other one is a defect, an outage or a lost lease."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One claimed attempt of a load with its reserved slot."""
+
+    work: Work
+    definition: Definition
+    slot: Slot
+    worker: Worker
+    backoffs: NodeBackoffs
+    """The nodes that failed this load before, or did not answer."""
+    why: str
+    """The reason for the choice of this slot."""
+    deadline: ProgressDeadline
+    payload: int = 0
+    """Bytes of the model's files; 0 = unknown."""
+    listed: messages.ListReply | None = None
+    """The worker's backends, if it has listed them since the slot was free."""
+
+    @property
+    def id(self) -> AttemptId:
+        """The owner of the attempt's row."""
+        return attempt_id(self.work)
+
+    @property
+    def process_key(self) -> str:
+        """The engine process on the worker."""
+        return messages.process_key(self.definition.name, self.slot.replica_index)
+
+    def tick(self, phase: str, message: str, **figures: Any) -> Tick:
+        """Return a progress report of the load."""
+        return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
+
+    async def report(self, phase: str, message: str, *, time_limit: float | None = None) -> None:
+        """Report the next step and its limit in seconds; raise LeaseLost if the lease is lost."""
+        limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
+        await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
+
+
+def attempt_id(work: Work) -> AttemptId:
+    """Return operation and fence: unique for each attempt."""
+    return AttemptId(work.id, work.operation.fence)
+
+
+def after_error(attempt: Attempt, error: Exception) -> Exception:
+    """Return the exception that ends the attempt after this error, and record it; a defect stays as it is."""
+    if not isinstance(error, _EXPECTED):
+        return error
+    # Refresh: requests that came while the attempt ran have moved the load's deadline.
+    operation = Operation.objects.get(pk=attempt.work.id)
+    match error:
+        case WorkerGone():
+            cause, outcome = Cause.WORKER_GONE, _retry_on_other_node(attempt, operation, error)
+        case Lost() | Refused() | Busy():
+            cause, outcome = Cause.ENGINE_DIED, _after_engine_death(attempt, operation, error)
+        case NodeRefused():
+            cause, outcome = Cause.NODE_REFUSED, _after_refusal(attempt, operation, error)
+        case LoadFailed():
+            cause, outcome = Cause.FAILED, error
+        case _:
+            cause, outcome = Cause.INTERRUPTED, error
+    _record(operation, cause, outcome, attempt.slot)
+    return outcome
+
+
+def without_slot(load: UUID, cause: Cause, reason: str, *, seconds: float, waiting: bool = True) -> Exception:
+    """Return the exception of a load that cannot take a slot yet, and record it."""
+    operation = Operation.objects.get(pk=load)
+    outcome = retry_or_end(operation, reason, seconds=seconds, waiting=waiting)
+    _record(operation, cause, outcome)
+    return outcome
+
+
+def undefined(load: UUID) -> errors.NotFound:
+    """Return the end of a load whose model has no definition, and record it."""
+    operation = Operation.objects.get(pk=load)
+    outcome = errors.NotFound(f"model {operation.element} is not defined")
+    _record(operation, Cause.UNDEFINED, outcome)
+    return outcome
+
+
+def _record(operation: Operation, cause: Cause, outcome: Exception, slot: Slot | None = None) -> None:
+    explanation = decision_log.explanation_without_fleet(
+        DecisionOutcome.WAITING if isinstance(outcome, Postpone) else DecisionOutcome.REFUSED,
+        truncate(str(outcome), LONGEST_SENTENCE),
+        cause=cause,
+        times=_times(operation.payload, cause),
+        over=isinstance(outcome, Abandoned),
+    )
+    spot = NodeSlot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
+    decided = DecisionRecord(operation.element, operation.pk, explanation, None, DecisionKind.ATTEMPT, spot)
+    decision_log.record(decided, now=clock.now())
+
+
+def _times(payload: Mapping[str, Any], cause: Cause) -> int:
+    """Return how often the cause has occurred in this load, this time included."""
+    if cause is Cause.NODE_REFUSED:
+        return len(refusals(payload)) + 1
+    return int(payload.get("engine_deaths", 0)) + 1 if cause is Cause.ENGINE_DIED else 1
+
+
+def ending(facts: Mapping[str, Any]) -> DecisionOutcome:
+    """Return what follows by the facts of a record."""
+    ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
+    return DecisionOutcome.REFUSED if ends else DecisionOutcome.WAITING
+
+
+def _with_setback(attempt: Attempt, operation: Operation) -> dict[str, Any]:
+    backoffs = add_failure(attempt.backoffs, attempt.slot.node_id, clock.now())
+    return into_payload(operation.payload, backoffs)
+
+
+def _retry_on_other_node(attempt: Attempt, operation: Operation, gone: WorkerGone) -> Exception:
+    # The node is in back-off, the load is not: it takes another node at once, or waits with a reason.
+    payload = _with_setback(attempt, operation)
+    return retry_or_end(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
+
+
+def _after_engine_death(attempt: Attempt, operation: Operation, error: errors.ClusterError) -> Exception:
+    deaths = _times(operation.payload, Cause.ENGINE_DIED)
+    if is_last(Cause.ENGINE_DIED, deaths):
+        return LoadFailed(f"the engine of {operation.element} died while loading: {error.message}")
+    payload = _with_setback(attempt, operation) | {"engine_deaths": deaths}
+    pause = retry_delay(operation.attempts)
+    return retry_or_end(operation, error.message, seconds=pause, payload=payload, waiting=False)
+
+
+def _after_refusal(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> Exception:
+    slot = attempt.slot
+    payload = _with_setback(attempt, operation)
+    payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
+    if is_last(Cause.NODE_REFUSED, len(refusals(payload))):
+        return refused_by_all(payload)
+    reason = f"{slot.node_name}: {refusal.message}; trying another node"
+    return Postpone(reason, seconds=0, waiting=True, payload=payload)
+
+
+def retry_or_end(
+    operation: Operation,
+    reason: str,
+    *,
+    seconds: float,
+    payload: Mapping[str, Any] | None = None,
+    waiting: bool = True,
+) -> Exception:
+    """Return a retry in `seconds`, or the end of the load if its deadline is over."""
+    return end_if_not_needed(operation, reason) or Postpone(
+        reason, seconds=seconds, waiting=waiting, payload=payload
+    )
+
+
+def end_if_not_needed(operation: Operation, reason: str) -> Abandoned | None:
+    """Return the end of a load that is no longer needed, with `reason`; None while it is needed."""
+    if operation.needed_until is None or operation.needed_until > clock.now():
+        return None
+    request = request_of(operation)
+    if request.is_scale_up:
+        return Abandoned(f"not possible in time ({request.reason}); {reason}")
+    return Abandoned(f"no request waits for it any more; {reason}")

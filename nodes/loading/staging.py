@@ -1,0 +1,322 @@
+"""The step of a load between backend and engine: send the model's files, unless nodes share the folder.
+
+One load of a model at a time sends files to a node, so no file is written twice at once; other loads wait and
+then find the files on the node. First the worker's state of all files is read, so a small disk is detected
+before the first byte. If the worker refuses a file of the model itself, the attempt ends; other refused files
+are omitted from the engine's options, and the operator is warned (R2.57). A full disk and an unreachable
+worker always end the attempt: they do not concern one file. The files that have arrived stay, and the next
+attempt continues from them (`transfer.py`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+from uuid import UUID
+from weakref import WeakValueDictionary
+
+import httpx
+
+from localai_cluster.kit import clock, conf, errors
+from nodes.commands.commands import unless
+from nodes.definitions import sizes
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import FolderUnresponsive
+from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
+from nodes.loading.load_attempts import Attempt
+from nodes.loading.load_request import ProgressDeadline
+from nodes.loading.source_files import FileChanged, in_staging_thread
+from nodes.loading.staging_plan import (
+    MODEL_FILE,
+    FilePlan,
+    LocalFile,
+    NoKey,
+    Unsendable,
+    key_of,
+    plan_files,
+    root_of,
+)
+from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
+from nodes.models import BackendNode
+from nodes.placement import deadlines, memory
+from nodes.placement.choose import describe_disk_need, format_gib
+from nodes.registry import dial_targets, file_port
+from nodes.registry.dial_targets import client_of
+from nodes.replicas import slots, staged_files
+from nodes.replicas.slots import Slot
+from operations.executor.work import Postpone, in_thread
+from operations.ledger.progress import Tick
+
+log = logging.getLogger(__name__)
+
+PHASE = "staging"
+REPORT_EVERY = 1.0
+"""C48: seconds between two reports of bytes."""
+_TURN_POLL = 2.0
+_PLAN_LIMIT = 10.0
+_AFTER_CHANGE = 2.0
+_REGISTERS = 10.0
+"""Seconds in which a restarted worker registers."""
+_STAGED_PERCENT = 90.0
+"""Progress of a load whose files have arrived."""
+OF_A_NODE, IN_ALL = 4, 16
+"""Most files that are sent at once to one node and in total."""
+
+
+class TransferLimits:
+    """The limits of one controller for parallel transfers."""
+
+    def __init__(self) -> None:
+        self.all = asyncio.Semaphore(IN_ALL)
+        self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
+
+    def to(self, node_id: UUID) -> asyncio.Semaphore:
+        """Return the limit of this node; it lives as long as it is used."""
+        semaphore = self._nodes.get(node_id)
+        if semaphore is None:
+            semaphore = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
+        return semaphore
+
+
+@dataclass(frozen=True)
+class StagingResult:
+    """The result of staging on one worker."""
+
+    root: str
+    """The worker's folder against which relative options resolve; "" if nothing had to be sent."""
+    failed: dict[str, str]
+    """By path: the reason why a file is missing."""
+
+
+@dataclass
+class ModelTransfer:
+    """The staging of one model's files on one worker."""
+
+    model: str
+    plan: FilePlan
+    client: httpx.AsyncClient
+    node_id: UUID
+    limits: TransferLimits
+    meter: UploadMeter
+    stall: float = deadlines.STALL
+
+    @cached_property
+    def _transfers(self) -> list[tuple[LocalFile, Transfer]]:
+        return [
+            (file, Transfer(self.client, file, key_of(self.model, file.relative), self.meter, self.stall))
+            for file in self.plan.files.values()
+        ]
+
+    async def check(self) -> int:
+        """Return the number of missing bytes. Raise FileRefused, Stalled and Unreachable."""
+
+        async def check(_: LocalFile, transfer: Transfer) -> None:
+            await transfer.check()
+
+        await self._each(check)
+        return self.plan.total - self.meter.current
+
+    async def send(self) -> StagingResult:
+        """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
+        roots: set[str] = set()
+        failed: dict[str, str] = {}
+
+        async def send(file: LocalFile, transfer: Transfer) -> None:
+            try:
+                roots.add(await self._send(file, transfer))
+            except FileRefused as refusal:
+                if refusal.of_node or self.plan.is_vital(file.relative):
+                    raise
+                failed[file.relative] = str(refusal)
+                self.meter.skip_file(file.relative)
+            except OSError as error:
+                if self.plan.is_vital(file.relative):
+                    raise
+                failed[file.relative] = f"cannot be read: {error.strerror or error}"
+                self.meter.skip_file(file.relative)
+
+        await self._each(send)
+        if len(roots) > 1:
+            raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
+        return StagingResult(next(iter(roots), ""), failed)
+
+    async def _each(self, step: Callable[[LocalFile, Transfer], Awaitable[None]]) -> None:
+        """Run one step for every file, several at once; the first failure cancels the others."""
+        pending = iter(self._transfers)
+
+        async def run_steps() -> None:
+            for file, transfer in pending:
+                async with self.limits.to(self.node_id), self.limits.all:
+                    await step(file, transfer)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(OF_A_NODE, len(self._transfers))):
+                    group.create_task(run_steps())
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from group_error
+
+    async def _send(self, file: LocalFile, transfer: Transfer) -> str:
+        """Send the file; return the worker's folder of the model."""
+        path = await transfer.send()
+        try:
+            return root_of(path, file.relative)
+        except NoKey as error:
+            raise FileRefused(file.relative, 200, str(error)) from error
+
+
+async def stage_files(
+    attempt: Attempt, options: Mapping[str, Any], limits: TransferLimits
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the options for an engine on the node, and the part of the load's result about missing files.
+
+    Raises NodeRefused, WorkerGone, LoadFailed and Postpone.
+    """
+    cluster, definition = conf.cluster(), attempt.definition
+    if cluster.shared_models:
+        return sizes.with_file_paths(cluster.models_path, definition.model, options), {}
+    planned = await _planned(definition, options)
+    sent = StagingResult("", {})
+    if planned.files:
+        await _wait_for_turn(attempt)
+        sent = await _send_in_time(attempt, planned, limits)
+        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.id):
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
+    engine_options, warnings = planned.engine_options(sent.root, sent.failed)
+    # Many engines download their models themselves, so a missing model file is no warning for operators.
+    missing = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
+    for warning in warnings:
+        level = logging.WARNING if warning in missing else logging.INFO
+        log.log(level, "%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
+    message = {"message": f"completed without {'; '.join(missing)}"} if missing else {}
+    return engine_options, {"warnings": warnings, **message}
+
+
+async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
+    folder = conf.cluster().models_path
+    try:
+        async with asyncio.timeout(_PLAN_LIMIT):
+            return await in_staging_thread(lambda: plan_files(folder, definition.name, options))
+    except TimeoutError:
+        hangs = FolderUnresponsive(f"the models folder {folder.name!r} of the control plane does not answer")
+        raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
+    except (Unsendable, OSError) as error:
+        raise LoadFailed(f"staging: {error}") from error
+
+
+async def _wait_for_turn(attempt: Attempt) -> None:
+    """Return when no other load sends files of the model to the node."""
+    name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
+    while not (has_begun := await in_thread(_begin, attempt)):
+        if has_begun is None:
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
+        message = f"another load brings the files of {name} to {attempt.slot.node_name}"
+        await attempt.work.report(attempt.tick(PHASE, message))
+        await deadline.extend_for(deadlines.STALL)
+        await asyncio.sleep(_TURN_POLL)
+
+
+def _begin(attempt: Attempt) -> bool | None:
+    return slots.begin_staging(attempt.slot, attempt=attempt.id)
+
+
+async def _send_in_time(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> StagingResult:
+    """Send all files within the longest time that a load may take (C31)."""
+    age = (clock.now() - attempt.work.operation.created_at).total_seconds()
+    limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
+    try:
+        async with limit:
+            return await _send(attempt, planned, limits)
+    except OSError as error:
+        if not limit.expired():
+            raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
+        hours = deadlines.LONGEST_HOLD / 3600
+        raise LoadFailed(
+            f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
+        ) from None
+    except (FileRefused, Stalled) as refusal:
+        if isinstance(refusal, FileRefused) and refusal.of_token:
+            # A restarted worker has another token. As soon as it registers, the slot is lost.
+            await asyncio.sleep(_REGISTERS)
+        raise NodeRefused(f"staging: {refusal}") from refusal
+    except FileChanged as change:
+        raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
+
+
+async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> StagingResult:
+    slot = attempt.slot
+    try:
+        server = await in_thread(dial_targets.http_server, slot.node_id)
+    except errors.NotFound as gone:
+        raise WorkerGone(gone.message) from gone
+    except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
+        raise NodeRefused(f"staging: {refusal.message}") from refusal
+    meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
+    meter.set_status(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
+    await attempt.work.report(_tick(attempt, meter))
+    try:
+        async with client_of(server) as client:
+            sending = ModelTransfer(attempt.definition.name, planned, client, slot.node_id, limits, meter)
+            return await unless(_report_progress(attempt, meter), _send_missing(attempt, sending))
+    except Unreachable as unreachable:
+        # Not a refusal of the model: loads avoid the node until its port answers.
+        problem = file_port.sentence(server.contact.address, str(unreachable))
+        await in_thread(lambda: file_port.record_failure(slot.node_id, problem, now=clock.now()))
+        raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
+
+
+async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResult:
+    """Send the missing files. Record the bytes on the node also after a failure, for the next attempt."""
+    missing, name = await sending.check(), attempt.definition.name
+    try:
+        await in_thread(_check_disk_space, attempt.slot, missing)
+        sent = await sending.send()
+        attempt.work.progress(_tick(attempt, sending.meter))
+        return sent
+    finally:
+        present_bytes = sending.meter.current
+        await in_thread(
+            lambda: staged_files.remember(attempt.slot.node_id, name, present_bytes, now=clock.now())
+        )
+
+
+def _check_disk_space(slot: Slot, missing: int) -> None:
+    """Refuse a node without disk space for the missing bytes; other loads may have used it (R2.38)."""
+    node = BackendNode.objects.filter(pk=slot.node_id).first()
+    needed = memory.required_disk(missing) if missing else 0
+    if node is not None and node.total_disk > 0 and node.available_disk < needed:
+        free = format_gib(node.available_disk)
+        problem = f"{free} of disk space free, {describe_disk_need(missing, needed)} needed"
+        if conf.cluster().disk_headroom_check:
+            raise NodeRefused(f"staging: {problem}")
+        log.warning("%s: %s", slot.node_name, problem)
+
+
+async def _report_progress(attempt: Attempt, meter: UploadMeter) -> NoReturn:
+    """Report the progress each second, and keep the load needed while bytes move."""
+    deadline, moved, moved_at = ProgressDeadline(attempt.work), meter.moved, clock.now()
+    while True:
+        await asyncio.sleep(REPORT_EVERY)
+        if meter.moved != moved:
+            moved, moved_at = meter.moved, clock.now()
+        attempt.work.progress(_tick(attempt, meter, progress_at=moved_at))
+        await deadline.extend_on_progress(meter.moved)
+
+
+def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None = None) -> Tick:
+    rate = meter.rate(clock.monotonic())
+    total = meter.total
+    return attempt.tick(
+        PHASE,
+        meter.sentence(rate),
+        current_bytes=meter.current,
+        total_bytes=total,
+        percentage=_STAGED_PERCENT * meter.current / total if total else 0.0,
+        file_index=meter.file_index,
+        total_files=len(meter.sizes),
+        bytes_per_second=rate,
+        progress_at=progress_at,
+    )

@@ -1,0 +1,202 @@
+"""Scheduling rules, load records and prefix pressure of models, and the record of placement decisions."""
+
+import uuid
+from uuid import uuid4
+
+from django.core.exceptions import ValidationError
+from django.db import models
+from django.db.models import F, Q
+
+from localai_cluster.kit import clock, errors
+from nodes.models import selectors
+
+
+class ModelLoadInfo(models.Model):
+    """The parameters of a model's last load (R1.6); the row outlives the replicas."""
+
+    model_name = models.CharField(max_length=255, unique=True)
+    backend_type = models.CharField(max_length=255)
+    model_options = models.JSONField(default=dict)
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+    updated_at = models.DateTimeField(default=clock.now, editable=False)
+
+    class Meta:
+        db_table = "model_load_infos"
+        verbose_name, verbose_name_plural = "model load record", "model load records"
+        constraints = [models.CheckConstraint(name="load_info_names_model", condition=~Q(model_name=""))]
+
+    def __str__(self) -> str:
+        return self.model_name
+
+
+class RoutePolicy(models.TextChoices):
+    """The choice among the replicas of a model for a request (R3.1); empty = the cluster's default."""
+
+    ROUND_ROBIN = "round_robin", "round robin"
+    PREFIX_CACHE = "prefix_cache", "prefix cache"
+
+
+class ModelSchedulingConfig(models.Model):
+    """Desired nodes and number of replicas of a model (R1.8)."""
+
+    id = models.UUIDField(primary_key=True, default=uuid4, editable=False)
+    model_name = models.CharField(max_length=255, unique=True)
+    node_selector = models.JSONField(default=dict, blank=True)
+    min_replicas = models.IntegerField(default=0)
+    max_replicas = models.IntegerField(default=0)
+    spread_all = models.BooleanField(default=False)
+    route_policy = models.CharField(max_length=32, blank=True, default="", choices=RoutePolicy)
+    balance_abs_threshold = models.IntegerField(default=0)
+    balance_rel_threshold = models.FloatField(default=0)
+    min_prefix_match = models.FloatField(default=0)
+    unsatisfiable_until = models.DateTimeField(null=True, blank=True, editable=False)
+    unsatisfiable_ticks = models.IntegerField(default=0, editable=False)
+    wanted_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    current_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    reason = models.TextField(blank=True, default="", db_default="", editable=False)
+    """The result of the last pass for this rule, and its reason."""
+    pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
+    """Time of the last scale-up for pressure (R4.13); earlier reports of pressure are void."""
+    looked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    """Time of the last pass; null until a pass has processed the current rule."""
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+    updated_at = models.DateTimeField(default=clock.now, editable=False)
+
+    class Meta:
+        db_table = "model_scheduling_configs"
+        verbose_name, verbose_name_plural = "scheduling rule", "scheduling rules"
+        constraints = [
+            models.CheckConstraint(
+                name="scheduling_counts_valid",
+                condition=Q(min_replicas__gte=0, max_replicas__gte=0, unsatisfiable_ticks__gte=0),
+            ),
+            models.CheckConstraint(
+                name="scheduling_min_within_max",
+                condition=Q(max_replicas=0) | Q(min_replicas__lte=F("max_replicas")),
+            ),
+            models.CheckConstraint(
+                name="scheduling_spread_counts_nothing",
+                condition=Q(spread_all=False) | Q(min_replicas=0, max_replicas=0),
+            ),
+            models.CheckConstraint(
+                name="scheduling_routing_valid",
+                condition=Q(route_policy__in=["", *RoutePolicy.values])
+                & Q(balance_abs_threshold__gte=0, min_prefix_match__range=(0, 1))
+                & (Q(balance_rel_threshold=0) | Q(balance_rel_threshold__gte=1)),
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.model_name
+
+    def clean(self) -> None:
+        """Refuse an unreadable selector, so that it never means "any node" (R1.69)."""
+        try:
+            selectors.check(self.node_selector)
+        except errors.InvalidInput as refusal:
+            raise ValidationError({"node_selector": refusal.message}) from None
+
+
+class PrefixPressure(models.Model):
+    """Pressure on a model in one web process (R3.18): requests that did not go to the replica that has their
+    prompt cached, because it was too busy."""
+
+    process_id = models.UUIDField()
+    model_name = models.CharField(max_length=255)
+    times = models.JSONField(default=list)
+    """Times of these requests in ISO 8601: all that counted at the report."""
+    reported_at = models.DateTimeField(default=clock.now)
+
+    class Meta:
+        db_table = "prefix_pressures"
+        verbose_name, verbose_name_plural = "pressure on a model", "pressure on models"
+        constraints = [
+            models.UniqueConstraint(name="pressure_once_a_process", fields=["model_name", "process_id"])
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.model_name}: {len(self.times)}"
+
+
+class PlacementOutcome(models.TextChoices):
+    """The outcome of a decision."""
+
+    PLACED = "placed"
+    WAITING = "waiting"
+    REFUSED = "refused"
+    EVICTED = "evicted"
+    SCALED = "scaled"
+    UNLOADING = "unloading"
+
+
+class DecisionKind(models.TextChoices):
+    """The kind of a decision, which determines its recomputation (`nodes/reconcilers/decision_replay.py`)."""
+
+    PLACEMENT = "placement"
+    EVICTION = "eviction"
+    ATTEMPT = "attempt"
+    """The outcome of a load after a failed attempt."""
+    SCALE = "scale"
+    UNLOAD = "unload"
+
+
+class PlacementRecord(models.Model):
+    """One decision, or a wait as long as its reasons stay the same (`nodes/placement/explain.py`).
+
+    It names operation and node without a foreign key, because it outlives both; `base` and `position` name
+    the log entries of its snapshot, which it outlives too. A decision that compared no fleet has no snapshot.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    kind = models.CharField(max_length=16, choices=DecisionKind, default=DecisionKind.PLACEMENT)
+    model_name = models.CharField(max_length=255)
+    operation_id = models.UUIDField(null=True, blank=True)
+    at = models.DateTimeField()
+    last_at = models.DateTimeField(help_text="when its figures were read")
+    outcome = models.CharField(max_length=16, choices=PlacementOutcome)
+    node_id = models.UUIDField(null=True, blank=True)
+    node_name = models.CharField(max_length=255, blank=True, default="")
+    replica_index = models.IntegerField(null=True, blank=True)
+    reason = models.TextField()
+    facts = models.JSONField(default=dict)
+    base = models.UUIDField(null=True, blank=True)
+    position = models.IntegerField(null=True, blank=True)
+
+    class Meta:
+        db_table = "placement_records"
+        verbose_name, verbose_name_plural = "placement record", "placement records"
+        constraints = [
+            models.CheckConstraint(
+                name="placement_record_names_node",
+                condition=~Q(outcome__in=["placed", "evicted"])
+                | Q(node_id__isnull=False, replica_index__isnull=False),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["model_name", "-id"], name="placement_of_model"),
+            models.Index(fields=["operation_id", "-id"], name="placement_of_operation"),
+            models.Index(fields=["last_at"], name="placement_by_time"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.model_name}: {self.outcome}"
+
+
+class PlacementLog(models.Model):
+    """Snapshots of the fleet: a full one at position 0 of a base, then deltas (`snapshot_log.py`)."""
+
+    id = models.BigAutoField(primary_key=True)
+    base = models.UUIDField(default=uuid.uuid4)
+    position = models.IntegerField()
+    at = models.DateTimeField()
+    body = models.BinaryField()
+
+    class Meta:
+        db_table = "placement_log"
+        verbose_name, verbose_name_plural = "entry of the placement log", "placement log"
+        constraints = [models.UniqueConstraint(name="placement_log_position", fields=["base", "position"])]
+        indexes = [models.Index(fields=["at"], name="placement_log_by_time")]
+
+    def __str__(self) -> str:
+        return f"{self.base}@{self.position}"
