@@ -60,7 +60,7 @@ class _Replica(NamedTuple):
         return self.phase != Phase.DEPARTED and not ended
 
 
-class _Table:
+class _TableCopy:
     """The rows of one table, by node."""
 
     def __init__(self, model: type[Model], node: str, columns: Sequence[str]) -> None:
@@ -95,9 +95,9 @@ class _Rows:
     """The rows that placement reads."""
 
     def __init__(self) -> None:
-        self._nodes = _Table(BackendNode, "id", _NODE)
-        self._labels = _Table(NodeLabel, "node_id", ("key", "value"))
-        self._replicas = _Table(NodeModel, "node_id", _Replica._fields)
+        self._nodes = _TableCopy(BackendNode, "id", _NODE)
+        self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"))
+        self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields)
         self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
         """Nodes that have had replicas of a model."""
 

@@ -189,7 +189,7 @@ def test_it_begins_again_on_another_server_and_after_a_look_that_failed(
     kept._mark = kept._mark._replace(xid=2**40) if kept._mark else None  # of a server that was ahead
     BackendNode.objects.filter(pk=node.pk).update(available_vram=GB)
     assert_cache_equals_rows(kept)
-    monkeypatch.setattr(fleet_cache._Table, "refresh", lambda *_: 1 / 0)
+    monkeypatch.setattr(fleet_cache._TableCopy, "refresh", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kept.decide("a", ANYTHING)
     monkeypatch.undo()
