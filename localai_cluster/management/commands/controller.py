@@ -57,7 +57,7 @@ from operations.executor.operation_queue import OperationQueue
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Handler, in_thread
 from operations.models import Status
-from operations.reconcilers import schedules as ledger_schedules
+from operations.reconcilers import tasks as ledger_schedules
 
 log = logging.getLogger(__name__)
 
