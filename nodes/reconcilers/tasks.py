@@ -12,7 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
+from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
 from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
@@ -60,7 +60,7 @@ def state_pass() -> None:
 def finish_drains() -> None:
     """End the drains that are over; return at once if another process holds the lock."""
     with try_lock(Lock.DRAINS) as locked:
-        ended = services.finish_drains(now=clock.now()) if locked else 0
+        ended = lifecycle.finish_drains(now=clock.now()) if locked else 0
     if ended:
         log.info("drains: the replicas of %d nodes have gone", ended)
 
