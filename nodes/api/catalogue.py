@@ -19,7 +19,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import NODE_ID, answered, one_of, query
+from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
@@ -49,7 +49,9 @@ CATALOGUE = Shape(
         field("galleryErrors", GALLERY_ERROR.many),
         field("allTags", TEXTS),
         field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
-        field("taskTypes", mapping(one_of(("Installation", "Deletion", "Waiting"))), "And to what it does."),
+        field(
+            "taskTypes", mapping(enum_schema(("Installation", "Deletion", "Waiting"))), "And to what it does."
+        ),
         field("availableBackends", count(), "Entries of all galleries."),
         field("installedBackends", count(), "Different backends on approved nodes."),
         field("currentPage", count(1)),
@@ -62,19 +64,25 @@ CATALOGUE = Shape(
 )
 _SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
 _PARAMETERS = [
-    query("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
-    query("tag", _SEARCH, "Only entries with this tag."),
-    query("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."),
-    query(
+    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    query_parameter(
+        "page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."
+    ),
+    query_parameter(
         "items",
         {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": USUAL_ITEMS},
         "Entries on a page.",
     ),
-    query("sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."),
-    query("order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."),
+    query_parameter(
+        "sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."
+    ),
+    query_parameter(
+        "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
+    ),
 ]
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_EXAMPLE = answered(
+_EXAMPLE = response_example(
     {
         "backends": [
             {
@@ -169,7 +177,7 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
-def wanted_of(request: Request) -> CatalogueQuery:
+def parse_query(request: Request) -> CatalogueQuery:
     """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
     given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
@@ -182,15 +190,15 @@ def wanted_of(request: Request) -> CatalogueQuery:
     )
 
 
-_asked_about = ""
+_checked_fingerprint = ""
 """The fingerprint that this process has asked a check for: it asks once, whatever comes of it."""
 
 
 def _gallery_changed(fingerprint: str) -> None:
     """The galleries are not those of the last upgrade check."""
-    global _asked_about
-    if fingerprint != _asked_about:
-        _asked_about = fingerprint
+    global _checked_fingerprint
+    if fingerprint != _checked_fingerprint:
+        _checked_fingerprint = fingerprint
         upgrade_state.ask()
 
 
@@ -232,7 +240,7 @@ class BackendsView(APIView):
 
         503 if no gallery can be read.
         """
-        wanted = wanted_of(request)
+        wanted = parse_query(request)
         offer = read_galleries()
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
@@ -304,7 +312,7 @@ class AvailableView(_List):
         summary="List entries of the galleries",
         tags=["backends"],
         responses={200: AVAILABLE.many, **flat_refusals()},
-        examples=[answered([_AVAILABLE])],
+        examples=[response_example([_AVAILABLE])],
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
@@ -341,7 +349,9 @@ class KnownView(_List):
         tags=["backends"],
         responses={200: KNOWN.many, **flat_refusals()},
         examples=[
-            answered([{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}])
+            response_example(
+                [{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}]
+            )
         ],
     )
     def get(self, request: Request) -> Response:
@@ -374,7 +384,7 @@ class GalleriesView(_List):
         summary="List galleries",
         tags=["backends"],
         responses={200: REPOSITORY.many, **flat_refusals()},
-        examples=[answered([_REPOSITORY])],
+        examples=[response_example([_REPOSITORY])],
     )
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
@@ -389,7 +399,7 @@ class UseCasesView(_List):
         summary="List what backends are used for",
         tags=["backends"],
         responses={200: mapping(TEXTS), **flat_refusals()},
-        examples=[answered({"minilm": ["embeddings"]})],
+        examples=[response_example({"minilm": ["embeddings"]})],
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""

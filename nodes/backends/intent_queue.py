@@ -52,7 +52,7 @@ from nodes.commands.outcomes import (
 )
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.placement.deadlines import load_limit
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.replicas import upgrade_drains
 from nodes.replicas.upgrade_drains import UpgradeDrain
 from operations import targets
@@ -454,6 +454,6 @@ def _offline(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
 def _mark_unhealthy(node_id: UUID, reason: str) -> None:
     """A3, A5; do nothing if the node was removed, or another attempt has marked it already."""
     try:
-        services.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
+        lifecycle.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
     except (errors.NotFound, errors.Conflict) as refusal:
         log.info("node %s is not marked unhealthy: %s", node_id, refusal.message)

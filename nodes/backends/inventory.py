@@ -311,7 +311,7 @@ async def ask(bus: Bus, query: Question, *, pause: float = _FIRST_PAUSE) -> bool
 def _handle_silence(node_id: UUID, reason: str, deaf: bool) -> None:
     """Handle a request without a reply; `deaf` is True if nothing listened for it."""
     now, limit = clock.now(), conf.cluster().node_stale_after
-    if not deaf or not mass_silence.give_up(node_id, limit=limit, actor=CONTROLLER, now=now):
+    if not deaf or not mass_silence.release_silent_node(node_id, limit=limit, actor=CONTROLLER, now=now):
         intents.contact_failed(node_id, reason, now=now)
 
 

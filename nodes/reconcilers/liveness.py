@@ -25,7 +25,7 @@ from localai_cluster.accounts.actors import task
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers.mass_disruption import NEARLY, Hold, Silence, decide
-from nodes.registry import mass_silence, services
+from nodes.registry import change, lifecycle, mass_silence
 from nodes.replicas import statements
 
 
@@ -137,7 +137,7 @@ _HEARD = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
 
 def observe() -> Observed:
     """Read the snapshot in three queries."""
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
         nodes=[Heard(*row) for row in nodes.values_list(*_HEARD)],
@@ -162,8 +162,8 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
             hold = plan.hold
             mass_silence.hold(plan.held, since=hold.since, until=hold.until, of=plan.of, actor=actor, now=now)
         locked = _lock(plan)
-        services.recovered(plan.recovered, actor=actor, now=now)
-        nodes_gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
+        lifecycle.mark_recovered(plan.recovered, actor=actor, now=now)
+        nodes_gone = lifecycle.mark_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
         return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
 
 
@@ -173,7 +173,7 @@ def _lock(plan: Plan) -> list[UUID]:
     Nodes by id, then replicas by id, as heartbeats and the hot path do. Locking in steps would hold a later
     replica while it waits for an earlier one.
     """
-    services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
+    change.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
     used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
     touched = NodeModel.objects.filter(Q(node_id__in=plan.nodes) | Q(pk__in=used))
     return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))

@@ -12,7 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas, stuck_replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
+from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
 from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
@@ -60,7 +60,7 @@ def state_pass() -> None:
 def finish_drains() -> None:
     """End the drains that are over; return at once if another process holds the lock."""
     with try_lock(Lock.DRAINS) as locked:
-        ended = services.finish_drains(now=clock.now()) if locked else 0
+        ended = lifecycle.finish_drains(now=clock.now()) if locked else 0
     if ended:
         log.info("drains: the replicas of %d nodes have gone", ended)
 
@@ -89,13 +89,8 @@ def prune_timeline() -> None:
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
-    prunes.append(
-        (
-            snapshot_log.prune,
-            _latest(snapshots_before, snapshot_log.fitting_since(cluster.decision_space)),
-        )
-    )
+    for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
+        prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
             pass

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from localai_cluster.api_document import SchemaView
 from localai_cluster.kit import clock
 from nodes.backends import worker_logs
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.decisions.decision_log import record
 from nodes.definitions.files import parse_definition
 from nodes.loading import load_explanation
@@ -181,7 +181,7 @@ def reasons(read: Reader) -> None:
 
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
-    for nodes in ([], fleet_queries.read_fleet(model, only=[node.id])):
+    for nodes in ([], fleet_cache.read_fleet(model, only=[node.id])):
         record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 
@@ -360,7 +360,7 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         revoke_reason="lost",
     )
     claimed(node, "weak", "c" * 64)
-    (element,) = node_rows.elements(BackendNode.objects.all())
+    (element,) = node_rows.list_rows(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["properties"])
     NodeLabel.objects.all().delete()
     NodeConflict.objects.all().delete()
@@ -373,7 +373,7 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         vram_budget="",
         vram_budget_bytes=0,
     )
-    (element,) = node_rows.elements(BackendNode.objects.all())
+    (element,) = node_rows.list_rows(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])
 
 

@@ -46,7 +46,7 @@ def index(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Pat
     listed = [{"name": "local", "url": file.as_uri()}]
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, galleries=listed)
     monkeypatch.setattr(catalogue, "reader", catalogue.Reader())
-    monkeypatch.setattr("nodes.api.catalogue._asked_about", "")
+    monkeypatch.setattr("nodes.api.catalogue._checked_fingerprint", "")
     return file
 
 

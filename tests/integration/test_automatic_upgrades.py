@@ -16,7 +16,7 @@ from nodes.backends import admission, automatic, backend_requests, intents, upgr
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
 from tests.support.fleet import at_once, unexpected
@@ -168,7 +168,7 @@ def test_nodes_that_are_away_are_named_and_upgraded_after_their_return() -> None
     node("a")
     b, c = node("b"), node("c")
     BackendNode.objects.filter(pk=b.pk).update(offline_at=clock.now())
-    services.drain(c.id, actor=actors.CONTROLLER, now=clock.now(), deadline=60)
+    lifecycle.drain(c.id, actor=actors.CONTROLLER, now=clock.now(), deadline=60)
     checked()
     (operation,) = follow()
     said = story(operation)

@@ -11,11 +11,11 @@ import pytest
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.reconcilers.file_ports import FilePorts
-from nodes.registry import file_port, services
+from nodes.registry import file_port, lifecycle
 from nodes.registry.file_port import FIRST_PAUSE, LONGEST_PAUSE, record_check, record_failure
 from operations.executor.work import in_thread
 from tests.support import api, hot
@@ -56,7 +56,7 @@ async def test_the_port_is_tested_at_approval_and_a_failure_shows_until_it_answe
     """Review R4. A pending node is not contacted; the check needs no token."""
     node = await in_thread(lambda: hot.node(approved_at=None, weak_identity=True, http_address=CLOSED))
     assert await in_thread(lambda: file_port.claim_due(9, now=clock.now())) == []
-    await in_thread(lambda: services.approve(node.id, actor=actors.AUTO_APPROVAL, now=clock.now()))
+    await in_thread(lambda: lifecycle.approve(node.id, actor=actors.AUTO_APPROVAL, now=clock.now()))
     async with checking() as ports:
         await until(node, file_port_error=REFUSED)
         async with file_server(tmp_path) as worker:
@@ -82,10 +82,10 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
     assert pauses[:4] == [FIRST_PAUSE * 2**times for times in range(4)]
     assert pauses[-1] == LONGEST_PAUSE
     assert stored(node).file_port_failed_at == began
-    (candidate,) = fleet_queries.read_fleet("echo")
+    (candidate,) = fleet_cache.read_fleet("echo")
     assert choose.find_refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
     record_check(node.id, "", now=now)
-    (candidate,) = fleet_queries.read_fleet("echo")
+    (candidate,) = fleet_cache.read_fleet("echo")
     assert choose.find_refusal(candidate, need=choose.Need(files=1)) is None
 
 

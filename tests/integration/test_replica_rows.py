@@ -10,10 +10,10 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.replicas import hooks, replica_queries, retire, slots
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
@@ -36,7 +36,7 @@ def heard() -> Iterator[list[RemovedReplica]]:
 
 
 def reserved(node: BackendNode, model: str, mark: str) -> Slot:
-    (view,) = fleet_queries.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
     slot = slots.reserve(view, model, attempt=attempt(mark), backend="llama-cpp", now=clock.now())
     assert isinstance(slot, Slot)
     return slot
@@ -263,7 +263,7 @@ def registered_again(_: BackendNode) -> None:
 
 
 def marked_offline(node: BackendNode) -> None:
-    services.deactivate(node.pk, now=clock.now())
+    lifecycle.deactivate(node.pk, now=clock.now())
 
 
 def not_listed(node: BackendNode) -> None:

@@ -44,7 +44,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
         settings.CLUSTER, galleries=[{"name": "local", "url": file.as_uri()}]
     )
     monkeypatch.setattr(catalogue, "reader", catalogue.Reader())
-    monkeypatch.setattr("nodes.api.catalogue._asked_about", "")
+    monkeypatch.setattr("nodes.api.catalogue._checked_fingerprint", "")
 
     def write(**entries: Any) -> None:
         listed = [

@@ -18,7 +18,7 @@ from nodes.backends.intents import Ended, PutBack
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations import targets
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support.effort import EFFORT
@@ -104,7 +104,7 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
             acts.append(partial(wave_requests.choose, id, chosen, last_replicas=["m"], actor="bob", now=now))
             acts.append(partial(admission.cancel, id, actor="bob", now=now))
         if seed == 0 and len(there) > 3 and random.random() < 0.2:
-            acts = [partial(services.deregister, there[-1].pk, actor=actors.CONTROLLER, now=now)]
+            acts = [partial(lifecycle.deregister, there[-1].pk, actor=actors.CONTROLLER, now=now)]
         with suppress(errors.ClusterError):
             random.choice(acts)()
 

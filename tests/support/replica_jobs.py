@@ -16,13 +16,13 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
-from nodes.registry import services
+from nodes.registry import lifecycle, registration
 from nodes.replicas import eviction, load_ends, retire, slots, statements, terminations, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
@@ -86,7 +86,7 @@ class Cluster:
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(load_ends.end_abandoned_loads, model, now=clock.now())
-        views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -209,7 +209,7 @@ class Cluster:
         if not self.processes:
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
-        asked = {"ask": 0, "model": dice.choice(MODELS), "key": "", "n": 1}
+        asked = {"ask": 0, "scope": -1, "model": dice.choice(MODELS), "key": "", "n": 1}
         for row in self._exchange(process, picks=[asked]):
             self.requests.append((process, row[0]))
 
@@ -272,7 +272,7 @@ class Cluster:
             total_vram=3 * GB,
             available_vram=3 * GB,
             max_replicas_per_model=2,
-            running_processes=[services.Running(*one) for one in worker.running()],
+            running_processes=[registration.Running(*one) for one in worker.running()],
         )
         worker.is_registered, worker.is_reachable = True, True
         if worker.id != made.node.id:
@@ -289,21 +289,21 @@ class Cluster:
     def falls_silent(self, worker: Worker) -> None:
         """The node is declared gone; its engines run on."""
         worker.is_reachable = False
-        services.fell_silent([worker.id], limit=-3600, actor=actors.CONTROLLER, now=clock.now())
+        lifecycle.mark_silent([worker.id], limit=-3600, actor=actors.CONTROLLER, now=clock.now())
 
     def deregisters(self, worker: Worker) -> None:
         """An admin removes the node; its worker ends with its engines and registers as a new node later."""
-        services.deregister(worker.id, actor=ROOT, now=clock.now())
+        lifecycle.deregister(worker.id, actor=ROOT, now=clock.now())
         worker.crash()
         worker.is_reachable = False
 
     def drains(self, worker: Worker) -> None:
         """An admin drains the node."""
-        services.drain(worker.id, actor=ROOT, now=clock.now(), deadline=30)
+        lifecycle.drain(worker.id, actor=ROOT, now=clock.now(), deadline=30)
 
     def resumes(self, worker: Worker) -> None:
         """An admin resumes the node."""
-        services.resume(worker.id, actor=ROOT, now=clock.now())
+        lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
 
 
 def slots_started(slot: Slot, attempt: AttemptId) -> bool:
