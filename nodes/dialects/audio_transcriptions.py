@@ -24,7 +24,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.generation import Rendering, Sink, TextDelta
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header, silence_limit
 from nodes.gateway.worker_files import open_files
@@ -110,9 +110,9 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def event_format() -> Rendering:
+def event_format() -> StreamFormat:
     """Return the event stream of a transcript: its pieces, then the complete text."""
-    return Rendering(_Pieces(), DONE)
+    return StreamFormat(_Pieces(), DONE)
 
 
 class _Pieces(Chunks):

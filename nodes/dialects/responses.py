@@ -411,7 +411,7 @@ class ResponseEvents:
         events = [self._start_events()] if not self._number else []
         flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
-        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
         reason = {"code": "server_error", "message": error_fields.message}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
@@ -423,10 +423,10 @@ class ResponseEvents:
             yield self._start_events()
         # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
-            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            is_truncated = delta.finish == "length" and step.block is self._blocks.blocks[-1]
             yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _final_response(self._head, self._blocks.made, delta)
+            response = _final_response(self._head, self._blocks.blocks, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
@@ -446,7 +446,7 @@ class ResponseEvents:
             if inner:
                 part = _render_part(self._head, blank)
                 yield self._event("response.content_part.added", **position, **inner, part=part)
-        elif step.change is BlockChange.SAID:
+        elif step.change is BlockChange.ADDED:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
         else:

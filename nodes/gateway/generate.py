@@ -387,5 +387,5 @@ class _Attempt:
             )
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
-        took = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
-        await self._sink(replace(last, durations=took))
+        durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
+        await self._sink(replace(last, durations=durations))

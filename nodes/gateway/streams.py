@@ -22,7 +22,7 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.gateway.endpoint import until_stop
-from nodes.gateway.generation import Rendering, Sink, TextDelta
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica
 
 
@@ -122,7 +122,7 @@ class Pipe:
 class EventStream:
     """One streamed response. `work` produces it; `play` sends it and ends with it."""
 
-    def __init__(self, request: InferenceRequest, rendering: Rendering, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, rendering: StreamFormat, work: Work) -> None:
         self._request = request
         self._rendering = rendering
         self._work = work

@@ -204,7 +204,7 @@ def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
     body = good | data.draw(st.dictionaries(st.sampled_from(fields), JSON, max_size=3))
     asked, refused = None, ""
     try:
-        asked = dialect.read(body)
+        asked = dialect.parse(body)
     except InvalidInput as error:
         refused = error.field or "nothing"
     assert asked is not None or refused in fields
@@ -347,7 +347,7 @@ def test_a_stream_says_what_the_whole_answer_says(
         events += told(left[:size])
         left = left[size:]
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in events.split(b"\n\n") if line]
-    whole = json.loads(dialect.whole(head, deltas))
+    whole = json.loads(dialect.render_response(head, deltas))
     assert chunks[-1]["usage"] == whole["usage"]
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     for choice in whole["choices"]:
@@ -501,11 +501,11 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     """Clients read JSON. Of an answer that was cut off nothing is made up."""
     head = Head("id", 1, Generation("m", ("hi",), Sampling(), 1, True))
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
-    chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
+    chat = json.loads(openai_chat.DIALECT.render_response(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
-    (item,) = json.loads(responses.DIALECT.whole(head, deltas))["output"]
+    (item,) = json.loads(responses.DIALECT.render_response(head, deltas))["output"]
     assert item["arguments"] == arguments
-    (block,) = json.loads(anthropic.DIALECT.whole(head, deltas))["content"]
+    (block,) = json.loads(anthropic.DIALECT.render_response(head, deltas))["content"]
     assert block["input"] == {}
     for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
         told = dialect.events(head).render(deltas)

@@ -143,7 +143,7 @@ def test_a_stream_says_what_the_whole_answer_says(
 ) -> None:
     """However the deltas are bundled: pieces, then all calls in one line, then the end."""
     *parts, last = lines(played(dialect, deltas, data))
-    whole = json.loads(dialect.whole(HEAD, deltas))
+    whole = json.loads(dialect.render_response(HEAD, deltas))
     (choice,) = merge_deltas(deltas, 1)
     assert [part["done"] for part in parts] == [False] * len(parts)
     assert last["done"] is True
@@ -163,7 +163,7 @@ def test_a_stream_says_what_the_whole_answer_says(
 
 def test_what_it_took_is_in_nanoseconds() -> None:
     end = TextDelta(0, finish="length", usage=Usage(7, 2, 3), durations=Durations(0.5, 0.25, 2.0))
-    whole = json.loads(CHAT.whole(HEAD, [TextDelta(0, "x"), end]))
+    whole = json.loads(CHAT.render_response(HEAD, [TextDelta(0, "x"), end]))
     assert (whole["done_reason"], whole["prompt_eval_count"], whole["eval_count"]) == ("length", 7, 2)
     assert whole["total_duration"] == 2_750_000_000
     durations = [whole[f"{name}_duration"] for name in ("load", "prompt_eval", "eval")]
