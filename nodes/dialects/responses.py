@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import field_error
+from localai_cluster.web.wire import ResponseBody, field_error
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import Fraction, PositiveInt, Text
@@ -189,6 +188,18 @@ class TextConfig(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
 
 
+class ResponseObject(ResponseBody, kw_only=True):
+    """OpenAI's `response`, which also repeats what the request said."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["completed", "incomplete"]})]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
 
@@ -299,7 +310,7 @@ _EVENT_NAMES = {
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return orjson.dumps(_final_response(head, blocks.collect_blocks(deltas), last))
+    return msgspec.json.encode(_final_response(head, blocks.collect_blocks(deltas), last))
 
 
 def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
@@ -388,18 +399,18 @@ class ResponseEvents:
         self._blocks = Blocks()
         self._number = 0
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an `error` event, which clients raise, and the response with the content so far."""
-        error_fields = orjson.loads(wire.error_answer(error).body)["error"]
+        error_fields = wire.error_body(error).error
         events = [self._start_events()] if not self._number else []
-        flat_fields = {name: error_fields[name] for name in ("code", "message", "param")}
+        flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
-        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
-        reason = {"code": "server_error", "message": error_fields["message"]}
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
+        reason = {"code": "server_error", "message": error_fields.message}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
         )
@@ -410,10 +421,10 @@ class ResponseEvents:
             yield self._start_events()
         # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
-            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            is_truncated = delta.finish == "length" and step.block is self._blocks.blocks[-1]
             yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _final_response(self._head, self._blocks.made, delta)
+            response = _final_response(self._head, self._blocks.blocks, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
@@ -433,7 +444,7 @@ class ResponseEvents:
             if inner:
                 part = _render_part(self._head, blank)
                 yield self._event("response.content_part.added", **position, **inner, part=part)
-        elif step.change is BlockChange.SAID:
+        elif step.change is BlockChange.ADDED:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
         else:
@@ -445,7 +456,7 @@ class ResponseEvents:
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        content_json = orjson.dumps({"type": kind, "sequence_number": self._number, **content})
+        content_json = msgspec.json.encode({"type": kind, "sequence_number": self._number, **content})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
 

@@ -9,7 +9,6 @@ confirms it; a stock worker that cannot confirm it gets the stop all the same.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Coroutine
 from datetime import timedelta
@@ -19,6 +18,7 @@ from uuid import UUID
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import passes
@@ -51,31 +51,18 @@ _PROBE_TIMEOUT = 1.0
 CANNOT_TELL = "its worker cannot tell what runs there"
 
 
-class Stopper:
-    """A controller's part."""
+class Stopper(PeriodicTask):
+    """The periodic task of a controller that stops what no operation stops."""
 
     def __init__(self, bus: Bus) -> None:
+        super().__init__(
+            "stops", self._run_pass, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+        )
         self._bus = bus
-        self._look = asyncio.Event()
 
-    def wake(self) -> None:
-        """Something may be due; look now."""
-        self._look.set()
-
-    async def run(self) -> None:
-        """Looks until cancelled."""
-        while True:
-            self._look.clear()
-            try:
-                with passes.counted("stops"):
-                    pause = _LOOK_AT_STOPS if self._bus.connected and await self.look_once() else LOOK_EVERY
-            except DatabaseError as error:
-                log.warning("cannot see which engines must be stopped: %s", error)
-                pause = LOOK_EVERY
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._look.wait()
-            await asyncio.sleep(_GATHER)
+    async def _run_pass(self) -> float | None:
+        with passes.counted("stops"):
+            return _LOOK_AT_STOPS if self._bus.connected and await self.look_once() else None
 
     async def look_once(self) -> int:
         """Carries out what is due; answers how much that was."""

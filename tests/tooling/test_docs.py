@@ -11,8 +11,17 @@ PAGES = sorted(
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/decisions").glob("*.md")]
 )
 MECHANISMS = (
-    "backends changes cold-requests decision-records nodes pages prefix-routing replicas scheduling workers"
-).split()
+    "backends",
+    "changes",
+    "cold-requests",
+    "decision-records",
+    "nodes",
+    "pages",
+    "prefix-routing",
+    "replicas",
+    "scheduling",
+    "workers",
+)
 MOST_WORDS = 700
 
 
