@@ -17,7 +17,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.gateway import schemas
-from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total
+from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
 
 MOST_CHOICES = 32
 """Limit on the choices of one request, all prompts together."""
@@ -189,4 +189,4 @@ class CompletionEvents(Chunks):
         self._ended.append(last)
         if not request.usage_in_stream or len(self._ended) < request.choices:
             return []
-        return [self._chunk([], render_usage(total(self._ended, request.n)))]
+        return [self._chunk([], render_usage(total_usage(self._ended, request.n)))]

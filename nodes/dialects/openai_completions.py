@@ -118,9 +118,9 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
-        for index, choice in enumerate(generation.folded(deltas, request.choices))
+        for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
     ]
-    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    usage = openai_common.render_usage(generation.total_usage(deltas, request.n))
     return msgspec.json.encode(
         CompletionResponse(
             id=head.id, created=head.created, model=request.model, choices=choices, usage=usage
