@@ -22,7 +22,7 @@ from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Offered, upgrades
 from nodes.backends.wave_plan import Options
 from nodes.models import BackendNode, BackendOffer
-from nodes.replicas import upgrade_drains
+from nodes.replicas import drains
 from operations.models import Operation
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
 def _places(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
 ) -> list[BackendPlace]:
-    last_replicas = upgrade_drains.last_replicas(backend.name, [node.id for node in nodes.values()])
+    last_replicas = drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
     places_by_node = {str(place.node["node_id"]): place for place in backend.removable}
     return [

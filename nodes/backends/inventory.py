@@ -35,7 +35,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
-from nodes.replicas.retire import end_unlisted
+from nodes.replicas.engine_ends import end_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
 

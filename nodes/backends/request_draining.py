@@ -19,8 +19,8 @@ from nodes.backends import intents
 from nodes.backends.intents import Intent, PutBack, Settlement
 from nodes.models import NodeModel
 from nodes.placement.deadlines import load_limit
-from nodes.replicas import upgrade_drains
-from nodes.replicas.upgrade_drains import UpgradeDrain
+from nodes.replicas import drains
+from nodes.replicas.drains import UpgradeDrain
 from operations import targets
 from operations.executor.work import Recorder, in_thread
 from operations.ledger.progress import Tick
@@ -88,7 +88,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
 async def over(intent: Intent, settlement: Settlement | None = None) -> None:
     """Return replicas that the attempt did not stop to the picks, unless the worker may still be busy."""
     if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
-        await in_thread(upgrade_drains.end_upgrade, intent.id, intent.fence)
+        await in_thread(drains.end_upgrade, intent.id, intent.fence)
 
 
 async def settled(intent: Intent, settlement: Settlement) -> None:
@@ -133,7 +133,7 @@ def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain,
     intents.confirm(intent)
     now = clock.now()
     deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
-    withdrawal = upgrade_drains.drain_for_upgrade(
+    withdrawal = drains.drain_for_upgrade(
         intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed, deadline=deadline
     )
     if withdrawal.last_of:

@@ -5,7 +5,7 @@ from django.db.models import Q
 
 
 class MassSilence(models.Model):
-    """The one row that is there while silent nodes are kept (`nodes/reconcilers/mass_disruption.py`)."""
+    """The one row that is there while silent nodes are kept (`nodes/reconcilers/liveness.py`)."""
 
     ONLY = 1
 

@@ -15,7 +15,7 @@ from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import DecisionOutcome, Explanation
 from nodes.placement.load_decision import decide_load
-from nodes.replicas import unload_records
+from nodes.replicas import unload_requests
 from nodes.scheduling.plan import plan
 
 
@@ -48,7 +48,7 @@ def _from(state: State, record: PlacementRecord) -> ReplayedDecision | None:
         case DecisionKind.SCALE:
             return _scaled(state, record)
         case DecisionKind.UNLOAD:
-            words = unload_records.replay_unload(state, record.model_name, record.operation_id)
+            words = unload_requests.replay_unload(state, record.model_name, record.operation_id)
             return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
         case DecisionKind.EVICTION:
             return _evicted(state, record)

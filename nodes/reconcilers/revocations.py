@@ -60,7 +60,7 @@ class Revocations:
                 self._look.clear()
                 try:
                     with passes.counted("revocations"):
-                        await self.look_once(bus, self._operator)
+                        await self.run_pass(bus, self._operator)
                 except (ClusterError, DatabaseError, ValueError) as error:
                     # It must not end this loop: without it nothing is revoked any more.
                     log.warning("revoked credentials: not told to the NATS server yet: %s", error)
@@ -68,7 +68,7 @@ class Revocations:
         finally:
             await bus.close()
 
-    async def look_once(self, bus: NatsBus, operator: KeyPair) -> int:
+    async def run_pass(self, bus: NatsBus, operator: KeyPair) -> int:
         """Make the server's revocations equal to the rows; return the number of pushes.
 
         Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.

@@ -97,7 +97,7 @@ def _could_take(
     )
 
 
-class Wakes:
+class NodeWakeUps:
     """Periodic task of a controller: one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:

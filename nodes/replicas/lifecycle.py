@@ -93,7 +93,7 @@ def engine_of(row: NodeModel) -> Engine:
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
     """Let `event` happen to those of the rows to which the table allows it; return how many.
 
-    Writes the phase that follows and `columns`. Rows that the event ends are left alone: `retire.py` ends
+    Writes the phase that follows and `columns`. Rows that the event ends are left alone: `engine_ends.py` ends
     them.
     """
     follows = TRANSITIONS[event].moves
