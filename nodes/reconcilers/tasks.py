@@ -11,8 +11,8 @@ from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
-from nodes.reconcilers import intents, liveness, replicas
-from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
+from nodes.reconcilers import intents, replicas
+from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
 from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
 from nodes.replicas import checks, unload_requests
 
@@ -66,7 +66,7 @@ def state_pass() -> None:
             return
         now = clock.now()
         checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
-        corrected = liveness.recount()
+        corrected = recount()
     if stuck_engines := unload_requests.report_stuck(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
