@@ -13,14 +13,14 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ProgrammingError
 
 from localai_cluster import __version__
-from localai_cluster.kit import cluster_settings as _cluster_settings
+from localai_cluster.kit import conf as _conf
 from localai_cluster.kit import env as _env
 from localai_cluster.kit import logs
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
 """Folder of templates and pages: inside of an installed wheel, or at the top of a working copy."""
-CLUSTER, _environment = _cluster_settings.load()
+CLUSTER, _environment = _conf.load()
 
 SECRET_KEY = _environment.secret("SECRET_KEY")
 SECRET_KEY_IS_STAND_IN = not SECRET_KEY

@@ -153,7 +153,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         tasks_wait_since=periodic.waiting_since(now=now),
         tasks_ended_at=Task.objects.aggregate(at=Max("stopped"))["at"],
         workers=workers,
-        held=mass_silence.standing(),
+        held=mass_silence.current_hold(),
         other_versions=other_versions,
         operations=operations,
         failures=failures,
@@ -217,7 +217,7 @@ def _workers() -> tuple[dict[str, int], int]:
     other_versions = 0
     for status, node_type, version, weak, number in grouped.annotate(number=Count("pk")):
         states[status] = states.get(status, 0) + number
-        if status != "pending" and node_rows.skew(node_type, version, weak=weak):
+        if status != "pending" and node_rows.version_skew(node_type, version, weak=weak):
             other_versions += number
     return states, other_versions
 

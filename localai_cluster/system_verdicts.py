@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.periodic import SILENT_AFTER
-from nodes.registry.mass_silence import Held
+from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 
 OVERDUE = timedelta(seconds=30)
@@ -95,7 +95,7 @@ class Facts:
     tasks_wait_since: datetime | None = None
     tasks_ended_at: datetime | None = None
     workers: Mapping[str, int] = field(default_factory=dict)
-    held: Held | None = None
+    held: CurrentHold | None = None
     """The mass-disruption hold: nodes that fell silent together and are not marked offline yet."""
     other_versions: int = 0
     """Approved workers that do not run this server's version."""

@@ -135,11 +135,13 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 
     `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
     """
-    deadline = clock.monotonic() + BUSY * seconds
+    deadline, pause = clock.monotonic() + BUSY * seconds, 0.01
     while not (found := condition()):
         if clock.monotonic() > deadline:
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
-        time.sleep(0.02)
+        # Ever longer, for what is looked at needs the processor as well.
+        pause = min(1.3 * pause, 0.1)
+        time.sleep(pause)
     return found
 
 

@@ -1,7 +1,7 @@
 """Which tests run in one process of xdist, and in which order.
 
 A file's tests stay together. The files of the pages form two groups, each with one browser and one cluster
-for all its tests; they come first, because they take longest.
+for all its tests; they come first, because they take longest. Files that share a cluster are one group.
 """
 
 from collections import OrderedDict
@@ -14,11 +14,75 @@ CROWDED = frozenset(
     f"{BROWSER}test_{name}.py" for name in ("accessibility", "nodes", "quiet", "shell", "sign_in")
 )
 """Files that look at the cluster of five hundred nodes, among others."""
+SHARED = "tests/acceptance/shared"
+LEAVES_AS_FOUND = frozenset(
+    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics")
+)
+"""Files that share one cluster of several processes."""
+LONGEST = (
+    "acceptance/test_route_matrix",
+    "integration/test_replica_histories",
+    "acceptance/test_faults",
+    "integration/test_api_upgrade_delete",
+    "acceptance/test_kills",
+    "acceptance/test_make_run",
+    "integration/test_api_nodes",
+    "conformance/test_worker_life",
+    "acceptance/test_attack",
+    "integration/test_api_headers",
+    "acceptance/test_deaf_worker",
+    "acceptance/test_copied_folder",
+    "conformance/test_worker_commands",
+    "acceptance/test_deployments",
+    "conformance/test_bus_credentials",
+    "integration/test_front_servers",
+    "integration/test_dialects_edge",
+    "integration/test_api_unload",
+    "acceptance/test_staging",
+    "integration/test_api_list",
+    "acceptance/test_unload",
+    "integration/test_hot_wait",
+    "integration/test_staging",
+    "integration/test_hot_serve",
+    "integration/test_worker_logs",
+    "integration/test_join_script",
+    "wire/test_limits",
+    "acceptance/test_drain",
+    "integration/test_live_serve",
+    "integration/test_upgrading_deleting",
+    "integration/test_reasons",
+    "integration/test_front_run",
+    "integration/test_live_floods",
+    "integration/test_admin_confirm",
+    "integration/test_media",
+    "acceptance/test_kill_sweep",
+    "integration/test_api_worker_hostile",
+    "integration/test_api_scheduling",
+    "acceptance/test_waves",
+    "integration/test_admin_nodes",
+    "integration/test_delivery",
+    "integration/test_api_labels",
+    "integration/test_sparing",
+    "integration/test_api_overrides",
+    "integration/test_asking",
+    "acceptance/test_operations",
+    "acceptance/test_upgrade_delete",
+    "acceptance/test_node_stop",
+    "acceptance/test_stream_kills",
+    "integration/test_backend_llama_cpp",
+    "acceptance/test_front_whole",
+    "integration/test_api_pages",
+    "integration/test_api_catalogue",
+    "integration/test_load_waits_or_moves",
+)
+"""Files that take twenty seconds or more, the longest first, so that none of them runs alone at the end."""
 
 
 def shared_by(node_id: str) -> str:
     """The group of a test: the process of a group starts what its files share once."""
     file = node_id.partition("::")[0]
+    if file in LEAVES_AS_FOUND:
+        return SHARED
     if not file.startswith(BROWSER):
         return file
     return f"{BROWSER}crowded" if file in CROWDED else f"{BROWSER}others"
@@ -32,6 +96,9 @@ class Scheduling(LoadScopeScheduling):
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waiting: OrderedDict[str, dict[str, bool]] = self.workqueue
-        for group in [name for name in waiting if name.startswith(BROWSER)]:
-            waiting.move_to_end(group, last=False)
+        first = [name for name in waiting if name.startswith(BROWSER)]
+        first += [SHARED, *(f"tests/{name}.py" for name in LONGEST)]
+        for group in reversed(first):
+            if group in waiting:
+                waiting.move_to_end(group, last=False)
         super()._assign_work_unit(node)

@@ -74,6 +74,7 @@ def parts() -> tuple[Part, ...]:
         Part("stateful", tests(*using("run_state_machine_as_test")), EFFORT),
         Part("properties of rooms", tests(*using("@given(")), EFFORT),
         Part("properties of rules", tests(*using("@given(", "tests/unit")), EFFORT),
+        Part("trips", ("-m", "tests.checks.trip")),
         Part("rotation", tests("tests/acceptance/test_rotation.py"), 10),
         Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
         Part(

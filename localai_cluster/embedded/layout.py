@@ -30,7 +30,7 @@ from localai_cluster.embedded.resources import (
 )
 from localai_cluster.embedded.secrets import Secrets, ensure
 from localai_cluster.embedded.server import EmbeddedServer
-from localai_cluster.kit import cluster_settings
+from localai_cluster.kit import conf
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
@@ -129,7 +129,7 @@ class Layout:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
         """Reads the environment and creates the directory. `SetupError` names a wrong setting."""
-        settings, view = cluster_settings.load(environ)
+        settings, view = conf.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
         if settings.web_tls and settings.server == "daphne":
@@ -206,7 +206,7 @@ class Layout:
     @property
     def wheel_dir(self) -> Path:
         """The folder with the package that other machines install."""
-        return cluster_settings.load(self.environ)[0].wheel_dir
+        return conf.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
         """Whether the operator has set NAME or NAME_FILE."""

@@ -41,7 +41,7 @@ from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
 from localai_cluster.embedded.terminal import Foreground, Log
-from localai_cluster.kit import clock, cluster_settings, processes
+from localai_cluster.kit import clock, conf, processes
 
 NEEDED_BYTES = 512 * 1024 * 1024
 """Enough for a new database and one backend."""
@@ -176,7 +176,7 @@ class Cluster:
             preparation.check_nats(
                 self._given("LOCALAI_NATS_URL"),
                 self._given("LOCALAI_NATS_ACCOUNT_SEED"),
-                cluster_settings.load(self.layout.environ)[0].nats_tls,
+                conf.load(self.layout.environ)[0].nats_tls,
             )
         if not (GALLERY / "index.yaml").exists():
             raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")
@@ -311,7 +311,7 @@ def _announce_worker(cluster: Cluster) -> None:
         log.say("run", "to add a worker on another machine, press Add a node on the Nodes page")
         return
     wheel = join_script.find_wheel(layout.wheel_dir)
-    url = cluster_settings.load(layout.environ)[0].public_url or layout.public_url
+    url = conf.load(layout.environ)[0].public_url or layout.public_url
     for warning in join_script.warnings(url, host=layout.host, wheel=wheel):
         log.say("run", f"to add a worker on another machine: {warning}")
     if wheel is None:

@@ -5,9 +5,12 @@ A worker reports the addresses on which it and its engines listen, and the produ
 of one host are equal: case, a trailing dot, the forms of an IPv6 address. Nothing here resolves a name.
 """
 
+import contextlib
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 LONGEST_HOST = 253
 """Longest host name that DNS can resolve, in characters."""
@@ -132,3 +135,30 @@ def same(address_a: str, address_b: str) -> bool:
 def is_number(host: str) -> bool:
     """Return True if this normalized host is an IP address and no name."""
     return ":" in host or host.rpartition(".")[2].isdigit()
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """Parse `host:port`, an IPv6 host in brackets. Raise ValueError."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ValueError("not host:port")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("not host:port (write an IPv6 address in brackets)")
+    return host, int(port)
+
+
+def local_address(url: str) -> str:
+    """Return this machine's address on the route to the server of `url`, an IPv6 one in brackets.
+
+    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server the
+    result is the host name.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        parts = urlsplit(url)
+        target = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        for family, _, _, _, address in socket.getaddrinfo(*target, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                own_address = str(probe.getsockname()[0]).partition("%")[0]
+                return f"[{own_address}]" if ":" in own_address else own_address
+    return socket.gethostname() or "localhost"

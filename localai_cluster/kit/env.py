@@ -1,25 +1,29 @@
-"""The environment, read once and typed.
+"""The reader of settings from the environment, for the tables of both programs.
 
-`Environment` is the only reader of settings. `cluster_settings.py` reads those of the server processes,
-`settings.py` those that only Django needs, and `worker/config.py` those of the worker.
-A wrong value never raises. It becomes a `Problem` (setting, error, hint), a safe default takes its place, and
-all problems are reported together, so that an operator fixes one list instead of one traceback after another.
-A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it.
+A table is a frozen dataclass whose fields are settings: `conf.py` has the server's. The worker's
+(`worker/config.py`) adds flags and help. `msgspec` converts numbers and JSON. A wrong value never raises. It
+becomes a `Problem` (setting, error, hint), a safe default takes its place, and all problems are reported
+together, so that an operator fixes one list instead of one traceback after another.
+A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it; no problem quotes it.
 """
 
-import math
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.kit.tls import TlsFiles, WrongFile
 
 T = TypeVar("T")
+Parse = Callable[[str], T]
+Values = dict[str, Any]
+"""The settings of a table that have been read, by field."""
 
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
@@ -63,11 +67,9 @@ def parse_duration(text: str) -> float:
 def parse_bool(text: str) -> bool:
     """Parse a switch: true/false, 1/0, yes/no, on/off; raise ValueError."""
     lowered = text.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError("neither true nor false")
+    if lowered not in _TRUE | _FALSE:
+        raise ValueError("neither true nor false")
+    return lowered in _TRUE
 
 
 def weak_secret(value: str) -> bool:
@@ -76,20 +78,6 @@ def weak_secret(value: str) -> bool:
     for word in WELL_KNOWN_SECRETS:
         remainder = remainder.replace(word, "")
     return len(value) < SHORTEST_SECRET or len(remainder) < SHORTEST_SECRET // 2 or len(set(value)) < 5
-
-
-def parse_port(text: str) -> int:
-    """Parse a TCP port; raise ValueError."""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError("not a port between 1 and 65535")
-    return int(text)
-
-
-def parse_count(text: str) -> int:
-    """Parse a whole number from 1; raise ValueError."""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
-        raise ValueError("not a whole number from 1")
-    return int(text)
 
 
 def parse_base_url(text: str) -> str:
@@ -111,6 +99,35 @@ def parse_log_level(text: str) -> str:
     if level not in LOG_LEVELS:
         raise ValueError(f"none of {', '.join(LOG_LEVELS)}")
     return level
+
+
+def number_parser(kind: type[T], least: float, most: float, words: str = "") -> Parse[T]:
+    """Return a parser of numbers from `least` to `most`; `words` replace the reason for a wrong one."""
+    bounded = Annotated[kind, msgspec.Meta(ge=least, le=most)]  # type: ignore[valid-type]
+    noun = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> T:
+        try:
+            value: T = msgspec.convert(text.strip(), bounded, strict=False)
+        except msgspec.ValidationError:
+            raise ValueError(words or f"not {noun} from {least:g} to {most:,}") from None
+        return value
+
+    return parse
+
+
+def json_parser(kind: type[T], words: str) -> Parse[T]:
+    """Return a parser of JSON of this type; `words` are the reason for JSON of another one."""
+
+    def parse(text: str) -> T:
+        try:
+            return msgspec.convert(msgspec.json.decode(text), kind)
+        except msgspec.ValidationError:
+            raise ValueError(words) from None
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+            raise ValueError("not JSON") from None
+
+    return parse
 
 
 @dataclass
@@ -136,16 +153,11 @@ class Environment:
             self.refuse(f"{name}_FILE", f"cannot read {path}: {reason}", "Name a readable file.")
             return ""
 
-    def parsed(self, name: str, parse: Callable[[str], T], default: T, hint: str) -> T:
-        """Return the variable's value as `parse` returns it.
-
-        A value that `parse` refuses is recorded as a problem, and `default` is returned.
-        """
+    def parsed(self, name: str, parse: Parse[T], default: T, hint: str) -> T:
+        """Return the value as `parse` returns it; `default` without one, or with a problem."""
         raw = self.values.get(name, "")
-        if not raw:
-            return default
         try:
-            return parse(raw)
+            return parse(raw) if raw else default
         except ValueError as error:
             self.refuse(name, f"{raw!r} is {error}", hint)
             return default
@@ -153,47 +165,6 @@ class Environment:
     def boolean(self, name: str, default: bool = False) -> bool:
         """Read a switch."""
         return self.parsed(name, parse_bool, default, "Use true or false.")
-
-    def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Read one of `choices`; the first is the default."""
-
-        def parse(text: str) -> str:
-            if text not in choices:
-                raise ValueError(f"none of {', '.join(choices)}")
-            return text
-
-        return self.parsed(name, parse, choices[0], f"Use {' or '.join(choices)}.")
-
-    def folder(self, name: str, default: Path) -> Path:
-        """Read an absolute path."""
-        return Path(self.text(name, str(default))).absolute()
-
-    def seconds(self, name: str, default: float, minimum: float = 1.0) -> float:
-        """Read a Go duration, in seconds, not shorter than `minimum`."""
-
-        def parse(text: str) -> float:
-            value = parse_duration(text)
-            if value < minimum:
-                raise ValueError(f"shorter than {minimum:g} s")
-            return value
-
-        return self.parsed(name, parse, default, "Use a duration such as 60s or 5m.")
-
-    def number(self, name: str, default: float, least: float, most: float, *, whole: bool = False) -> float:
-        """Read a number from `least` to `most`."""
-        kind = "a whole number" if whole else "a number"
-
-        def parse(text: str) -> float:
-            # NaN compares false with everything.
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-            if not least <= value <= most or (whole and value != int(value)):
-                raise ValueError(f"not {kind} from {least:g} to {most:,}")
-            return value
-
-        return self.parsed(name, parse, default, f"Use {kind} such as {default:g}.")
 
     def seed(self, name: str, role: nkeys.Role) -> str:
         """Read the seed of a NATS key of this role, as `secret` does; a problem never quotes it."""
@@ -204,30 +175,114 @@ class Environment:
             self.refuse(name, f"is {error}", f"Use the NKEY seed of the {role}.")
             return ""
 
-    def tls_files(self, prefix: str) -> TlsFiles:
-        """Return the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
-        return TlsFiles(*(self.text(f"{prefix}_{part}") for part in ("CA", "CERT", "KEY")))
+    def tls(self, prefix: str, *, serves: bool = False) -> tuple[TlsFiles, ssl.SSLContext | None]:
+        """Return the files that `<prefix>_CA`, `_CERT` and `_KEY` name, checked, and a client's context.
 
-    def tls(self, prefix: str) -> ssl.SSLContext | None:
-        """Return a context of those files for connections that we open; None without files."""
-        files = self.tls_files(prefix)
+        There is no context without files, or if our own server `serves` with them.
+        """
+        files = TlsFiles(*(self.text(f"{prefix}_{part}") for part in ("CA", "CERT", "KEY")))
         try:
-            return files.client(clock.now()) if files else None
-        except WrongFile as error:
-            self.refuse(f"{prefix}_{error.part}", str(error), _TLS_HINT)
-            return None
-
-    def tls_server(self, prefix: str) -> TlsFiles:
-        """Return the checked files of our own server."""
-        files = self.tls_files(prefix)
-        try:
-            if files:
+            if files and serves:
                 files.server(clock.now())
+            return files, files.client(clock.now()) if files and not serves else None
         except WrongFile as error:
             self.refuse(f"{prefix}_{error.part}", str(error), _TLS_HINT)
-            return TlsFiles()
-        return files
+            return TlsFiles(), None
 
     def refuse(self, setting: str, message: str, hint: str) -> None:
         """Add a problem."""
         self.problems.append(Problem(setting, message, hint))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a table: `read` gets the environment and the fields before it."""
+
+    names: tuple[str, ...]
+    read: Callable[[Environment, Values], Any]
+    default: Any
+
+
+def setting(
+    *names: str, read: Callable[[Environment, Values], Any], default: Any = "", secret: bool = False
+) -> Any:
+    """Return a field of a table; a secret is left out of its `repr`."""
+    return field(metadata={"setting": Setting(names, read, default)}, repr=not secret)
+
+
+def parsed(name: str, parse: Parse[Any], default: Any, hint: str) -> Any:
+    """Return a field that a function parses."""
+    return setting(name, read=lambda env, _: env.parsed(name, parse, default, hint), default=default)
+
+
+def text(name: str, default: str = "") -> Any:
+    """Return a field of plain text."""
+    return setting(name, read=lambda env, _: env.text(name, default), default=default)
+
+
+def secret(name: str) -> Any:
+    """Return a secret field."""
+    return setting(name, read=lambda env, _: env.secret(name), secret=True)
+
+
+def seed(name: str, role: nkeys.Role) -> Any:
+    """Return a field for the seed of a NATS key."""
+    return setting(name, read=lambda env, _: env.seed(name, role), secret=True)
+
+
+def switch(*names: str, default: bool = False) -> Any:
+    """Return a switch; of several variables all must be on."""
+    return setting(
+        *names,
+        read=lambda env, _: False not in [env.boolean(name, default) for name in names],
+        default=default,
+    )
+
+
+def choice(name: str, *choices: str) -> Any:
+    """Return a field with one of `choices`; the first is the default."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"none of {', '.join(choices)}")
+        return text
+
+    return parsed(name, parse, choices[0], f"Use {' or '.join(choices)}.")
+
+
+def folder(name: str, default: Callable[[Values], Path | None]) -> Any:
+    """Return a field with an absolute path."""
+
+    def read(env: Environment, values: Values) -> Path | None:
+        path = Path(env.text(name)) if env.text(name) else default(values)
+        return path.absolute() if path else None
+
+    return setting(name, read=read)
+
+
+def seconds(name: str, default: float, minimum: float = 1.0) -> Any:
+    """Return a field for a Go duration, in seconds, not shorter than `minimum`."""
+
+    def parse(text: str) -> float:
+        value = parse_duration(text)
+        if value < minimum:
+            raise ValueError(f"shorter than {minimum:g} s")
+        return value
+
+    return parsed(name, parse, default, "Use a duration such as 60s or 5m.")
+
+
+def number(name: str, default: float, least: float, most: float) -> Any:
+    """Return a field for a number from `least` to `most`, a whole one if the default is."""
+    noun = "a whole number" if isinstance(default, int) else "a number"
+    return parsed(
+        name, number_parser(type(default), least, most), default, f"Use {noun} such as {default:g}."
+    )
+
+
+def read_table(table: type[T], environment: Environment) -> T:
+    """Read all settings of a table, in the order of its fields."""
+    values: Values = {}
+    for entry in fields(table):  # type: ignore[arg-type]
+        values[entry.name] = entry.metadata["setting"].read(environment, values)
+    return table(**values)

@@ -1,33 +1,24 @@
-"""The worker's settings, read by the table of `config_table.py` into one frozen object.
+"""The worker's settings: one table of flags, environment variables, meanings and fixes, and its values.
 
-`localai_cluster.kit.env` reads them, as for the server processes. Every wrong setting is reported on its own
-line, with its name and the fix. Nothing is guessed.
+`main.py` builds the command line from the table; `localai_cluster.kit.env` reads the values, as for the
+server processes. Every wrong setting is reported on its own line, with its name and the fix.
 """
 
-import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from localai_cluster.kit.env import Environment, Problem, parse_bool, parse_duration
+from localai_cluster.kit.addresses import local_address, split_host_port
+from localai_cluster.kit.env import Environment, Problem, number_parser, parse_bool, parse_duration
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
-from localai_cluster.worker.config_table import (
-    BY_KEY,
-    LEAST_BYTES,
-    MOST_BYTES,
-    MOST_LINES,
-    NAME_LIMIT,
-    SETTINGS,
-    InvalidSettings,
-)
 from localai_cluster.worker.hardware import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
@@ -36,6 +27,213 @@ T = TypeVar("T")
 DEFAULT_HEARTBEAT = 10.0
 HIGHEST_PORT = 65535
 ADDRESS_LIMIT = 512
+NAME_LIMIT = 255
+MOST_LINES = 10_000
+LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024
+"""Bounds of the stored output of one engine; as escaped JSON it fits in what web processes accept."""
+_ANY = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: the flag is `--` plus the key in kebab case; the first set environment variable wins.
+
+    `hint` is the fix for a wrong value.
+    """
+
+    key: str
+    help: str
+    hint: str
+    environment: tuple[str, ...]
+    switch: bool
+
+    @property
+    def name(self) -> str:
+        """Environment variable that messages name."""
+        return self.environment[0]
+
+    @property
+    def flag(self) -> str:
+        """Command-line flag."""
+        return "--" + self.key.replace("_", "-")
+
+
+def _option(
+    key: str, help: str, hint: str = "", *, names: Sequence[str] = (), switch: bool = False
+) -> Option:
+    return Option(key, help, hint, tuple(names) or (f"LOCALAI_{key.upper()}",), switch)
+
+
+_HOST_PORT = "Use host:port, such as gpu-1.example:50051."
+
+SETTINGS = (
+    _option(
+        "register_to",
+        "Base URL of the control plane. Required.",
+        "Use the URL of the control plane, such as http://cluster.example:8080.",
+    ),
+    _option(
+        "nats_url",
+        "URL of the message bus. Default: what the control plane says at registration.",
+        "Use nats://host:4222.",
+    ),
+    _option(
+        "nats_jwt",
+        "JWT for the message bus, in place of the one that registrations bring; with --nats-user-seed.",
+        "Set both, or neither to have the control plane give them.",
+    ),
+    _option(
+        "nats_user_seed",
+        "Seed of the user that --nats-jwt names.",
+        "Set both, or neither to have the control plane give them.",
+    ),
+    *(
+        _option(f"nats_tls_{part}", text, "Name a readable PEM file.")
+        for part, text in (
+            ("ca", "CA certificates that verify the message bus. Any of the three files forces TLS."),
+            ("cert", "Certificate of this worker, for mutual TLS with the message bus."),
+            ("key", "Private key of that certificate."),
+        )
+    ),
+    _option(
+        "tls_ca",
+        "CA certificates that verify an https:// control plane. Default: those of the system.",
+        "Name a readable PEM file.",
+        names=("LOCALAI_WORKER_TLS_CA",),
+    ),
+    _option(
+        "registration_token", "Secret shared with the control plane.", "Use the token of the control plane."
+    ),
+    _option(
+        "node_name",
+        "Unique name of this node. Default: the host name.",
+        f"Use 1 to {NAME_LIMIT} printable characters.",
+    ),
+    _option(
+        "addr", "host:port that reaches this worker. Its port is the first port for engines.", _HOST_PORT
+    ),
+    _option(
+        "serve_addr",
+        "Where the first port for engines comes from without --addr. Default: 0.0.0.0:50051.",
+        _HOST_PORT,
+    ),
+    _option("grpc_max_port", "Highest port for engines. 0 = 65535.", "Use a port."),
+    _option(
+        "advertise_addr",
+        "host:port to advertise to the control plane. Default: --addr, else this machine's address on the "
+        "way to the control plane.",
+        _HOST_PORT,
+    ),
+    _option(
+        "find_ports",
+        "If the ports of --addr are in use, take the next free block of 100 and keep it.",
+        "Use true or false.",
+        names=("LOCALAI_WORKER_FIND_PORTS",),
+        switch=True,
+    ),
+    _option(
+        "http_addr",
+        "host:port of health probes, logs and /metrics. Default: 0.0.0.0, one port below the engines.",
+        "Use a free host:port, such as 0.0.0.0:50050.",
+    ),
+    _option(
+        "metrics_token",
+        "Token with which a scraper may read /metrics on the port of the health probes.",
+        "Use a long random text.",
+        names=("LOCALAI_WORKER_METRICS_TOKEN",),
+    ),
+    _option("advertise_http_addr", "HTTP host:port to advertise to the control plane.", _HOST_PORT),
+    _option(
+        "backends_path",
+        "Folder for installed backends. Default: ./backends.",
+        names=("LOCALAI_BACKENDS_PATH", "BACKENDS_PATH"),
+    ),
+    _option(
+        "backends_system_path", "Folder of read-only system backends. Default: /var/lib/local-ai/backends."
+    ),
+    _option(
+        "backend_galleries",
+        'JSON list of {"name", "url"}: the galleries for commands that name none.',
+        'Use a JSON list such as [{"name":"local","url":"file:///srv/index.yaml"}].',
+        names=("LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES"),
+    ),
+    _option(
+        "models_path",
+        "Folder for staged models. Default: ./models.",
+        names=("LOCALAI_MODELS_PATH", "MODELS_PATH"),
+    ),
+    _option(
+        "registration_require_auth",
+        "Refuse to start without a registration token.",
+        "Use true or false.",
+        switch=True,
+    ),
+    _option(
+        "distributed_require_auth", "Implies --registration-require-auth.", "Use true or false.", switch=True
+    ),
+    _option("heartbeat_interval", "Time between heartbeats. Default: 10s.", "Use a duration such as 10s."),
+    _option("node_labels", "Labels of this node: k=v,k=v."),
+    _option(
+        "max_replicas_per_model",
+        "Maximum replicas per model on this node. Default: 1.",
+        "Use a whole number.",
+    ),
+    _option("vram_budget", "VRAM to offer: 80%, 12GB, 12GiB or bytes."),
+    _option(
+        "download_rate",
+        "Bandwidth limit of installs, in bytes per second. 0 = unlimited.",
+        "Use bytes per second as a whole number. 0 = unlimited.",
+        names=("LOCALAI_WORKER_DOWNLOAD_RATE",),
+    ),
+    _option(
+        "log_lines",
+        f"Lines of output kept of each engine. Default: {LINES}.",
+        f"Use a whole number from 1 to {MOST_LINES}.",
+        names=("LOCALAI_WORKER_LOG_LINES",),
+    ),
+    _option(
+        "log_bytes",
+        f"Bytes of output kept of each engine. Default: {BYTES}.",
+        f"Use bytes as a whole number from {LEAST_BYTES} to {MOST_BYTES}.",
+        names=("LOCALAI_WORKER_LOG_BYTES",),
+    ),
+    _option(
+        "source_roots",
+        f"Folders that backends and file:// galleries may be read from, separated by {os.pathsep!r}. "
+        "Default: the backends path.",
+        names=("LOCALAI_WORKER_SOURCE_ROOTS",),
+    ),
+    _option(
+        "data_dir",
+        "Folder for the node's secret. Default: the folder above the backends.",
+        names=("LOCALAI_WORKER_DATA_DIR",),
+    ),
+    _option(
+        "capability",
+        "Overrides the detected capability, such as nvidia-cuda-12. disable = every build fits.",
+        names=("LOCALAI_FORCE_META_BACKEND_CAPABILITY",),
+    ),
+    _option(
+        "test_gpus",
+        "For tests: report GPUs that do not exist, and after a colon what each engine takes of them.",
+        "Use groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB.",
+    ),
+)
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+class InvalidSettings(ClusterError):
+    """Settings are wrong; the message has one line for each, with its name and how to fix it."""
+
+    code = "invalid_settings"
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(_line(problem) for problem in problems))
+
+
+def _line(problem: Problem) -> str:
+    flag = next((f" ({option.flag})" for option in SETTINGS if option.name == problem.setting), "")
+    return f"{problem.setting}{flag}: {problem.message}. {problem.hint}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +276,7 @@ class Config:
     @property
     def advertise_host(self) -> str:
         """Host part of the advertised address, with the brackets of an IPv6 address."""
-        return host_port(self.advertise_addr)[0]
+        return split_host_port(self.advertise_addr)[0]
 
 
 def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Config:
@@ -89,15 +287,15 @@ def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.
     merged = {setting.name: (values.get(setting.key) or "").strip() for setting in SETTINGS}
     reader = _Reader(Environment({**environment, **merged}))
     base, advertised = _addresses(reader)
-    http_bind = reader.parsed("http_addr", host_port, ("0.0.0.0", base - 1))
-    http_host, _ = host_port(advertised)
+    http_bind = reader.parsed("http_addr", split_host_port, ("0.0.0.0", base - 1))
+    http_host, _ = split_host_port(advertised)
     backends = reader.path("backends_path", Path("backends"))
     roots = tuple(_path(part) for part in reader.text("source_roots").split(os.pathsep) if part.strip())
     config = Config(
         register_to=reader.parsed("register_to", _base_url, ""),
         nats=_nats(reader),
-        nats_tls=reader.environment.tls("LOCALAI_NATS_TLS"),
-        tls=reader.environment.tls("LOCALAI_WORKER_TLS"),
+        nats_tls=reader.environment.tls("LOCALAI_NATS_TLS")[1],
+        tls=reader.environment.tls("LOCALAI_WORKER_TLS")[1],
         registration_token=reader.secret("registration_token"),
         node_name=reader.parsed("node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
         base_port=base,
@@ -113,11 +311,13 @@ def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.
         models_path=reader.path("models_path", Path("models")),
         heartbeat_interval=reader.parsed("heartbeat_interval", parse_duration, 0.0) or DEFAULT_HEARTBEAT,
         labels=_labels(reader.text("node_labels")),
-        max_replicas_per_model=max(1, reader.parsed("max_replicas_per_model", _integer, 1)),
+        max_replicas_per_model=max(
+            1, reader.parsed("max_replicas_per_model", number_parser(int, -_ANY, _ANY), 1)
+        ),
         vram_budget=reader.text("vram_budget"),
-        download_rate=reader.parsed("download_rate", _not_negative, 0),
-        log_lines=reader.parsed("log_lines", lambda text: _in_range(text, 1, MOST_LINES), LINES),
-        log_bytes=reader.parsed("log_bytes", lambda text: _in_range(text, LEAST_BYTES, MOST_BYTES), BYTES),
+        download_rate=reader.parsed("download_rate", number_parser(int, 0, _ANY), 0),
+        log_lines=reader.parsed("log_lines", number_parser(int, 1, MOST_LINES), LINES),
+        log_bytes=reader.parsed("log_bytes", number_parser(int, LEAST_BYTES, MOST_BYTES), BYTES),
         source_roots=roots or (backends,),
         data_dir=reader.path("data_dir", backends.parent),
         capability=reader.text("capability"),
@@ -152,16 +352,6 @@ class _Reader:
     def refuse(self, key: str, message: str) -> None:
         setting = BY_KEY[key]
         self.environment.refuse(setting.name, message, setting.hint)
-
-
-def host_port(text: str) -> tuple[str, int]:
-    """Parse `host:port`, an IPv6 host in brackets. Raise ValueError."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= HIGHEST_PORT:
-        raise ValueError("not host:port")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError("not host:port (write an IPv6 address in brackets)")
-    return host, int(port)
 
 
 def refuse(key: str, reason: str) -> NoReturn:
@@ -202,34 +392,17 @@ def _nats(reader: _Reader) -> Servers | None:
 
 def _addresses(reader: _Reader) -> tuple[int, str]:
     """Return the first engine port and the advertised address."""
-    _, default_port = reader.parsed("serve_addr", host_port, ("", 50051))
+    _, default_port = reader.parsed("serve_addr", split_host_port, ("", 50051))
     address = reader.parsed("addr", _address, "")
-    base = host_port(address)[1] if address else default_port
+    base = split_host_port(address)[1] if address else default_port
     if base < 2:
         reader.refuse("addr", "port 1 leaves no room for the probes, one below it")
     advertised = reader.parsed("advertise_addr", _address, address)
     return base, advertised or f"{local_address(reader.text('register_to'))}:{base}"
 
 
-def local_address(url: str) -> str:
-    """Return this machine's address on the route to the server of `url`, an IPv6 one in brackets.
-
-    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server the
-    result is the host name.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        parts = urlsplit(url)
-        target = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-        for family, _, _, _, address in socket.getaddrinfo(*target, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                own_address = str(probe.getsockname()[0]).partition("%")[0]
-                return f"[{own_address}]" if ":" in own_address else own_address
-    return socket.gethostname() or "localhost"
-
-
 def _address(text: str) -> str:
-    host_port(text)
+    split_host_port(text)
     if len(text) > ADDRESS_LIMIT:
         raise ValueError(f"longer than {ADDRESS_LIMIT} characters")
     return text
@@ -259,29 +432,8 @@ def _galleries(text: str) -> tuple[Gallery, ...]:
         raise ValueError(f"not a list of galleries ({error.message})") from error
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("not a whole number") from None
-
-
-def _not_negative(text: str) -> int:
-    number = _integer(text)
-    if number < 0:
-        raise ValueError("negative")
-    return number
-
-
-def _in_range(text: str, least: int, most: int) -> int:
-    number = _integer(text)
-    if not least <= number <= most:
-        raise ValueError(f"not between {least} and {most}")
-    return number
-
-
 def _max_port(text: str, base: int) -> int:
-    number = _integer(text)
+    number = number_parser(int, -_ANY, _ANY)(text)
     return number if base <= number <= HIGHEST_PORT else HIGHEST_PORT
 
 

@@ -14,8 +14,7 @@ import click
 from localai_cluster.kit import logs
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker import identity
-from localai_cluster.worker.config import build
-from localai_cluster.worker.config_table import SETTINGS, InvalidSettings
+from localai_cluster.worker.config import SETTINGS, InvalidSettings, build
 from localai_cluster.worker.lifecycle import run
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.worker.config import HIGHEST_PORT, Config, host_port, refuse
+from localai_cluster.worker.config import HIGHEST_PORT, Config, refuse
 
 QUARANTINE = 15.0
 RESERVATION = 300.0
@@ -137,7 +138,7 @@ def _bases(first: int, stored_base: int) -> Iterator[int]:
 
 def _with_block(config: Config, base: int) -> Config:
     """Return the settings with the engine ports from `base` up to the next block."""
-    http_host, _ = host_port(config.advertise_http_addr)
+    http_host, _ = split_host_port(config.advertise_http_addr)
     return replace(
         config,
         base_port=base,

@@ -28,9 +28,17 @@ from localai_cluster.kit import clock, errors, names
 from localai_cluster.kit.nkeys import grouped
 from localai_cluster.web.admin import ModelAdmin, Observed, TabularInline
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry import actions, bulk, resources, services
+from nodes.registry import actions, bulk, lifecycle, resources
 from nodes.registry.actions import Action
-from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
+from nodes.registry.change import lock_node
+from nodes.registry.overrides import (
+    LARGEST_CAP,
+    LONGEST_BUDGET,
+    reset_replica_cap,
+    reset_vram_budget,
+    set_replica_cap,
+    set_vram_budget,
+)
 
 if TYPE_CHECKING:  # generic for the type checker only
     NodeModelForm = forms.ModelForm[BackendNode]
@@ -119,7 +127,7 @@ class NodeForm(NodeModelForm):
         values = super().clean() or self.cleaned_data
         revision = values.get("seen_revision")
         try:
-            services.locked(self.instance.pk, -1 if revision is None else revision)
+            lock_node(self.instance.pk, -1 if revision is None else revision)
         except errors.NotFound:
             raise ValidationError("The node was removed in the meantime.") from None
         except errors.Conflict:
@@ -160,16 +168,16 @@ class NodeForm(NodeModelForm):
         values, node_id = self.cleaned_data, self.instance.pk
         if "override_cap" in self.changed_data or (values["override_cap"] and "cap" in self.changed_data):
             if values["override_cap"]:
-                services.set_replica_cap(node_id, values["cap"], actor=actor, now=now)
+                set_replica_cap(node_id, values["cap"], actor=actor, now=now)
             else:
-                services.reset_replica_cap(node_id, actor=actor, now=now)
+                reset_replica_cap(node_id, actor=actor, now=now)
         if "override_budget" in self.changed_data or (
             values["override_budget"] and "budget" in self.changed_data
         ):
             if values["override_budget"]:
-                services.set_vram_budget(node_id, values["budget"], actor=actor, now=now)
+                set_vram_budget(node_id, values["budget"], actor=actor, now=now)
             else:
-                services.reset_vram_budget(node_id, actor=actor, now=now)
+                reset_vram_budget(node_id, actor=actor, now=now)
 
 
 class DecisionForm(forms.Form):
@@ -201,9 +209,9 @@ def _decide_on_node(action: Action, node_id: UUID, revision: int, *, actor: Acto
     Raises NotFound, Conflict or InvalidInput.
     """
     with transaction.atomic():
-        node = services.locked(node_id, revision)
+        node = lock_node(node_id, revision)
         result = bulk.perform(action.name, node_id, actor, clock.now(), {"reason": reason})
-    if not isinstance(result, services.Approved) or not result.api_token:
+    if not isinstance(result, lifecycle.Approval) or not result.api_token:
         return node.name
     return f"{node.name} (API token of the agent, shown only once: {result.api_token})"
 

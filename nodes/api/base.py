@@ -31,12 +31,12 @@ class NodeView(APIView):
     error_type = "node_error"
 
 
-def existing(text: str) -> UUID:
+def require_node_id(id_text: str) -> UUID:
     """The id of a node that exists; raises NotFound."""
-    found = parse_node_id(text)
-    if found is None or not BackendNode.objects.filter(pk=found).exists():
+    node_id = parse_node_id(id_text)
+    if node_id is None or not BackendNode.objects.filter(pk=node_id).exists():
         raise errors.NotFound("node not found")
-    return found
+    return node_id
 
 
 def actor_of(request: Request) -> Actor:
@@ -44,37 +44,37 @@ def actor_of(request: Request) -> Actor:
     return of_principal(principal(request))
 
 
-def edit_of(request: Request) -> dict[str, Any]:
+def edit_arguments(request: Request) -> dict[str, Any]:
     """Who edits a node, when, and which revision they have seen, None if they do not say (UW35).
 
     Raises InvalidInput for what is no revision.
     """
-    seen = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
-    return {"actor": actor_of(request), "now": clock.now(), "revision": seen}
+    revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
+    return {"actor": actor_of(request), "now": clock.now(), "revision": revision}
 
 
-def query(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
+def query_parameter(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
     """A query parameter for the API document."""
     return OpenApiParameter(name, schema, OpenApiParameter.QUERY, description=meaning, **options)
 
 
-def one_of(values: list[str] | tuple[str, ...]) -> Schema:
+def enum_schema(values: list[str] | tuple[str, ...]) -> Schema:
     """One of these texts."""
     return {"type": "string", "enum": list(values)}
 
 
-def text(longest: int) -> Schema:
+def text_schema(longest: int) -> Schema:
     """A text that is not empty."""
     return {"type": "string", "minLength": 1, "maxLength": longest}
 
 
-def whole(least: int, most: int, usual: int | None = None) -> Schema:
+def integer_schema(least: int, most: int, usual: int | None = None) -> Schema:
     """A whole number, with its default if there is one."""
     schema: Schema = {"type": "integer", "minimum": least, "maximum": most}
     return schema if usual is None else schema | {"default": usual}
 
 
-def header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParameter:
+def response_header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParameter:
     """A header of a successful answer."""
     return OpenApiParameter(
         name, kind, OpenApiParameter.HEADER, description=meaning, response=[200], **options
@@ -82,36 +82,36 @@ def header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParamet
 
 
 _PAGE_PARAMETERS = [
-    query("limit", whole(1, listing.MOST_A_PAGE), "How many at most."),
-    query("offset", whole(0, listing.FARTHEST), "How many to leave out at the beginning."),
+    query_parameter("limit", integer_schema(1, listing.MOST_A_PAGE), "How many at most."),
+    query_parameter("offset", integer_schema(0, listing.FARTHEST), "How many to leave out at the beginning."),
 ]
 _PAGE_HEADERS = [
-    header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
-    header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
+    response_header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
+    response_header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
 ]
-REVISION = query(
+REVISION = query_parameter(
     "revision",
-    whole(0, MOST_REVISION),
+    integer_schema(0, MOST_REVISION),
     "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",
 )
 
 
-def answered(value: Any, name: str = "answer", status: str = "200") -> OpenApiExample:
+def response_example(value: Any, name: str = "answer", status: str = "200") -> OpenApiExample:
     """The example of an answer."""
     return OpenApiExample(name, value, response_only=True, status_codes=[status])
 
 
-def sent(value: Any, name: str = "request") -> OpenApiExample:
+def request_example(value: Any, name: str = "request") -> OpenApiExample:
     """The example of a body."""
     return OpenApiExample(name, value, request_only=True)
 
 
-def message(text: str) -> OpenApiExample:
+def message_example(sentence: str) -> OpenApiExample:
     """The answer of a route that only says what it did."""
-    return answered({"message": text})
+    return response_example({"message": sentence})
 
 
-def page_schema(
+def describe_list(
     operation_id: str,
     summary: str,
     *,

@@ -12,7 +12,7 @@ from rest_framework.views import APIView
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
-from nodes.api.node_backends import asked_by
+from nodes.api.node_backends import requester_of
 from nodes.api.operation_verbs import again, cancelled
 from nodes.backends.backend_requests import Asked
 from operations.ledger import admission
@@ -77,7 +77,9 @@ class BulkOperationsView(APIView):
     def post(self, request: Request) -> Response:
         """Does it to each of them, each on its own, and answers how many. Repeating it does no harm."""
         fields = validate_body(BulkOperationsSerializer, request)
-        return Response(_run(fields["verb"], fields["ids"], asked_by(request, []), fields.get("comment", "")))
+        return Response(
+            _run(fields["verb"], fields["ids"], requester_of(request, []), fields.get("comment", ""))
+        )
 
 
 def _run(verb: str, ids: list[Any], by: Asked, comment: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import NODE_ID, answered, one_of, query
-from nodes.backends import catalogue, gallery_hardware, install, inventory, upgrade_state
+from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
+from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
@@ -49,7 +49,9 @@ CATALOGUE = Shape(
         field("galleryErrors", GALLERY_ERROR.many),
         field("allTags", TEXTS),
         field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
-        field("taskTypes", mapping(one_of(("Installation", "Deletion", "Waiting"))), "And to what it does."),
+        field(
+            "taskTypes", mapping(enum_schema(("Installation", "Deletion", "Waiting"))), "And to what it does."
+        ),
         field("availableBackends", count(), "Entries of all galleries."),
         field("installedBackends", count(), "Different backends on approved nodes."),
         field("currentPage", count(1)),
@@ -62,19 +64,25 @@ CATALOGUE = Shape(
 )
 _SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
 _PARAMETERS = [
-    query("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
-    query("tag", _SEARCH, "Only entries with this tag."),
-    query("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."),
-    query(
+    query_parameter("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    query_parameter("tag", _SEARCH, "Only entries with this tag."),
+    query_parameter(
+        "page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."
+    ),
+    query_parameter(
         "items",
         {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": USUAL_ITEMS},
         "Entries on a page.",
     ),
-    query("sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."),
-    query("order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."),
+    query_parameter(
+        "sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."
+    ),
+    query_parameter(
+        "order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."
+    ),
 ]
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_EXAMPLE = answered(
+_EXAMPLE = response_example(
     {
         "backends": [
             {
@@ -169,7 +177,7 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
-def wanted_of(request: Request) -> CatalogueQuery:
+def parse_query(request: Request) -> CatalogueQuery:
     """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
     given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
@@ -182,21 +190,21 @@ def wanted_of(request: Request) -> CatalogueQuery:
     )
 
 
-_asked_about = ""
+_checked_fingerprint = ""
 """The fingerprint that this process has asked a check for: it asks once, whatever comes of it."""
 
 
 def _gallery_changed(fingerprint: str) -> None:
     """The galleries are not those of the last upgrade check."""
-    global _asked_about
-    if fingerprint != _asked_about:
-        _asked_about = fingerprint
+    global _checked_fingerprint
+    if fingerprint != _checked_fingerprint:
+        _checked_fingerprint = fingerprint
         upgrade_state.ask()
 
 
 def read_galleries() -> catalogue.Offer:
     """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
-    configured = install.galleries()
+    configured = node_commands.galleries()
     standing = upgrade_state.standing()
     offer = catalogue.reader.read(configured, standing.answered)
     if not offer.problems and offer.fingerprint != standing.galleries:
@@ -208,7 +216,9 @@ def read_galleries() -> catalogue.Offer:
 
 def repositories() -> list[Entry]:
     """The configured galleries, without credentials."""
-    return [REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in install.galleries()]
+    return [
+        REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
+    ]
 
 
 class BackendsView(APIView):
@@ -230,7 +240,7 @@ class BackendsView(APIView):
 
         503 if no gallery can be read.
         """
-        wanted = wanted_of(request)
+        wanted = parse_query(request)
         offer = read_galleries()
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
@@ -302,12 +312,12 @@ class AvailableView(_List):
         summary="List entries of the galleries",
         tags=["backends"],
         responses={200: AVAILABLE.many, **flat_refusals()},
-        examples=[answered([_AVAILABLE])],
+        examples=[response_example([_AVAILABLE])],
     )
     def get(self, request: Request) -> Response:
         """The entries that a healthy node, or a machine without a GPU, can install."""
-        installed = gallery_hardware.installed_names()
-        builds = gallery_hardware.runnable(read_galleries().builds, gallery_hardware.machines())
+        installed = catalogue.installed_names()
+        builds = catalogue.runnable(read_galleries().builds, catalogue.machines())
         return Response([_available(build, folded(build.name) in installed) for build in builds])
 
 
@@ -339,17 +349,19 @@ class KnownView(_List):
         tags=["backends"],
         responses={200: KNOWN.many, **flat_refusals()},
         examples=[
-            answered([{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}])
+            response_example(
+                [{"name": "minilm", "modality": "embeddings", "auto_detect": False, "installed": True}]
+            )
         ],
     )
     def get(self, request: Request) -> Response:
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
-        installed = gallery_hardware.installed_names()
-        offered = gallery_hardware.choices(read_galleries().builds)
+        installed = catalogue.installed_names()
+        offered = catalogue.choices(read_galleries().builds)
         found = [
             KNOWN.of(
                 name=build.name,
-                modality=gallery_hardware.modality(build.tags),
+                modality=catalogue.modality(build.tags),
                 auto_detect=False,
                 description=build.description,
                 installed=name in installed,
@@ -372,7 +384,7 @@ class GalleriesView(_List):
         summary="List galleries",
         tags=["backends"],
         responses={200: REPOSITORY.many, **flat_refusals()},
-        examples=[answered([_REPOSITORY])],
+        examples=[response_example([_REPOSITORY])],
     )
     def get(self, request: Request) -> Response:
         """The galleries of this cluster."""
@@ -387,9 +399,9 @@ class UseCasesView(_List):
         summary="List what backends are used for",
         tags=["backends"],
         responses={200: mapping(TEXTS), **flat_refusals()},
-        examples=[answered({"minilm": ["embeddings"]})],
+        examples=[response_example({"minilm": ["embeddings"]})],
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""
-        told = {build.name: gallery_hardware.use_cases(build.tags) for build in read_galleries().builds}
+        told = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
         return Response({name: cases for name, cases in told.items() if cases})

@@ -19,21 +19,21 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
-from nodes.api.models import HOLD, ended
+from nodes.api.models import HOLD, wait_for_end
 from nodes.api.node_backends import (
     BACKEND_NAME,
-    SAID,
+    COMMAND_TEXTS,
+    CommandTexts,
     InstallSerializer,
-    Said,
-    asked_by,
-    bare_name,
-    checked_name,
-    install_wish,
+    backend_name_in,
+    check_backend_name,
+    install_request,
+    requester_of,
 )
-from nodes.backends import catalogue, install, node_commands, wave_requests
-from nodes.backends.admission import ask
+from nodes.backends import catalogue, node_commands, wave_requests
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
@@ -54,7 +54,7 @@ STARTED = Shape(
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def command(
+def describe_command(
     name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
 ) -> Callable[[_Call], _Call]:
     """What the API document says of one command."""
@@ -98,7 +98,7 @@ class WaveOptionsSerializer(NullIsAbsent):
     )
 
 
-def confirmations() -> serializers.ListField:
+def last_replicas_field() -> serializers.ListField:
     """The field in which last replicas are confirmed."""
     return serializers.ListField(
         child=Text(max_length=255),
@@ -113,7 +113,7 @@ class UpgradeSerializer(NodesSerializer):
     """For which nodes, and whether in waves; without `waves` on all nodes at once."""
 
     waves = WaveOptionsSerializer(required=False, allow_null=True)
-    last_replicas = confirmations()
+    last_replicas = last_replicas_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
         """Confirmations are for waves: without them an upgrade asks nothing."""
@@ -152,24 +152,24 @@ def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
     return replace(by, nodes=sorted(found.values(), key=lambda node: node.name))
 
 
-def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
+def admit_command(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
     """Makes the operation for the nodes of `fields`, or joins the one that does the same."""
     asked = _chosen(by, wish, fields)
     if asked.all_nodes and wish.kind == INSTALL and not wish.uri:
-        refuse_concrete(wish)
+        refuse_hardware_build(wish)
     if (waves := fields.get("waves")) is not None:
         confirmed = sorted(set(fields.get("last_replicas", ())))
         asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
         wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
-    return ask(wish, asked, now=clock.now())
+    return admit(wish, asked, now=clock.now())
 
 
-def refuse_concrete(wish: Wish) -> None:
+def refuse_hardware_build(wish: Wish) -> None:
     """O11: a build for one kind of hardware must not go to all nodes; Conflict names what to install instead.
 
     A gallery that cannot be read now is no reason to refuse.
     """
-    builds = catalogue.reader.read(install.galleries()).builds
+    builds = catalogue.reader.read(node_commands.galleries()).builds
     name = folded(wish.backend)
     parent = catalogue.parents(builds).get(name)
     meta = any(one.is_meta and folded(one.name) == name for one in builds)
@@ -182,7 +182,7 @@ def refuse_concrete(wish: Wish) -> None:
         )
 
 
-def body_of(admission: Admission, said: Said) -> dict[str, Any]:
+def started_body(admission: Admission, said: CommandTexts) -> dict[str, Any]:
     """What the answer says."""
     job = str(admission.operation.id)
     return STARTED.of(
@@ -204,11 +204,13 @@ class _Everywhere(APIView):
     def _answer(self, request: Request, name: str) -> Response:
         fields = validate_body(self.body, request)
         wish = self.wish(name, fields)
-        return Response(body_of(started(asked_by(request, []), wish, fields), SAID[self.kind]))
+        return Response(
+            started_body(admit_command(requester_of(request, []), wish, fields), COMMAND_TEXTS[self.kind])
+        )
 
     def wish(self, name: str, fields: dict[str, Any]) -> Wish:
         """Return the request for all its nodes."""
-        return Wish(self.kind, bare_name(name))
+        return Wish(self.kind, backend_name_in(name))
 
 
 class InstallEverywhereView(_Everywhere):
@@ -217,7 +219,7 @@ class InstallEverywhereView(_Everywhere):
     kind = INSTALL
     body = InstallEverywhereSerializer
 
-    @command("install", "Install a backend on all nodes, or on some", InstallEverywhereSerializer)
+    @describe_command("install", "Install a backend on all nodes, or on some", InstallEverywhereSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Installs the backend where it is not; with `force` also again where it is (O10).
 
@@ -228,7 +230,7 @@ class InstallEverywhereView(_Everywhere):
     def wish(self, name: str, fields: dict[str, Any]) -> Wish:
         """The gallery of `gallery@name` is kept."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
-        return Wish(INSTALL, bare_name(name), gallery=gallery, force=force)
+        return Wish(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
 
 class InstallExternalView(APIView):
@@ -236,7 +238,7 @@ class InstallExternalView(APIView):
 
     envelope = "flat"
 
-    @command("install_external", "Install a backend from an address", ExternalSerializer)
+    @describe_command("install_external", "Install a backend from an address", ExternalSerializer)
     def post(self, request: Request) -> Response:
         """Installs an image, archive or folder under `name` on all nodes, or on `nodes`.
 
@@ -246,9 +248,9 @@ class InstallExternalView(APIView):
         fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
-        wish = install_wish({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
-        by = replace(asked_by(request, []), drains=not fields.get("force", False))
-        return Response(body_of(started(by, wish, fields), SAID[INSTALL]))
+        wish = install_request({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
+        by = replace(requester_of(request, []), drains=not fields.get("force", False))
+        return Response(started_body(admit_command(by, wish, fields), COMMAND_TEXTS[INSTALL]))
 
 
 class UpgradeEverywhereView(_Everywhere):
@@ -257,7 +259,7 @@ class UpgradeEverywhereView(_Everywhere):
     kind = UPGRADE
     body = UpgradeSerializer
 
-    @command("upgrade", "Upgrade a backend where it is installed", UpgradeSerializer)
+    @describe_command("upgrade", "Upgrade a backend where it is installed", UpgradeSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and installs it again from the galleries, on the nodes that have it (O17).
 
@@ -274,7 +276,7 @@ class DeleteEverywhereView(_Everywhere):
 
     kind = DELETE
 
-    @command("delete", "Delete a backend where it is installed", NodesSerializer)
+    @describe_command("delete", "Delete a backend where it is installed", NodesSerializer)
     def post(self, request: Request, name: str) -> Response:
         """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
         return self._answer(request, name)
@@ -320,12 +322,12 @@ class ApplySerializer(Described, NullIsAbsent):
         """A gallery's name, with an optional `gallery@` before it."""
         if not value:
             raise serializers.ValidationError("must not be empty")
-        return checked_name(value) or ""
+        return check_backend_name(value) or ""
 
 
 def _scheduled(request: Request, wish: Wish) -> Response:
-    admission = started(asked_by(request, []), wish, {})
-    job, said = str(admission.operation.id), SAID[wish.kind]
+    admission = admit_command(requester_of(request, []), wish, {})
+    job, said = str(admission.operation.id), COMMAND_TEXTS[wish.kind]
     return Response(
         SCHEDULED.of(
             id=job,
@@ -344,7 +346,9 @@ class _Plain(APIView):
 class ApplyView(_Plain):
     """`/backends/apply`."""
 
-    @command("apply", "Install a backend on all nodes unless it is there", ApplySerializer, SCHEDULED)
+    @describe_command(
+        "apply", "Install a backend on all nodes unless it is there", ApplySerializer, SCHEDULED
+    )
     def post(self, request: Request) -> Response:
         """Leaves nodes that have it as they are; with `force` they install it again.
 
@@ -358,19 +362,19 @@ class ApplyView(_Plain):
 class PlainUpgradeView(_Plain):
     """`/backends/upgrade/:name`."""
 
-    @command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
+    @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
-        return _scheduled(request, Wish(UPGRADE, bare_name(name)))
+        return _scheduled(request, Wish(UPGRADE, backend_name_in(name)))
 
 
 class PlainDeleteView(_Plain):
     """`/backends/delete/:name`."""
 
-    @command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
+    @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
-        return _scheduled(request, Wish(DELETE, bare_name(name)))
+        return _scheduled(request, Wish(DELETE, backend_name_in(name)))
 
 
 class DeleteAndWaitView(_Plain):
@@ -392,8 +396,8 @@ class DeleteAndWaitView(_Plain):
 
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
-        wish = Wish(DELETE, bare_name(name))
-        operation = ended(started(asked_by(request, []), wish, {}).operation, HOLD)
+        wish = Wish(DELETE, backend_name_in(name))
+        operation = wait_for_end(admit_command(requester_of(request, []), wish, {}).operation, HOLD)
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)
         gone = operation.status == Status.COMPLETED

@@ -17,18 +17,18 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     actor_of,
-    answered,
-    existing,
-    message,
-    page_schema,
+    describe_list,
+    message_example,
+    require_node_id,
+    response_example,
 )
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import NodeConflict
-from nodes.registry import actions, listing, services
+from nodes.registry import actions, claims, listing
 from nodes.registry.shape import CONFLICT
 
 USUAL_PAGE = 100
-_EXAMPLE = answered(
+_EXAMPLE = response_example(
     [
         {
             "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
@@ -53,12 +53,12 @@ class ConflictsView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @page_schema(
+    @describe_list(
         "conflicts_list", "List open identity conflicts", tag="identity", rows=CONFLICT.many, example=_EXAMPLE
     )
     def get(self, request: Request) -> Response:
         """Identity conflicts of all nodes that await a decision, latest first."""
-        return page_of_conflicts(request, NodeConflict.objects.filter(state="open"))
+        return conflicts_page(request, NodeConflict.objects.filter(state="open"))
 
 
 class NodeConflictsView(NodeView):
@@ -66,7 +66,7 @@ class NodeConflictsView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @page_schema(
+    @describe_list(
         "nodes_conflicts",
         "List a node's identity conflicts",
         tag="identity",
@@ -76,10 +76,10 @@ class NodeConflictsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Claims to this node's identity, open and resolved, latest first."""
-        return page_of_conflicts(request, NodeConflict.objects.filter(node=existing(node_id)))
+        return conflicts_page(request, NodeConflict.objects.filter(node=require_node_id(node_id)))
 
 
-def page_of_conflicts(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
+def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
     """One page of them."""
     page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
     rows = CONFLICT.rows(conflicts.order_by("-last_at", "id")[page.part])
@@ -95,12 +95,12 @@ class AcceptView(NodeView):
         tags=["identity"],
         request=None,
         responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message(actions.ACCEPT.message)],
+        examples=[message_example(actions.ACCEPT.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant becomes the node; the node's previous secret is permanently rejected."""
-        node, conflict = _decided(node_id, conflict_id)
-        services.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        node, conflict = _parse_ids(node_id, conflict_id)
+        claims.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
         return Response({"message": actions.ACCEPT.message})
 
 
@@ -113,17 +113,17 @@ class RefuseView(NodeView):
         tags=["identity"],
         request=None,
         responses={200: rest.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[message(actions.REFUSE.message)],
+        examples=[message_example(actions.REFUSE.message)],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node keeps its identity; the claimant stays refused."""
-        node, conflict = _decided(node_id, conflict_id)
-        services.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        node, conflict = _parse_ids(node_id, conflict_id)
+        claims.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
         return Response({"message": actions.REFUSE.message})
 
 
-def _decided(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
-    node, conflict = existing(node_id), parse_node_id(conflict_id)
+def _parse_ids(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
+    node, conflict = require_node_id(node_id), parse_node_id(conflict_id)
     if conflict is None:
         raise errors.NotFound("conflict not found")
     return node, conflict

@@ -27,17 +27,25 @@ from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, query, sent, text
+from nodes.api.base import (
+    MOMENT,
+    NODE_ID,
+    NodeView,
+    query_parameter,
+    request_example,
+    response_example,
+    text_schema,
+)
 from nodes.api.models import (
     DONE,
     HOLD,
     LONGEST_MODEL,
     UNLOADED,
     UnloadModelSerializer,
-    carried_out,
-    checked_model,
-    described,
-    ended,
+    check_model_name,
+    describe_waiting_command,
+    run_and_respond,
+    wait_for_end,
 )
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import worker_logs
@@ -88,7 +96,7 @@ MONITOR = Shape(
     [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
 )
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_SENT = sent({"model": "minilm"})
+_SENT = request_example({"model": "minilm"})
 _MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
 _MONITORED = {
     "state": 2,
@@ -120,7 +128,7 @@ class BackendModelSerializer(UnloadModelSerializer):
 
     def validate_model(self, name: str) -> str:
         """Something that is a name."""
-        return checked_model(name)
+        return check_model_name(name)
 
 
 class LoadView(APIView):
@@ -138,7 +146,7 @@ class LoadView(APIView):
         },
         examples=[
             _SENT,
-            answered({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": _JOB}),
+            response_example({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": _JOB}),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -169,7 +177,7 @@ class LoadView(APIView):
         )
         operation = admit(wanted, now=now).operation
         if fields.get("wait", True):
-            operation = ended(operation, HOLD)
+            operation = wait_for_end(operation, HOLD)
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise LoadFailed(f"loading model {model} failed: {operation.error or operation.message}")
         finished = operation.status == Status.COMPLETED
@@ -184,11 +192,11 @@ class LoadView(APIView):
 class ShutdownView(APIView):
     """`/backend/shutdown`."""
 
-    @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
+    @describe_waiting_command("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
     def post(self, request: Request) -> Response:
         """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
         fields = validate_body(BackendModelSerializer, request)
-        return carried_out(
+        return run_and_respond(
             request, unload_requests.unload, fields | {"model_name": fields["model"]}, UNLOADED
         )
 
@@ -200,9 +208,9 @@ class MonitorView(APIView):
         operation_id="backend_monitor",
         summary="Show a model's engines",
         tags=["nodes"],
-        parameters=[query("model", text(LONGEST_MODEL), "Which model.", required=True)],
+        parameters=[query_parameter("model", text_schema(LONGEST_MODEL), "Which model.", required=True)],
         responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
-        examples=[answered(_MONITORED)],
+        examples=[response_example(_MONITORED)],
     )
     def get(self, request: Request) -> Response:
         """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
@@ -305,7 +313,7 @@ class LoadStatusView(APIView):
         tags=["nodes"],
         parameters=[OpenApiParameter("model", str, OpenApiParameter.PATH)],
         responses={200: LOADING.ref, **refusals(401, 404)},
-        examples=[answered(_EXAMPLE)],
+        examples=[response_example(_EXAMPLE)],
     )
     def get(self, request: Request, model: str) -> Response:
         """404 when no load goes on: the model may be ready, so ask it again."""
@@ -338,11 +346,11 @@ class LoggedModelsView(NodeView):
         summary="List the models that have logs on a node",
         tags=["nodes"],
         responses={200: {"type": "array", "items": TEXT}, **_REFUSALS},
-        examples=[answered(["minilm"])],
+        examples=[response_example(["minilm"])],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The models whose engines the worker keeps output of, those that have ended included."""
-        return Response(_asked(node_id, worker_logs.models))
+        return Response(_read_from_worker(node_id, worker_logs.models))
 
 
 class LogLinesView(NodeView):
@@ -355,7 +363,7 @@ class LogLinesView(NodeView):
         summary="Show the log of a model on a node",
         tags=["nodes"],
         responses={200: LOG_LINE.many, **refusals(400), **_REFUSALS},
-        examples=[answered([{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}])],
+        examples=[response_example([{"timestamp": MOMENT, "stream": "stderr", "text": "loading the model"}])],
     )
     def get(self, request: Request, node_id: str, model: str) -> Response:
         """The last lines of a model's engines in order of time; `model#0` is one replica (`%23` in the URL).
@@ -364,10 +372,10 @@ class LogLinesView(NodeView):
         """
         if len(model) > worker_logs.LONGEST_NAME:
             raise errors.InvalidInput(f"the model's name is over {worker_logs.LONGEST_NAME} characters")
-        return Response(_asked(node_id, worker_logs.lines, model))
+        return Response(_read_from_worker(node_id, worker_logs.lines, model))
 
 
-def _asked(node_id: str, question: Any, *about: str) -> Any:
+def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     """What the worker answers; no connection to the database waits for it."""
     found = parse_node_id(node_id)
     if found is None:

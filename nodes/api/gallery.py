@@ -24,7 +24,7 @@ from localai_cluster.web.shapes import reference
 from nodes.api import worker_routes
 from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
 from nodes.models import BackendNode
-from nodes.registry import identity, services
+from nodes.registry import claims, identity
 
 PIECE = 256 * 1024
 STALL_LIMIT = 60.0
@@ -81,7 +81,7 @@ class GalleryApplication:
             if error is None:
                 raise
             body = flat_refusal(error) if error.status == 401 else envelope_of(error, "node_error")
-            await worker_routes.respond(send, error.status, body, _headers(error))
+            await worker_routes.send_json(send, error.status, body, _headers(error))
             return
         with opened.file:
             await _send(opened, receive, send)
@@ -96,7 +96,7 @@ class GalleryApplication:
                 parse_node_id(found["node_id"]) if found else None, headers, worker_routes.client_of(scope)
             )
         except errors.NotAuthenticated as refusal:
-            raise await worker_routes.followed_up(refusal, scope) from refusal
+            raise await worker_routes.refusal_for_caller(refusal, scope) from refusal
         folder = conf.cluster().gallery_dir
         if folder is None or found is None:
             raise errors.NotFound("this server has no gallery of its own (CLUSTER_GALLERY_DIR)")
@@ -117,7 +117,7 @@ async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -
         await database_sync_to_async(_prove_row)(node_id, secret, instance)
     except identity.OtherProcess:
         assert node_id is not None  # it was found
-        await database_sync_to_async(services.note_other_process)(
+        await database_sync_to_async(claims.note_other_process)(
             node_id, instance, source_address=source, now=clock.now()
         )
         raise
@@ -184,7 +184,7 @@ def _headers(error: errors.ClusterError) -> dict[str, str]:
 
 _BYTES: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 GALLERY: Operation = {
-    **worker_routes.node_route(
+    **worker_routes.describe_node_route(
         "node_gallery",
         "Download a file of the server's gallery",
         "The index or an archive of the gallery in CLUSTER_GALLERY_DIR, for an approved node with a secret of"
@@ -200,6 +200,6 @@ GALLERY: Operation = {
             "description": "The file is shorter than the range.",
             "content": json_body(reference("Refusal")),
         },
-        **worker_routes.refused(400, 403, 404, 409, 429),
+        **worker_routes.describe_refusals(400, 403, 404, 409, 429),
     },
 }

@@ -31,7 +31,7 @@ from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api import worker_routes
 from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
-from nodes.registry import heartbeats, identity, resources, services
+from nodes.registry import claims, heartbeats, identity, resources
 from nodes.registry.heartbeats import Beat, IdentityCache
 from nodes.replicas import checks
 from nodes.replicas.statements import Rows
@@ -46,7 +46,7 @@ Verdict = errors.ClusterError | None
 """Why a beat is refused, None if it is not."""
 
 
-class Gate:
+class HeartbeatAuthenticator:
     """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
 
     def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
@@ -156,7 +156,7 @@ class HeartbeatApplication:
 
     def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
-        self._gate = Gate(database, known)
+        self._gate = HeartbeatAuthenticator(database, known)
         self._writer = BeatWriter(database)
 
     async def settled(self) -> None:
@@ -175,7 +175,7 @@ class HeartbeatApplication:
                 raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
         metrics.HEARTBEATS.labels(status).inc()
-        await worker_routes.respond(send, status, body, headers)
+        await worker_routes.send_json(send, status, body, headers)
 
     async def _answer(
         self, scope: worker_routes.Scope, receive: Any
@@ -186,14 +186,14 @@ class HeartbeatApplication:
             call = await _read(scope, receive)
             refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
-            raise await worker_routes.followed_up(error, scope) from error
+            raise await worker_routes.refusal_for_caller(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
                 await _note_copy(call.beat, worker_routes.client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
                 await asyncio.to_thread(throttle.shared().check, worker_routes.client_of(scope), clock.now())
-            raise await worker_routes.followed_up(refusal, scope)
+            raise await worker_routes.refusal_for_caller(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
@@ -226,7 +226,7 @@ async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
 
 
 async def _body(content_type: str, receive: Any) -> dict[str, Any]:
-    text = await worker_routes.body_of(receive, LIMIT)
+    text = await worker_routes.read_body(receive, LIMIT)
     if text and not is_json(content_type):
         raise errors.InvalidInput(MALFORMED)
     return parse_object(text)
@@ -243,7 +243,7 @@ def _instance(headers: Mapping[bytes, str]) -> str:
 async def _note_copy(beat: Beat, source: str) -> None:
     """A conflict that an admin sees; the refusal does not depend on it."""
     try:
-        await database_sync_to_async(services.note_other_process)(
+        await database_sync_to_async(claims.note_other_process)(
             beat.id, beat.instance, source_address=source, now=beat.at
         )
     except DatabaseError as error:
@@ -276,7 +276,7 @@ _ENDED: Operation = {
 }
 
 HEARTBEAT: Operation = {
-    **worker_routes.node_route(
+    **worker_routes.describe_node_route(
         "node_heartbeat",
         "Send a heartbeat",
         "A body that cannot be read is answered with 400 naming the field, and still counts as a sign of"
@@ -314,6 +314,6 @@ HEARTBEAT: Operation = {
             "content": json_body(reference("Message"), {"message": "heartbeat recorded"}),
         },
         **worker_routes.WRONG_SECRET,
-        **worker_routes.refused(400, 403, 404, 409, 413, 429),
+        **worker_routes.describe_refusals(400, 403, 404, 409, 413, 429),
     },
 }

@@ -17,11 +17,11 @@ from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
-from nodes.api.base import NODE_ID, answered
+from nodes.api.base import NODE_ID, response_example
 from nodes.api.catalogue import CATALOGUE_OLD
 from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import Upgrade
 
 METADATA = Shape(
     "BackendMetadata",
@@ -80,7 +80,7 @@ COMPONENTS = (METADATA, INSTALLED, DRIFT, UPGRADE)
 
 _UPGRADES = {200: mapping(UPGRADE.ref), **flat_refusals()}
 _NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}
-_UPGRADE_EXAMPLE = answered(
+_UPGRADE_EXAMPLE = response_example(
     {
         "minilm": {
             "backend_name": "minilm",
@@ -90,7 +90,7 @@ _UPGRADE_EXAMPLE = answered(
         }
     }
 )
-_LIST_EXAMPLE = answered(
+_LIST_EXAMPLE = response_example(
     [
         {
             "Name": "minilm",
@@ -113,12 +113,12 @@ _LIST_EXAMPLE = answered(
 )
 
 
-def upgrade_map(found: Iterable[Upgrade]) -> dict[str, Row]:
+def upgrades_by_backend(found: Iterable[Upgrade]) -> dict[str, Row]:
     """The upgrades by backend, as §4.4 has them."""
     return {one.backend.name: _upgrade(one) for one in found}
 
 
-def installed_list(picture: upgrade_check.Picture) -> list[Row]:
+def installed_rows(picture: upgrade_check.Picture) -> list[Row]:
     """Return the backends by name, as §4.3 has them, with the number of pending operations of each."""
     pending = intents.count_pending_by_backend()
     return [
@@ -178,7 +178,7 @@ class InstalledView(_Flat):
         Old lists are asked for again meanwhile.
         """
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
-        return Response(installed_list(upgrade_check.picture()))
+        return Response(installed_rows(upgrade_check.picture()))
 
 
 class UpgradesView(_Flat):
@@ -193,7 +193,7 @@ class UpgradesView(_Flat):
     )
     def get(self, request: Request) -> Response:
         """By backend, what the galleries offered at the last check compared with what is installed now."""
-        return Response(upgrade_map(upgrade_check.picture().upgrades.values()))
+        return Response(upgrades_by_backend(upgrade_check.picture().upgrades.values()))
 
 
 class UpgradeCheckView(_Flat):
@@ -212,7 +212,7 @@ class UpgradeCheckView(_Flat):
 
         A request while a check waits is the same one. The list shows the outcome when the check has ended.
         """
-        known: dict[str, Any] = upgrade_map(upgrade_check.picture().upgrades.values())
+        known: dict[str, Any] = upgrades_by_backend(upgrade_check.picture().upgrades.values())
         upgrade_state.ask()
         return Response(known)
 

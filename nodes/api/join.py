@@ -34,7 +34,15 @@ from localai_cluster.web.openapi import Operation, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
-from nodes.api.base import MOMENT, NodeView, actor_of, answered, message, page_schema, sent
+from nodes.api.base import (
+    MOMENT,
+    NodeView,
+    actor_of,
+    describe_list,
+    message_example,
+    request_example,
+    response_example,
+)
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import JoinToken
 from nodes.registry import identity, joining, listing
@@ -62,7 +70,7 @@ _FIELDS = [
     field("last_used_by", TEXT, "Name of the node that joined last.", optional=True),
 ]
 JOIN_TOKEN = Shape("JoinToken", "A join token, without the token.", _FIELDS)
-MADE = Shape(
+CREATED_TOKEN = Shape(
     "MadeJoinToken",
     "A new join token. `token` and `command` are shown this once.",
     [
@@ -78,7 +86,7 @@ MADE = Shape(
         ),
     ],
 )
-COMPONENTS = (JOIN_TOKEN_STATE, JOIN_TOKEN, MADE)
+COMPONENTS = (JOIN_TOKEN_STATE, JOIN_TOKEN, CREATED_TOKEN)
 _EXAMPLE = {
     "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
     "state": "usable",
@@ -113,7 +121,7 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
         return schema
 
 
-def rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
+def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
     """The tokens as they are shown; no query."""
     return [JOIN_TOKEN.of(**_facts(one, now)) for one in tokens]
 
@@ -126,18 +134,18 @@ def _facts(token: JoinToken, now: datetime) -> Row:
 class JoinTokensView(NodeView):
     """`/api/join-tokens`."""
 
-    @page_schema(
+    @describe_list(
         "join_tokens",
         "List join tokens",
         tag="nodes",
         rows=JOIN_TOKEN.many,
-        example=answered([_EXAMPLE]),
+        example=response_example([_EXAMPLE]),
     )
     def get(self, request: Request) -> Response:
         """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
         page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
         tokens = JoinToken.objects.all()
-        found = rows(tokens[page.part], clock.now())
+        found = token_rows(tokens[page.part], clock.now())
         return Response(found, headers=page.headers(request, tokens.count()))
 
     @extend_schema(
@@ -145,10 +153,10 @@ class JoinTokensView(NodeView):
         summary="Make a join token",
         tags=["nodes"],
         request=JoinTokenRequestSerializer,
-        responses={201: MADE.ref, **refusals(400, 401, 403, 413)},
+        responses={201: CREATED_TOKEN.ref, **refusals(400, 401, 403, 413)},
         examples=[
-            sent({"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"}),
-            answered(
+            request_example({"lifetime_seconds": 3600, "uses": 1, "note": "rack 4"}),
+            response_example(
                 _EXAMPLE
                 | {
                     "token": _TOKEN,
@@ -175,7 +183,7 @@ class JoinTokensView(NodeView):
             lifetime=told.get("lifetime_seconds", joining.USUAL),
             uses=told.get("uses", 1),
         )
-        shown = MADE.of(
+        shown = CREATED_TOKEN.of(
             **_facts(token, now),
             token=plain,
             command=join_script.command(url, plain, wheel),
@@ -201,7 +209,7 @@ class JoinTokenView(NodeView):
         summary="Revoke a join token",
         tags=["nodes"],
         responses={200: rest.MessageSerializer, **refusals(401, 403, 404)},
-        examples=[message("join token revoked")],
+        examples=[message_example("join token revoked")],
     )
     def delete(self, request: Request, token_id: str) -> Response:
         """It admits no new node any more. Nodes that joined with it stay."""

@@ -32,7 +32,7 @@ from localai_cluster.web.rest import (
 )
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, Row, Shape, field
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
-from nodes.api.base import NODE_ID, NodeView, answered, existing, sent
+from nodes.api.base import NODE_ID, NodeView, request_example, require_node_id, response_example
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.definitions import folder
@@ -112,7 +112,7 @@ class CapabilitiesView(APIView):
         summary="List models",
         tags=["nodes"],
         responses={200: MODELS.ref, **flat_refusals()},
-        examples=[answered({"data": [_EXAMPLE], "definitionErrors": []})],
+        examples=[response_example({"data": [_EXAMPLE], "definitionErrors": []})],
     )
     def get(self, request: Request) -> Response:
         """Every usable definition and every model of a node; files that cannot be used with their reason.
@@ -128,14 +128,15 @@ class CapabilitiesView(APIView):
             backends.setdefault(model, backend)
         names = sorted(defined.keys() | places.keys())
         found = [
-            _told(name, defined.get(name), backends.get(name, ""), places.get(name, [])) for name in names
+            _model_row(name, defined.get(name), backends.get(name, ""), places.get(name, []))
+            for name in names
         ]
         broken = async_to_sync(folder.list_problems)().files
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=found, definitionErrors=errors))
 
 
-def _told(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:
+def _model_row(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:
     embeds = definition is not None and bool(definition.options.get("Embeddings"))
     return MODEL.of(
         id=name,
@@ -167,29 +168,29 @@ DONE = Shape(
     ],
 )
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_SENT = sent({"model_name": "minilm"})
+_SENT = request_example({"model_name": "minilm"})
 UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the node"
 DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
 UNLOADED = "model unloaded", "the model is being unloaded"
 DELETED = "model deleted", "the model is being deleted"
 """What an answer says at the end, and while it goes on."""
 
-Ask = Callable[..., Admission]
+AdmitUnload = Callable[..., Admission]
 
 
 def _done(text: str, goes_on: str) -> list[Any]:
     """The examples of both answers."""
     job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}
     return [
-        answered({"message": text} | job),
-        answered({"message": goes_on} | job, "accepted", "202"),
+        response_example({"message": text} | job),
+        response_example({"message": goes_on} | job, "accepted", "202"),
     ]
 
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def described(
+def describe_waiting_command(
     operation_id: str,
     summary: str,
     body: type[serializers.Serializer[Any]],
@@ -228,7 +229,7 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 
     def validate_model_name(self, name: str) -> str:
         """Something that is a name."""
-        return checked_model(name)
+        return check_model_name(name)
 
 
 class UnloadReplicaSerializer(UnloadModelSerializer):
@@ -242,13 +243,13 @@ class DeleteModelSerializer(UnloadModelSerializer):
 
     def validate_model_name(self, name: str) -> str:
         """A name that stays inside the models folder of a worker."""
-        checked = checked_model(name)
+        checked = check_model_name(name)
         if any(part in ("", ".", "..") for part in checked.split("/")):
             raise serializers.ValidationError("must be a path inside the models folder")
         return checked
 
 
-def checked_model(name: str) -> str:
+def check_model_name(name: str) -> str:
     """The name; ValidationError for what cannot be one."""
     if not name or name != name.strip():
         raise serializers.ValidationError("must be a name without blanks around it")
@@ -270,11 +271,11 @@ class _ModelView(NodeView):
     ) -> Response:
         """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
         fields = validate_body(shape, request)
-        node = node_commands.find_node(existing(node_id)) if node_id is not None else None
-        return carried_out(request, ask, fields, said, node)
+        node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
+        return run_and_respond(request, ask, fields, said, node)
 
 
-def carried_out(
+def run_and_respond(
     request: Request,
     ask: Callable[..., Admission],
     fields: dict[str, Any],
@@ -292,7 +293,7 @@ def carried_out(
         fields.get("deadline_seconds"),
     )
     admission = ask(wish, now=clock.now())
-    operation = ended(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
+    operation = wait_for_end(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
     if operation.status == Status.FAILED:
         raise CommandFailed(operation.error)
     if operation.status == Status.CANCELLED:
@@ -307,7 +308,7 @@ def carried_out(
     return Response(body, status=200 if finished else 202)
 
 
-def ended(operation: Operation, seconds: float) -> Operation:
+def wait_for_end(operation: Operation, seconds: float) -> Operation:
     """The operation when it has ended, or as it is after `seconds`.
 
     Raises CommandFailed if its record was cleared before that was seen.
@@ -333,7 +334,7 @@ async def _ended(operation_id: UUID, seconds: float) -> Operation:
 class NodeUnloadView(_ModelView):
     """`/api/nodes/:id/models/unload`."""
 
-    @described(
+    @describe_waiting_command(
         "nodes_models_unload", "Unload a model from a node", UnloadReplicaSerializer, _SENT, UNLOAD_HERE
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -347,7 +348,7 @@ class NodeUnloadView(_ModelView):
 class NodeDeleteView(_ModelView):
     """`/api/nodes/:id/models/delete`."""
 
-    @described(
+    @describe_waiting_command(
         "nodes_models_delete", "Delete a model's files from a node", DeleteModelSerializer, _SENT, DELETE_HERE
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -358,7 +359,9 @@ class NodeDeleteView(_ModelView):
 class ModelUnloadView(_ModelView):
     """`/api/nodes/models/unload`."""
 
-    @described("models_unload", "Unload a model from all nodes", UnloadModelSerializer, _SENT, UNLOADED)
+    @describe_waiting_command(
+        "models_unload", "Unload a model from all nodes", UnloadModelSerializer, _SENT, UNLOADED
+    )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
         return self.carry_out(request, unload_requests.unload, UnloadModelSerializer, UNLOADED)
@@ -367,7 +370,7 @@ class ModelUnloadView(_ModelView):
 class ModelDeleteView(_ModelView):
     """`/api/nodes/models/delete`."""
 
-    @described(
+    @describe_waiting_command(
         "models_delete", "Delete a model's files from all nodes", DeleteModelSerializer, _SENT, DELETED
     )
     def post(self, request: Request) -> Response:

@@ -19,14 +19,23 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Strict, Text, Whole, validate_body
-from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
+from nodes.api.base import (
+    FINGERPRINT,
+    NODE_ID,
+    NodeView,
+    actor_of,
+    message_example,
+    request_example,
+    require_node_id,
+    response_example,
+)
 from nodes.api.cluster_backends import MOST_NODES
-from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted, asked_by, install_wish
+from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
 from nodes.api.node_settings import LABELS
-from nodes.backends import bulk_install, node_stop
+from nodes.backends import admission, node_stop
 from nodes.backends.backend_requests import INSTALL
 from nodes.models import BackendNode
-from nodes.registry import actions, bulk, node_rows, services
+from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
 
@@ -38,7 +47,7 @@ _NO_NULL = "^[^\\u0000]*$"
 _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _WHO = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 _AGENT = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
-REASON = sent({"reason": "ticket 4711"})
+REASON = request_example({"reason": "ticket 4711"})
 
 
 _STOPPING = {
@@ -115,7 +124,7 @@ class DrainRequestSerializer(ReasonSerializer):
     """Why, and how long the running requests may take."""
 
     deadline_seconds = Whole(
-        required=False, allow_null=True, min_value=0, max_value=int(services.LONGEST_DEADLINE)
+        required=False, allow_null=True, min_value=0, max_value=int(lifecycle.LONGEST_DEADLINE)
     )
 
 
@@ -151,9 +160,9 @@ class ApproveView(NodeView):
         request=ApproveSerializer,
         responses={200: node_rows.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[
-            sent({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
-            answered(_WHO | {"message": actions.APPROVE.message}),
-            answered(_WHO | _AGENT | {"message": actions.APPROVE.message}, "agent"),
+            request_example({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
+            response_example(_WHO | {"message": actions.APPROVE.message}),
+            response_example(_WHO | _AGENT | {"message": actions.APPROVE.message}, "agent"),
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -161,16 +170,16 @@ class ApproveView(NodeView):
 
         With the `fingerprint` that the approver compared, 409 if the node has another one now.
         """
-        found = existing(node_id)
+        found = require_node_id(node_id)
         fields = validate_body(ApproveSerializer, request)
-        approved = services.approve(
+        approved = lifecycle.approve(
             found,
             actor=actor_of(request),
             now=clock.now(),
             reason=fields.get("reason", ""),
             fingerprint=fields.get("fingerprint"),
         )
-        return Response(node_rows.approved(approved))
+        return Response(node_rows.approval_body(approved))
 
 
 class ApproveManyView(NodeView):
@@ -183,8 +192,8 @@ class ApproveManyView(NodeView):
         request=ApproveManySerializer,
         responses={200: node_rows.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
         examples=[
-            sent({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
-            answered(
+            request_example({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
+            response_example(
                 {
                     "approved": 1,
                     "results": [
@@ -202,13 +211,13 @@ class ApproveManyView(NodeView):
         """
         fields = validate_body(ApproveManySerializer, request)
         ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
-        found = services.approve_many(
+        found = lifecycle.approve_many(
             ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
         )
-        return Response(node_rows.outcomes(found))
+        return Response(node_rows.approvals_body(found))
 
 
-def described_action(
+def describe_action(
     action: Action,
     body: type[ReasonSerializer] | None,
     statuses: Sequence[int],
@@ -223,15 +232,15 @@ def described_action(
         tags=[tag],
         request=body,
         responses={200: rest.MessageSerializer, **refusals(*statuses)},
-        examples=[*examples, message(action.message)],
+        examples=[*examples, message_example(action.message)],
     )
 
 
-def act(
+def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
-    found = existing(node_id)
+    found = require_node_id(node_id)
     options = validate_body(body, request) if body else {}
     bulk.perform(action.name, found, actor_of(request), clock.now(), options)
     return Response({"message": action.message})
@@ -243,52 +252,55 @@ _REFUSED = (400, 401, 403, 404, 409, 413)
 class RejectView(NodeView):
     """`/api/nodes/:id/reject`."""
 
-    @described_action(
-        actions.REJECT, RejectionSerializer, _REFUSED, sent({"reason": "no such machine was announced"})
+    @describe_action(
+        actions.REJECT,
+        RejectionSerializer,
+        _REFUSED,
+        request_example({"reason": "no such machine was announced"}),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Rejects a pending node with a reason. Re-registering does not change that."""
-        return act(request, node_id, actions.REJECT, RejectionSerializer)
+        return perform_action(request, node_id, actions.REJECT, RejectionSerializer)
 
 
 class DrainView(NodeView):
     """`/api/nodes/:id/drain` (R1.19)."""
 
-    @described_action(
+    @describe_action(
         actions.DRAIN,
         DrainRequestSerializer,
         (400, 401, 403, 404, 413),
-        sent({"reason": "new power supply", "deadline_seconds": 600}),
+        request_example({"reason": "new power supply", "deadline_seconds": 600}),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Sends no new requests to the node; running ones may finish until the deadline."""
-        return act(request, node_id, actions.DRAIN, DrainRequestSerializer)
+        return perform_action(request, node_id, actions.DRAIN, DrainRequestSerializer)
 
 
 class ResumeView(NodeView):
     """`/api/nodes/:id/resume` (R1.18)."""
 
-    @described_action(actions.RESUME, ReasonSerializer, _REFUSED, REASON)
+    @describe_action(actions.RESUME, ReasonSerializer, _REFUSED, REASON)
     def post(self, request: Request, node_id: str) -> Response:
         """Returns the node to service; an offline node after its next heartbeat."""
-        return act(request, node_id, actions.RESUME, ReasonSerializer)
+        return perform_action(request, node_id, actions.RESUME, ReasonSerializer)
 
 
 class RotateView(NodeView):
     """`/api/nodes/:id/identity/rotate`."""
 
-    @described_action(
+    @describe_action(
         actions.ROTATE, None, (401, 403, 404, 409), operation_id="nodes_identity_rotate", tag="identity"
     )
     def post(self, request: Request, node_id: str) -> Response:
         """From now on the worker's secret is accepted only for registration and rotation."""
-        return act(request, node_id, actions.ROTATE)
+        return perform_action(request, node_id, actions.ROTATE)
 
 
 class RevokeView(NodeView):
     """`/api/nodes/:id/identity/revoke`."""
 
-    @described_action(
+    @describe_action(
         actions.REVOKE,
         ReasonSerializer,
         _REFUSED,
@@ -298,7 +310,7 @@ class RevokeView(NodeView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Permanently rejects the worker's secret; the node is pending again, without an identity."""
-        return act(request, node_id, actions.REVOKE, ReasonSerializer)
+        return perform_action(request, node_id, actions.REVOKE, ReasonSerializer)
 
 
 class StopView(NodeView):
@@ -313,7 +325,7 @@ class StopView(NodeView):
             202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and goes on."),
             **refusals(400, 401, 403, 404, 409, 413),
         },
-        examples=[REASON, answered(_STOPPING, status="202")],
+        examples=[REASON, response_example(_STOPPING, status="202")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.
@@ -321,8 +333,8 @@ class StopView(NodeView):
         It comes back only if its machine starts it again. 409 for an agent, and for a node that is pending or
         offline.
         """
-        node = BackendNode.objects.get(pk=existing(node_id))
-        admission = node_stop.request_stop(
+        node = BackendNode.objects.get(pk=require_node_id(node_id))
+        admitted = node_stop.request_stop(
             node,
             actor=actor_of(request).name,
             now=clock.now(),
@@ -330,12 +342,12 @@ class StopView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        job = str(admission.operation.id)
+        job = str(admitted.operation.id)
         body = ACCEPTED.of(
-            message=actions.STOP.message if admission.created else "the worker is already being stopped",
+            message=actions.STOP.message if admitted.created else "the worker is already being stopped",
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            deduplicated=not admission.created,
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -427,8 +439,10 @@ class BulkView(NodeView):
         request=BulkSerializer,
         responses=_RESPONSES,
         examples=[
-            sent({"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}),
-            answered(_example("drain of 1 node started"), status="202"),
+            request_example(
+                {"verb": "drain", "ids": [NODE_ID], "reason": "new power supply", "deadline_seconds": 600}
+            ),
+            response_example(_example("drain of 1 node started"), status="202"),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -445,14 +459,14 @@ class BulkView(NodeView):
             request_id=request_id.get(),
             client_address=client_address(request),
         )
-        admission = bulk.request(bulk_request, now=clock.now())
-        job = str(admission.operation.id)
-        started = "started" if admission.created else "in progress already"
+        admitted = bulk.request(bulk_request, now=clock.now())
+        job = str(admitted.operation.id)
+        started = "started" if admitted.created else "in progress already"
         body = ACCEPTED.of(
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
-            message=f"{fields['verb']} of {admission.operation.element} {started}",
-            deduplicated=not admission.created,
+            message=f"{fields['verb']} of {admitted.operation.element} {started}",
+            deduplicated=not admitted.created,
         )
         return Response(body, status=202)
 
@@ -467,8 +481,8 @@ class BulkInstallView(NodeView):
         request=BulkInstallSerializer,
         responses={**_RESPONSES, **refusals(409)},
         examples=[
-            sent({"ids": [NODE_ID], "backend": "local@minilm"}),
-            answered(_example("backend installation started"), status="202"),
+            request_example({"ids": [NODE_ID], "backend": "local@minilm"}),
+            response_example(_example("backend installation started"), status="202"),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -477,6 +491,6 @@ class BulkInstallView(NodeView):
         A node that cannot take it gets a part that fails with the reason; the others go on.
         """
         fields = validate_body(BulkInstallSerializer, request)
-        wish, asked = install_wish(fields), asked_by(request, [])
-        admission = bulk_install.request(wish, asked, fields["ids"], now=clock.now())
-        return Response(accepted(admission, INSTALL), status=202)
+        wish, asked = install_request(fields), requester_of(request, [])
+        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        return Response(accepted_body(admitted, INSTALL), status=202)

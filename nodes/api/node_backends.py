@@ -30,12 +30,12 @@ from localai_cluster.web.rest import (
     validate_body,
 )
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
-from nodes.api.base import NodeView, answered, existing, header, sent
+from nodes.api.base import NodeView, request_example, require_node_id, response_example, response_header
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
-from nodes.backends.admission import ask
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
-from nodes.backends.upgrade_rules import is_image
+from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
 from operations.ledger.admission import Admission
 
@@ -66,7 +66,7 @@ class InstallSerializer(Described, NullIsAbsent):
 
     def validate_backend(self, value: str | None) -> str | None:
         """A gallery's name, with an optional `gallery@` before it."""
-        return checked_name(value)
+        return check_backend_name(value)
 
     validate_name = validate_backend
     validate_alias = validate_backend
@@ -105,7 +105,7 @@ def _authority(uri: str) -> str:
         raise serializers.ValidationError("must be an address") from None
 
 
-def checked_name(value: str | None) -> str | None:
+def check_backend_name(value: str | None) -> str | None:
     if value and not re.fullmatch(BACKEND_NAME, value, re.ASCII):
         raise serializers.ValidationError(
             "must be letters, digits, dots, dashes and underscores, with an optional gallery@ before it"
@@ -128,10 +128,10 @@ class BackendSerializer(Described, serializers.Serializer[Any]):
         """The name as the worker lists it: a gallery before it says only where it came from."""
         if not value:
             raise serializers.ValidationError("must not be empty")
-        return (checked_name(value) or "").rpartition("@")[2]
+        return (check_backend_name(value) or "").rpartition("@")[2]
 
 
-def install_wish(fields: dict[str, Any], *, force: bool = False) -> Wish:
+def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
     """What an install asks for. Raises InvalidInput without a name or an address.
 
     Without a name the address stands for it (A22).
@@ -152,7 +152,7 @@ def install_wish(fields: dict[str, Any], *, force: bool = False) -> Wish:
     )
 
 
-def bare_name(text: str) -> str:
+def backend_name_in(text: str) -> str:
     """A backend's name from a path. Raises InvalidInput for what is none."""
     if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
         raise errors.InvalidInput("this is no name of a backend", field="name")
@@ -173,23 +173,23 @@ _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandTexts:
     """What an answer says: of a new operation, and of the one that was under way."""
 
     started: str
     joined: str
 
 
-SAID = {
-    INSTALL: Said("backend installation started", "already being installed"),
-    UPGRADE: Said("backend upgrade started", "already being upgraded"),
-    DELETE: Said("backend deletion started", "already being deleted"),
+COMMAND_TEXTS = {
+    INSTALL: CommandTexts("backend installation started", "already being installed"),
+    UPGRADE: CommandTexts("backend upgrade started", "already being upgraded"),
+    DELETE: CommandTexts("backend deletion started", "already being deleted"),
 }
 """By kind of operation."""
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _accepted(said: Said) -> dict[str, Any]:
+def _accepted(said: CommandTexts) -> dict[str, Any]:
     return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": said.started}
 
 
@@ -200,7 +200,7 @@ _RESPONSES = {
 
 
 def _schema(
-    name: str, summary: str, body: type[Described], backend: str, said: Said
+    name: str, summary: str, body: type[Described], backend: str, said: CommandTexts
 ) -> Callable[[_Call], _Call]:
     """What the API document says of one command."""
     return extend_schema(
@@ -209,11 +209,11 @@ def _schema(
         tags=["backends"],
         request=body,
         responses=_RESPONSES,
-        examples=[sent({"backend": backend}), answered(_accepted(said), status="202")],
+        examples=[request_example({"backend": backend}), response_example(_accepted(said), status="202")],
     )
 
 
-def asked_by(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
+def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
     """Who asks, and for which nodes."""
     return Asked(
         nodes,
@@ -224,9 +224,9 @@ def asked_by(request: Request, nodes: list[BackendNode], *, all_nodes: bool = Fa
     )
 
 
-def accepted(admission: Admission, kind: str) -> dict[str, Any]:
+def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
     """What an answer says of the operation that was made, or of the one that is under way."""
-    job, said = str(admission.operation.id), SAID[kind]
+    job, said = str(admission.operation.id), COMMAND_TEXTS[kind]
     return ACCEPTED.of(
         jobID=job,
         statusUrl=f"/api/backends/job/{job}",
@@ -236,29 +236,31 @@ def accepted(admission: Admission, kind: str) -> dict[str, Any]:
 
 
 def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = ask(wish, asked_by(request, [node]), now=clock.now())
-    return Response(accepted(admission, wish.kind), status=202)
+    admission = admit(wish, requester_of(request, [node]), now=clock.now())
+    return Response(accepted_body(admission, wish.kind), status=202)
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
     backend = validate_body(BackendSerializer, request)["backend"]
-    return _on_one(request, node_commands.find_node(existing(node_id)), Wish(kind, backend))
+    return _on_one(request, node_commands.find_node(require_node_id(node_id)), Wish(kind, backend))
 
 
 class InstallView(NodeView):
     """`/api/nodes/:id/backends/install`."""
 
-    @_schema("install", "Install a backend on a node", InstallSerializer, "local@minilm", SAID[INSTALL])
+    @_schema(
+        "install", "Install a backend on a node", InstallSerializer, "local@minilm", COMMAND_TEXTS[INSTALL]
+    )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        wish = install_wish(validate_body(InstallSerializer, request))
-        return _on_one(request, node_commands.find_node(existing(node_id)), wish)
+        wish = install_request(validate_body(InstallSerializer, request))
+        return _on_one(request, node_commands.find_node(require_node_id(node_id)), wish)
 
 
 class UpgradeView(NodeView):
     """`/api/nodes/:id/backends/upgrade`."""
 
-    @_schema("upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", SAID[UPGRADE])
+    @_schema("upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", COMMAND_TEXTS[UPGRADE])
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and installs it again from the galleries (A39).
 
@@ -270,7 +272,7 @@ class UpgradeView(NodeView):
 class DeleteView(NodeView):
     """`/api/nodes/:id/backends/delete`."""
 
-    @_schema("delete", "Delete a backend from a node", BackendSerializer, "minilm", SAID[DELETE])
+    @_schema("delete", "Delete a backend from a node", BackendSerializer, "minilm", COMMAND_TEXTS[DELETE])
     def post(self, request: Request, node_id: str) -> Response:
         """Stops the backend's engines on the node and removes its files (O38).
 
@@ -297,10 +299,10 @@ NODE_BACKEND = Shape(
     ],
 )
 _HEADERS = [
-    header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
-    header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
+    response_header("X-As-Of", OpenApiTypes.DATETIME, "When the worker listed this; absent if it never did."),
+    response_header("X-Inventory-Error", OpenApiTypes.STR, "Why there is no newer list."),
 ]
-_EXAMPLE = answered(
+_EXAMPLE = response_example(
     [
         {
             "name": "minilm",

@@ -10,9 +10,18 @@ from localai_cluster.kit import errors, names
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import MALFORMED, NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
-from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent
+from nodes.api.base import (
+    REVISION,
+    NodeView,
+    Schema,
+    edit_arguments,
+    request_example,
+    require_node_id,
+    response_example,
+)
 from nodes.models import NodeLabel, selectors
-from nodes.registry import services
+from nodes.registry import overrides
+from nodes.registry.labels import merge_labels, remove_label, set_labels
 from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
 
 LABEL_KEY = OpenApiParameter(
@@ -27,8 +36,8 @@ LABELS: Schema = {
     "additionalProperties": {"type": "string", "maxLength": selectors.LONGEST_VALUE},
     "description": "Key to value; keys have 1 to 128 characters.",
 }
-_SENT = sent({"tier": "fast"})
-_EXAMPLE = answered({"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"})
+_SENT = request_example({"tier": "fast"})
+_EXAMPLE = response_example({"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"})
 
 
 class LabelsView(NodeView):
@@ -43,7 +52,7 @@ class LabelsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Key to value."""
-        rows = NodeLabel.objects.filter(node=existing(node_id)).order_by("key")
+        rows = NodeLabel.objects.filter(node=require_node_id(node_id)).order_by("key")
         return Response(dict(rows.values_list("key", "value")))
 
     @extend_schema(
@@ -57,8 +66,8 @@ class LabelsView(NodeView):
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Replaces all labels; automatic ones return when the worker registers again."""
-        found = existing(node_id)
-        return Response(services.set_labels(found, labels_in(request), **edit_of(request)))
+        found = require_node_id(node_id)
+        return Response(set_labels(found, parse_labels(request), **edit_arguments(request)))
 
     @extend_schema(
         operation_id="nodes_labels_merge",
@@ -71,11 +80,11 @@ class LabelsView(NodeView):
     )
     def patch(self, request: Request, node_id: str) -> Response:
         """Other labels stay; the answer has all of them."""
-        found = existing(node_id)
-        return Response(services.merge_labels(found, labels_in(request), **edit_of(request)))
+        found = require_node_id(node_id)
+        return Response(merge_labels(found, parse_labels(request), **edit_arguments(request)))
 
 
-def labels_in(request: Request) -> dict[str, str]:
+def parse_labels(request: Request) -> dict[str, str]:
     """The body's labels; raises InvalidInput naming the key whose value is not a text."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
@@ -99,14 +108,14 @@ class LabelView(NodeView):
     )
     def delete(self, request: Request, node_id: str, key: str) -> Response:
         """Succeeds also if the node does not have the label."""
-        services.remove_label(existing(node_id), key, **edit_of(request))
+        remove_label(require_node_id(node_id), key, **edit_arguments(request))
         return Response(status=204)
 
 
 CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
 BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
 RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
-_RESET = answered({"reset": True})
+_RESET = response_example({"reset": True})
 
 
 class CapRequestSerializer(NullIsAbsent):
@@ -131,13 +140,13 @@ class ReplicaCapView(NodeView):
         parameters=[REVISION],
         request=CapRequestSerializer,
         responses={200: CAP.ref, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[sent({"value": 3}), answered({"max_replicas_per_model": 3})],
+        examples=[request_example({"value": 3}), response_example({"max_replicas_per_model": 3})],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Overrides the worker's own value (R1.45)."""
-        found = existing(node_id)
+        found = require_node_id(node_id)
         value = validate_body(CapRequestSerializer, request)["value"]
-        node = services.set_replica_cap(found, value, **edit_of(request))
+        node = overrides.set_replica_cap(found, value, **edit_arguments(request))
         return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
 
     @extend_schema(
@@ -150,7 +159,7 @@ class ReplicaCapView(NodeView):
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """The worker's own value applies again from its next registration (R1.46)."""
-        services.reset_replica_cap(existing(node_id), **edit_of(request))
+        overrides.reset_replica_cap(require_node_id(node_id), **edit_arguments(request))
         return Response(RESET.of(reset=True))
 
 
@@ -164,13 +173,13 @@ class VramBudgetView(NodeView):
         parameters=[REVISION],
         request=BudgetRequestSerializer,
         responses={200: BUDGET.ref, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[sent({"value": "80%"}), answered({"vram_budget": "80%"})],
+        examples=[request_example({"value": "80%"}), response_example({"vram_budget": "80%"})],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
-        found = existing(node_id)
+        found = require_node_id(node_id)
         value = validate_body(BudgetRequestSerializer, request)["value"]
-        services.set_vram_budget(found, value, **edit_of(request))
+        overrides.set_vram_budget(found, value, **edit_arguments(request))
         return Response(BUDGET.of(vram_budget=value))
 
     @extend_schema(
@@ -183,5 +192,5 @@ class VramBudgetView(NodeView):
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """Unlimited until the worker registers with a budget (R1.48)."""
-        services.reset_vram_budget(existing(node_id), **edit_of(request))
+        overrides.reset_vram_budget(require_node_id(node_id), **edit_arguments(request))
         return Response(RESET.of(reset=True))

@@ -16,15 +16,15 @@ from nodes.api.base import (
     NODE_ID,
     NodeView,
     Schema,
-    answered,
-    existing,
-    one_of,
-    page_schema,
-    query,
-    text,
-    whole,
+    describe_list,
+    enum_schema,
+    integer_schema,
+    query_parameter,
+    require_node_id,
+    response_example,
+    text_schema,
 )
-from nodes.api.node_actions import act, described_action
+from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, selectors
 from nodes.registry import actions, listing, node_rows, resources
@@ -36,21 +36,23 @@ _PAIR: Schema = {
     "pattern": rf"^[^=]{{1,{selectors.LONGEST_KEY}}}=[\s\S]{{0,{selectors.LONGEST_VALUE}}}$",
 }
 _FILTERS = [
-    query("status", one_of(NodeStatus.values), "Only nodes of this status."),
-    query("type", one_of(NodeType.values), "Only nodes of this type."),
-    query("vendor", text(listing.LONGEST_VENDOR), "Only nodes with GPUs of this vendor."),
-    query(
+    query_parameter("status", enum_schema(NodeStatus.values), "Only nodes of this status."),
+    query_parameter("type", enum_schema(NodeType.values), "Only nodes of this type."),
+    query_parameter("vendor", text_schema(listing.LONGEST_VENDOR), "Only nodes with GPUs of this vendor."),
+    query_parameter(
         "search",
-        text(listing.LONGEST_SEARCH),
+        text_schema(listing.LONGEST_SEARCH),
         "Only nodes with this in name, address or GPUs.",
     ),
-    query(
+    query_parameter(
         "label",
         {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": listing.MOST_LABELS},
         "`key=value`: only nodes with this label; repeated, with all of them.",
         explode=True,
     ),
-    query("sort", one_of(listing.ORDERS) | {"default": "name"}, "The order; `-` turns it round."),
+    query_parameter(
+        "sort", enum_schema(listing.ORDERS) | {"default": "name"}, "The order; `-` turns it round."
+    ),
 ]
 _LABELS = {"gpu.vendor": "nvidia", "gpu.vram": "16GB", "node.name": "gpu-a", "node.replica-slots": "2"}
 _LISTED = {
@@ -128,19 +130,19 @@ class NodesView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @page_schema(
+    @describe_list(
         "nodes_list",
         "List nodes",
         tag="nodes",
         rows=NODE.many,
-        example=answered([_LISTED]),
+        example=response_example([_LISTED]),
         filters=_FILTERS,
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""
         wanted = listing.wanted_nodes(request.query_params)
-        whole = wanted.page.whole and not wanted.filtered
-        rows = node_rows.elements(wanted.nodes[wanted.page.part], whole=whole)
+        is_whole = wanted.page.whole and not wanted.filtered
+        rows = node_rows.list_rows(wanted.nodes[wanted.page.part], whole=is_whole)
         total = len(rows) if wanted.page.whole else wanted.nodes.count()
         return Response(rows, headers=wanted.page.headers(request, total))
 
@@ -155,23 +157,23 @@ class NodeDetailView(NodeView):
         summary="Show a node",
         tags=["nodes"],
         responses={200: NODE_DETAIL.ref, **refusals(401, 403, 404)},
-        examples=[answered(_LISTED | _BEHIND)],
+        examples=[response_example(_LISTED | _BEHIND)],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
         found = parse_node_id(node_id)
-        node = None if found is None else node_rows.detail(found)
+        node = None if found is None else node_rows.detail_row(found)
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)
 
-    @described_action(actions.REMOVE, None, (401, 403, 404), operation_id="nodes_delete")
+    @describe_action(actions.REMOVE, None, (401, 403, 404), operation_id="nodes_delete")
     def delete(self, request: Request, node_id: str) -> Response:
         """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
-        return act(request, node_id, actions.REMOVE)
+        return perform_action(request, node_id, actions.REMOVE)
 
 
-_REPLICAS_EXAMPLE = answered(
+_REPLICAS_EXAMPLE = response_example(
     [
         {
             "id": "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa",
@@ -206,7 +208,7 @@ class NodeReplicasView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas in every state."""
-        return Response(replicas_of(existing(node_id)))
+        return Response(replica_rows(require_node_id(node_id)))
 
 
 class ReplicasView(NodeView):
@@ -228,7 +230,7 @@ class ReplicasView(NodeView):
         )
 
 
-def replicas_of(node: UUID) -> list[Row]:
+def replica_rows(node: UUID) -> list[Row]:
     """A node's replicas for the wire."""
     return REPLICA.rows(NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index"))
 
@@ -266,16 +268,18 @@ class EventsView(NodeView):
         summary="Show a node's timeline",
         tags=["nodes"],
         parameters=[
-            query("limit", whole(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
-            query("cursor", whole(1, LARGEST), "`next_cursor` of the page before: only older events."),
-            query("kind", one_of(NodeEvent.Kind.values), "Only events of this kind."),
+            query_parameter("limit", integer_schema(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
+            query_parameter(
+                "cursor", integer_schema(1, LARGEST), "`next_cursor` of the page before: only older events."
+            ),
+            query_parameter("kind", enum_schema(NodeEvent.Kind.values), "Only events of this kind."),
         ],
         responses={200: EVENTS.ref, **refusals(400, 401, 403, 404)},
-        examples=[answered({"events": [_EXAMPLE], "next_cursor": 4711})],
+        examples=[response_example({"events": [_EXAMPLE], "next_cursor": 4711})],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
-        node = _known(node_id)
+        node = _known_node_id(node_id)
         given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
         limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
@@ -286,9 +290,9 @@ class EventsView(NodeView):
         return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
 
 
-def _known(text: str) -> UUID:
+def _known_node_id(id_text: str) -> UUID:
     """The id of a node that exists or has left events behind; raises NotFound."""
-    node = parse_node_id(text)
+    node = parse_node_id(id_text)
     if node is None or not (
         BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
     ):
@@ -325,10 +329,12 @@ class MemoryView(NodeView):
         summary="Show a node's memory over the last hour",
         tags=["nodes"],
         responses={200: SAMPLES.ref, **refusals(401, 403, 404)},
-        examples=[answered({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})],
+        examples=[
+            response_example({"samples": [{"at": MOMENT, "vram_used": 8589934592, "ram_used": 17179869184}]})
+        ],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A sample a minute; none for minutes in which the node was not heard."""
-        found = resources.samples_of_node(existing(node_id), now=clock.now())
+        found = resources.samples_of_node(require_node_id(node_id), now=clock.now())
         rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in found]
         return Response(SAMPLES.of(samples=rows))

@@ -18,8 +18,8 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import NullIsAbsent, validate_body
-from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confirmations
-from nodes.api.node_backends import Said, asked_by
+from nodes.api.cluster_backends import STARTED, NodesSerializer, last_replicas_field, started_body
+from nodes.api.node_backends import CommandTexts, requester_of
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked
@@ -30,7 +30,7 @@ from operations.api.serializers import DoneSerializer
 from operations.ledger import admission
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
-AGAIN = Said("started again", "tried at once")
+AGAIN = CommandTexts("started again", "tried at once")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -128,16 +128,16 @@ class RetryView(APIView):
     @_verb("retry", "Try an operation again", NodesSerializer, answer=STARTED.ref)
     def post(self, request: Request, job_id: str) -> Response:
         """Asks again for what failed, with the same request. What still waits is tried at once."""
-        operation, asked = found(job_id), asked_by(request, [])
+        operation, asked = found(job_id), requester_of(request, [])
         chosen = validate_body(NodesSerializer, request).get("nodes", ())
-        return Response(body_of(again(operation, chosen, asked), AGAIN))
+        return Response(started_body(again(operation, chosen, asked), AGAIN))
 
 
 class ChoiceSerializer(NullIsAbsent):
     """What becomes of an upgrade in waves."""
 
     choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
-    last_replicas = confirmations()
+    last_replicas = last_replicas_field()
 
 
 class WavesView(APIView):

@@ -13,8 +13,8 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import FastJSONRenderer, NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
-from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
-from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
+from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example
+from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import fit_check, load_explanation, what_if
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
@@ -141,7 +141,7 @@ class ExplainView(NodeView):
         tags=["scheduling"],
         parameters=[_MODEL],
         responses={200: EXPLAINED.ref, **refusals(401, 403, 404, 503)},
-        examples=[answered(_EXPLAINED)],
+        examples=[response_example(_EXPLAINED)],
     )
     def get(self, request: Request, model: str) -> Response:
         """Its replicas, the latest decisions with their reasons, and what the next request would find.
@@ -205,7 +205,7 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
 
     def validate_model(self, name: str) -> str:
         """Something that is a name."""
-        return checked_model(name)
+        return check_model_name(name)
 
     def validate_nodes(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Not too many."""
@@ -233,8 +233,8 @@ class PlanView(NodeView):
         request=PlacementPlanRequestSerializer,
         responses={200: {"oneOf": [PLAN.ref, RULE_PLAN.ref]}, **refusals(400, 401, 403, 413, 503)},
         examples=[
-            sent({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
-            answered(
+            request_example({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
+            response_example(
                 {
                     "model": "minilm",
                     "wanted": 2,
@@ -242,8 +242,8 @@ class PlanView(NodeView):
                     "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
                 }
             ),
-            sent({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
-            answered(_RULE_PLAN, name="What the rule would do"),
+            request_example({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
+            response_example(_RULE_PLAN, name="What the rule would do"),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -252,10 +252,10 @@ class PlanView(NodeView):
         It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
         now if it were saved.
         """
-        return Response(plan_of(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
+        return Response(make_plan(validate_body(PlacementPlanRequestSerializer, request), clock.now()))
 
 
-def plan_of(body: dict[str, Any], now: datetime) -> Row:
+def make_plan(body: dict[str, Any], now: datetime) -> Row:
     """The plan for a checked body; InvalidInput for a model that is not defined, or a rule that cannot be."""
     nodes = [what_if.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
@@ -307,7 +307,7 @@ class FitView(NodeView):
         tags=["scheduling"],
         parameters=[_MODEL],
         responses={200: fit_check.FIT.ref, **refusals(401, 403, 404, 503)},
-        examples=[answered(_FIT)],
+        examples=[response_example(_FIT)],
     )
     def get(self, request: Request, model: str) -> Response:
         """Every node with the reason why it cannot take one more replica, and what placement would choose.

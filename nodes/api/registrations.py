@@ -38,7 +38,7 @@ from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import MALFORMED, Described, NullIsAbsent, Text, Whole, is_json, parse_object
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
 from localai_cluster.web.wire import Disconnected
-from nodes.api.base import answered
+from nodes.api.base import response_example
 from nodes.api.worker_routes import (
     INSTANCE,
     NO_CREDENTIAL,
@@ -47,18 +47,18 @@ from nodes.api.worker_routes import (
     RegistrationAuthentication,
     Scope,
     client_of,
-    followed_up,
     headers_of,
     method_not_allowed,
-    respond,
+    refusal_for_caller,
+    send_json,
 )
-from nodes.api.worker_routes import body_of as request_body
+from nodes.api.worker_routes import read_body as request_body
 from nodes.models import NodeType
-from nodes.registry import identity, joining, resources, services
+from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.labels import LONGEST_VALUE, MOST_LABELS
 from nodes.registry.overrides import LARGEST_CAP
-from nodes.registry.services import Claim, Registered, Registration, Running
+from nodes.registry.registration import Claim, Registered, Registration, Running
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 LENGTHS = {
@@ -99,7 +99,7 @@ class _Labels(serializers.DictField):
 
 
 @extend_schema_field(OpenApiTypes.ANY)
-class _Told(serializers.Field[Any, Any, Any, Any]):
+class _AnyField(serializers.Field[Any, Any, Any, Any]):
     """Anything; `registration` reads it, and `described` says what it may be."""
 
     def to_internal_value(self, data: Any) -> Any:
@@ -159,7 +159,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     total_disk, available_disk = _bytes(), _bytes()
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
     engine_token, version = _text(), _text()
-    gpus = _Told(required=False, allow_null=True)
+    gpus = _AnyField(required=False, allow_null=True)
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False, allow_null=True)
     max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**63), max_value=LARGEST_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
@@ -196,7 +196,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
         return schema | {"required": ["name", "token"]}
 
 
-def registration(fields: Mapping[str, Any]) -> Registration:
+def parse_registration(fields: Mapping[str, Any]) -> Registration:
     """What a validated body says, checked in the order of §1.1; raises InvalidInput naming the field.
 
     What characters names and labels may have is the services' to say.
@@ -269,7 +269,7 @@ REGISTERED = Shape(
 REGISTRATION_REFUSAL = Named("RegistrationRefusal", {"oneOf": [WORKER_REFUSAL.ref, reference("Refusal")]})
 
 
-_Asked = tuple[Claim, "asyncio.Future[services.RegistrationOutcome | None]"]
+_Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]"]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -282,12 +282,12 @@ class Registrar:
     """Registers claims, all that arrive while a transaction is under way in the next one."""
 
     def __init__(self) -> None:
-        self._asked: list[_Asked] = []
+        self._asked: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, claim: Claim) -> Registered:
-        """Registers one claim; raises like `services.register_one`."""
-        answer: asyncio.Future[services.RegistrationOutcome | None] = (
+        """Registers one claim; raises like `registration.register_one`."""
+        answer: asyncio.Future[registration.RegistrationOutcome | None] = (
             asyncio.get_running_loop().create_future()
         )
         self._asked.append((claim, answer))
@@ -295,24 +295,24 @@ class Registrar:
             self._task = asyncio.create_task(self._register_all())
         found = await answer
         if found is None:
-            return await _in_thread(lambda: services.register_one(claim, **_circumstances()))
+            return await _in_thread(lambda: registration.register_one(claim, **_registration_options()))
         if isinstance(found, errors.Conflict):
             raise found
         return found
 
     async def _register_all(self) -> None:
         while self._asked:
-            batch, self._asked = _apart(self._asked)
+            batch, self._asked = _split_batch(self._asked)
             outcomes = await self._together([claim for claim, _ in batch])
             for (_, answer), outcome in zip(batch, outcomes, strict=True):
                 if not answer.done():
                     answer.set_result(outcome)
 
-    async def _together(self, claims: Sequence[Claim]) -> Sequence[services.RegistrationOutcome | None]:
+    async def _together(self, claims: Sequence[Claim]) -> Sequence[registration.RegistrationOutcome | None]:
         """What became of each claim; None for all if they have to be tried one by one."""
         try:
             return await _in_thread(
-                lambda: services.register_all(claims, **_circumstances(), patience=PATIENCE)
+                lambda: registration.register_all(claims, **_registration_options(), patience=PATIENCE)
             )
         except Exception as error:
             # On any failure each caller finds out for itself, and gets its own answer.
@@ -321,15 +321,15 @@ class Registrar:
             return [None] * len(claims)
 
 
-def _apart(asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
+def _split_batch(asked: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
     """Those that can share a transaction, no two of one name or secret, and the rest."""
-    batch: list[_Asked] = []
-    rest: list[_Asked] = []
+    batch: list[_Waiting] = []
+    rest: list[_Waiting] = []
     taken: set[str] = set()
     for one in asked:
         own = {
-            f"name {names.key(one[0].told.name)}",
-            f"secret {one[0].fingerprint or names.key(one[0].told.name)}",
+            f"name {names.key(one[0].registration.name)}",
+            f"secret {one[0].fingerprint or names.key(one[0].registration.name)}",
         }
         if len(batch) == MOST_TOGETHER or own & taken:
             rest.append(one)
@@ -339,7 +339,7 @@ def _apart(asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
     return batch, rest
 
 
-def _circumstances() -> dict[str, Any]:
+def _registration_options() -> dict[str, Any]:
     return {"now": clock.now(), "auto_approve": conf.cluster().auto_approve_nodes}
 
 
@@ -365,7 +365,7 @@ class RegistrationApplication:
             status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
             if status == 405:
                 headers = {"Allow": "POST"}
-        await respond(send, status, body, _PRIVATE | headers)
+        await send_json(send, status, body, _PRIVATE | headers)
 
     async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
         headers, address = headers_of(scope), client_of(scope)
@@ -375,8 +375,8 @@ class RegistrationApplication:
         fields = await _fields(headers, receive)
         await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(
-            services.claim(
-                registration(fields),
+            registration.claim(
+                parse_registration(fields),
                 secret=headers.get(b"x-localai-node-secret", ""),
                 instance=identity.check_instance(headers.get(b"x-localai-node-instance", "")),
                 source_address=address,
@@ -427,7 +427,7 @@ async def _authenticate(
             raise identity.WrongCredential("invalid registration token")
         return offered, await _in_thread(lambda: joining.recognise(offered, fingerprint, clock.now()))
     except errors.NotAuthenticated as refusal:
-        raise await followed_up(refusal, scope) from refusal
+        raise await refusal_for_caller(refusal, scope) from refusal
 
 
 async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
@@ -448,7 +448,7 @@ async def _check_token(token: str, offered: str, address: str) -> None:
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
-def _registered() -> dict[int, Any]:
+def _registration_responses() -> dict[int, Any]:
     who = {
         "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
         "name": "w1",
@@ -463,8 +463,8 @@ def _registered() -> dict[int, Any]:
             REGISTERED.ref,
             "Registered; `pending` until an admin approves it.",
             [
-                answered(who, status="201"),
-                answered(who | agent, "approved agent", "201"),
+                response_example(who, status="201"),
+                response_example(who | agent, "approved agent", "201"),
             ],
         ),
         **refusals(400, 403, 409, 413, 429),
@@ -472,7 +472,7 @@ def _registered() -> dict[int, Any]:
             REGISTRATION_REFUSAL.ref,
             "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
             "header's, nested for the body's.",
-            [answered(nested, status="401")],
+            [response_example(nested, status="401")],
         ),
     }
 
@@ -489,7 +489,7 @@ class RegistrationDescription(APIView):
         tags=["worker"],
         request=RegistrationSerializer,
         parameters=[SECRET, INSTANCE],
-        responses=_registered(),
+        responses=_registration_responses(),
     )
     def post(self, request: Request) -> None:
         """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""

@@ -14,7 +14,7 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
-from nodes.api.base import MOMENT, NodeView, answered, sent
+from nodes.api.base import MOMENT, NodeView, request_example, response_example
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling import store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
@@ -90,7 +90,7 @@ class SchedulingRulesView(NodeView):
         summary="List scheduling rules",
         tags=["scheduling"],
         responses={(200, "application/json"): store.RULE.many, **refusals(401, 403)},
-        examples=[answered([_EXAMPLE])],
+        examples=[response_example([_EXAMPLE])],
     )
     def get(self, request: Request) -> Response:
         """All of them, by model name."""
@@ -103,7 +103,7 @@ class SchedulingRulesView(NodeView):
         request=SchedulingRuleRequestSerializer,
         responses={200: store.RULE.ref, **refusals(400, 401, 403, 413)},
         examples=[
-            sent(
+            request_example(
                 {
                     "model_name": "minilm",
                     "node_selector": {"tier": "fast"},
@@ -111,7 +111,7 @@ class SchedulingRulesView(NodeView):
                     "max_replicas": 2,
                 }
             ),
-            answered(_EXAMPLE),
+            response_example(_EXAMPLE),
         ],
     )
     def post(self, request: Request) -> Response:
@@ -129,7 +129,7 @@ class SchedulingRuleView(NodeView):
         tags=["scheduling"],
         parameters=[_MODEL],
         responses={200: store.RULE.ref, **refusals(401, 403, 404)},
-        examples=[answered(_EXAMPLE)],
+        examples=[response_example(_EXAMPLE)],
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""

@@ -17,10 +17,17 @@ from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import FastJSONRenderer, MessageSerializer
-from nodes.api.base import NodeView, answered
-from nodes.api.nodes import replicas_of
-from nodes.api.worker_routes import INSTANCE, NEW_SECRET, WORKER_REFUSAL, WRONG, IsTheNode, NodeAuthentication
-from nodes.registry import identity, services
+from nodes.api.base import NodeView, response_example
+from nodes.api.nodes import replica_rows
+from nodes.api.worker_routes import (
+    INSTANCE,
+    NEW_SECRET,
+    WORKER_REFUSAL,
+    WRONG_SECRET_MEANING,
+    IsTheNode,
+    NodeAuthentication,
+)
+from nodes.registry import claims, identity, lifecycle
 from nodes.registry.shape import REPLICA
 
 Responses = dict[int, Any]
@@ -28,13 +35,13 @@ Responses = dict[int, Any]
 
 def _self_service(answer: Any) -> Responses:
     """The answers of a route that proves the node in its URL."""
-    wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG)
+    wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG_SECRET_MEANING)
     return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
 
 
 def _done(message: str) -> Responses:
     """The same for a route that only says what it did."""
-    example = answered({"message": message})
+    example = response_example({"message": message})
     return _self_service(OpenApiResponse(MessageSerializer, "Done.", [example]))
 
 
@@ -64,7 +71,7 @@ class SelfView(SelfServiceView):
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """Same as deregister: the node is offline without replicas; record and approval stay."""
-        services.deactivate(_own_id(request), now=clock.now())
+        lifecycle.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
 
@@ -81,7 +88,7 @@ class SelfDeregisterView(SelfServiceView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker has stopped: the node is offline without replicas; record and approval stay."""
-        services.deactivate(_own_id(request), now=clock.now())
+        lifecycle.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
 
@@ -98,7 +105,7 @@ class SelfDrainView(SelfServiceView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker is stopping: it gets no new requests. The drain ends with its next registration."""
-        services.drain_itself(_own_id(request), now=clock.now())
+        lifecycle.drain_by_worker(_own_id(request), now=clock.now())
         return Response({"message": "node set to draining"})
 
 
@@ -115,7 +122,7 @@ class SelfResumeView(SelfServiceView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Ends a drain that the worker started; 409 for any other, such as an administrator's."""
-        services.resume_itself(_own_id(request), now=clock.now())
+        lifecycle.resume_by_worker(_own_id(request), now=clock.now())
         return Response({"message": "node resumed"})
 
 
@@ -134,7 +141,7 @@ class SelfReplicasView(SelfServiceView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas; a stopping worker waits until nothing is in flight."""
-        return Response(replicas_of(_own_id(request)))
+        return Response(replica_rows(_own_id(request)))
 
 
 class SelfRotateView(SelfServiceView):
@@ -157,7 +164,7 @@ class SelfRotateView(SelfServiceView):
         old = identity.node_fingerprint(principals.bearer(request.headers["authorization"]))
         if not old:
             raise errors.Conflict("a node that is known by the shared token has no secret to replace")
-        services.rotate(_own_id(request), old_fingerprint=old, new_secret=new, now=clock.now())
+        claims.rotate(_own_id(request), old_fingerprint=old, new_secret=new, now=clock.now())
         return Response({"message": "secret replaced"})
 
 

@@ -23,7 +23,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.openapi import Operation, json_body, refusals
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, field, reference
-from nodes.registry import identity, services
+from nodes.registry import claims, identity
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported
     from rest_framework.views import APIView
@@ -91,7 +91,7 @@ class NodeAuthentication(WorkerAuthentication):
         except identity.OtherProcess:
             assert node_id is not None  # it was found
             source = client_address(request)
-            services.note_other_process(node_id, instance, source_address=source, now=clock.now())
+            claims.note_other_process(node_id, instance, source_address=source, now=clock.now())
             raise
         except (errors.NotFound, errors.Forbidden):
             if principals.is_registration_token(offered):
@@ -146,7 +146,9 @@ WORKER_REFUSAL = Shape(
     "The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced.",
     [field("error", TEXT), field("rotate", FLAG, optional=True)],
 )
-WRONG = "No credential, or a wrong one. `rotate`: the secret is right, but an admin wants it replaced."
+WRONG_SECRET_MEANING = (
+    "No credential, or a wrong one. `rotate`: the secret is right, but an admin wants it replaced."
+)
 
 
 def _header(name: str, digits: int, meaning: str, *, required: bool = False) -> OpenApiParameter:
@@ -187,7 +189,7 @@ def client_of(scope: Scope) -> str:
     return wire.client_of(scope)[:64]
 
 
-async def followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
+async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
     """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
     if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
         return refusal
@@ -210,7 +212,7 @@ async def _from_a_person(scope: Scope) -> bool:
     return found[0].is_authenticated
 
 
-async def body_of(receive: Any, limit: int) -> bytes:
+async def read_body(receive: Any, limit: int) -> bytes:
     """The body; raises Disconnected, and InvalidInput (413) for one over `limit` bytes."""
     too_large = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
     too_large.status = 413
@@ -224,13 +226,13 @@ def method_not_allowed(method: str) -> errors.ClusterError:
     return error
 
 
-async def respond(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
     """Sends one JSON answer."""
     lines = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     await wire.send_answer(send, wire.Answer(orjson.dumps(body, option=orjson.OPT_UTC_Z), status, lines))
 
 
-def refused(*statuses: int) -> dict[str, Operation]:
+def describe_refusals(*statuses: int) -> dict[str, Operation]:
     """Refusals with these statuses, as the API document describes them."""
     meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
     return {
@@ -239,7 +241,7 @@ def refused(*statuses: int) -> dict[str, Operation]:
     }
 
 
-def node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
+def describe_node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
     """What the API document says of every route that a node calls with its own secret."""
     return {
         "operationId": operation_id,
@@ -265,7 +267,7 @@ def node_route(operation_id: str, summary: str, description: str, *in_path: str)
 
 WRONG_SECRET: Operation = {
     "401": {
-        "description": WRONG,
+        "description": WRONG_SECRET_MEANING,
         "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
     }
 }

@@ -1,8 +1,10 @@
-"""Creation of operations on backends: one operation, one target per node, one intent per target.
+"""Creation and cancellation of operations on backends: a target per node, an intent per target.
 
-`ask` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
-behind them (`precedence.py`), and writes operation, targets and intents. `cancel` is its counterpart.
-Requests are defined in `backend_requests.py`.
+`admit` is one transaction: it reads the intents of the nodes, joins equal requests, queues different requests
+behind them (`backend_requests.py`), and writes operation, targets and intents. `cancel` is its counterpart: a
+target that is cancelled while its wave is open is no success, so the wave needs an operator's choice before
+the next one opens (`waves.py`). `admit_on_nodes` gives nodes that cannot take an install a target with the
+reason.
 """
 
 import contextlib
@@ -18,13 +20,24 @@ from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import stand_in_line
-from nodes.backends import intents, node_commands, target_cancellation, wait_reasons, wave_requests, waves
-from nodes.backends.backend_requests import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted
-from nodes.backends.precedence import RequestOrder
+from localai_cluster.kit.rows import update_rows
+from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
+from nodes.backends.backend_requests import (
+    DELETE,
+    KINDS,
+    Asked,
+    LeftOut,
+    RequestOrder,
+    Wish,
+    refuse_unlisted,
+    unlisted,
+)
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes.publish import announce
-from operations.ledger import admission, target_changes
+from operations.ledger import admission as ledger
+from operations.ledger import target_changes
+from operations.ledger.admission import Admission
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
 
 _RACES = ("operation_one_active_a_key", "intent_once")
@@ -35,7 +48,7 @@ class _Raced(Exception):
     """A wave opened for a node in between; retry, so that its intent is locked before the operations."""
 
 
-def ask(request: Wish, scope: Asked, *, now: datetime) -> admission.Admission:
+def admit(request: Wish, scope: Asked, *, now: datetime) -> Admission:
     """Create the operation, or join the active one that requests the same on the same nodes (A38, O34).
 
     A different request on the same backend runs first. Raise Conflict, which names the operation, if the same
@@ -62,7 +75,7 @@ def _key(request: Wish, nodes: Sequence[BackendNode]) -> str:
     return f"nodes:{ids[:32]}:{node_commands.subject(request.backend)}"
 
 
-def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
+def _ask(request: Wish, scope: Asked, now: datetime) -> Admission:
     # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
     stand_in_line(request.backend)
     ids = [node.id for node in scope.nodes]
@@ -77,7 +90,7 @@ def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
     if active is not None and request.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, scope)
         _make_due(request, order, now)
-        return admission.Admission(active, created=False)
+        return Admission(active, created=False)
     id = uuid4()
     # Targets that are replaced end first, which frees their keys. Events are published last.
     reason = f"superseded by {request.kind} of {request.element} (operation {id})"
@@ -91,11 +104,11 @@ def _ask(request: Wish, scope: Asked, now: datetime) -> admission.Admission:
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
-    operation, superseded = admission.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
+    operation, superseded = ledger.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
     _make_due(request, order, now)
     _write_parts(operation, request, scope, order, now)
     announce([*replaced.operations, *superseded, operation])
-    return admission.Admission(operation, created=True)
+    return Admission(operation, created=True)
 
 
 def _open_nodes(operation: Operation) -> set[UUID]:
@@ -141,9 +154,9 @@ def _refuse_other_waves(active: Operation, scope: Asked) -> None:
         )
 
 
-def _operation_request(request: Wish, scope: Asked, key: str) -> admission.OperationRequest:
+def _operation_request(request: Wish, scope: Asked, key: str) -> ledger.OperationRequest:
     only_node = scope.concerned[0] if len(scope.concerned) == 1 and not scope.all_nodes else None
-    return admission.OperationRequest(
+    return ledger.OperationRequest(
         request.kind,
         key=key,
         element=request.element[:255],
@@ -318,7 +331,7 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         intent_ids = _running(operation_id, node_id)
         rows = PendingBackendOp.objects.filter(pk__in=intent_ids).order_by("id")
         held = {intent.id: intent for intent in rows.select_for_update(no_key=True)}
-        operation = admission.locked(operation_id)
+        operation = ledger.locked(operation_id)
         if not _running(operation_id, node_id) <= intent_ids:
             raise _Raced  # a wave has opened meanwhile: its intents are not locked
         other_targets = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
@@ -338,13 +351,44 @@ def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime)
         PendingBackendOp.objects.filter(pk__in={intent.id for intent in unshared} - started).delete()
         if node_id is not None:
             note = next(iter(notes.values()), "")
-            return target_cancellation.cancel(operation, node_id, note=note, actor=actor, now=now)
-        return admission.cancel(operation_id, actor=actor, now=now, notes=notes)
+            return _cancel_target(operation, node_id, note=note, actor=actor, now=now)
+        return ledger.cancel(operation_id, actor=actor, now=now, notes=notes)
 
 
-def retry(
-    operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now: datetime
-) -> admission.Admission:
+def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str, now: datetime) -> Operation:
+    """Cancel the target of a locked operation on this node; the operation continues on the others.
+
+    `note` describes what happens to its intent. The locks are those of `cancel`.
+
+    Raise NotFound for a node without a target, and Conflict if the target cannot be cancelled.
+    """
+    all_parts = list(OperationTarget.objects.filter(operation=operation))
+    target = next((target for target in all_parts if target.node_id == node_id), None)
+    if target is None:
+        raise errors.NotFound("the operation is not for this node", field="node_id")
+    if operation.status not in ACTIVE:
+        raise errors.Conflict(f"the operation is {operation.status} already", field="status")
+    if target.status in targets.ENDED:
+        raise errors.Conflict(
+            f"the part on {target.node_name} has ended already: {target.status}", field="status"
+        )
+    if operation.kind.endswith("_delete") and target.status != TargetStatus.QUEUED:
+        raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
+    reason = f"cancelled by {actor}"
+    target_changes.end(TargetStatus.CANCELLED, reason=note or reason)(target, now)
+    targets.adopt(operation, all_parts, now)
+    if operation.status == Status.CANCELLED:
+        operation.message = reason
+    update_rows([target], target_changes.PART)
+    update_rows([operation], target_changes.STATE)
+    audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
+    changed = target_changes.Changed([operation], {operation.id: all_parts})
+    waves.go_on(changed, now=now)
+    announce(changed.operations, changed.parts)
+    return operation
+
+
+def retry(operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now: datetime) -> Admission:
     """Repeat the targets that failed or were cancelled, on the nodes `only` or on all that did not succeed.
 
     An operation that still waits is made due at once instead. The failure is dismissed and names its
@@ -353,7 +397,7 @@ def retry(
     """
     operation = Operation.objects.filter(pk=operation_id, kind__in=KINDS).first()
     if operation is None:
-        raise errors.NotFound(admission.NO_SUCH_OPERATION)
+        raise errors.NotFound(ledger.NO_SUCH_OPERATION)
     chosen = OperationTarget.objects.filter(operation=operation).exclude(status=TargetStatus.SUCCESS)
     # Without a choice of nodes, targets that a newer request has replaced stay replaced.
     chosen = chosen.filter(node_id__in=only) if only else chosen.exclude(status=TargetStatus.SUPERSEDED)
@@ -361,8 +405,8 @@ def retry(
     if operation.status in ACTIVE and ids:
         with committed("backends.retry"):
             intents.nudge(ids, now=now)
-            audit.record(admission.changed("tried_at_once", operation), at=now)
-        return admission.Admission(operation, created=False)
+            audit.record(ledger.changed("tried_at_once", operation), at=now)
+        return Admission(operation, created=False)
     nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
     possible = [node for node in nodes if not node_commands.refusal(node)]
     if not only:
@@ -377,11 +421,46 @@ def retry(
         last_replicas=wave_requests.confirmed_in(operation),
         drains=operation.payload.get("drains", False),
     )
-    result = ask(Wish.of(operation), scope, now=now)
+    result = admit(Wish.of(operation), scope, now=now)
     failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
     # A failure on another node still needs a decision.
     unresolved = failed.exclude(node_id__in=[node.id for node in possible])
     if operation.status == Status.FAILED and not unresolved.exists():
         comment = f"tried again as operation {result.operation.id}"
-        admission.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment)
+        ledger.dismiss(operation.id, actor=asked_by.actor, now=now, comment=comment)
     return result
+
+
+def admit_on_nodes(command: Wish, scope: Asked, node_ids: Sequence[UUID], *, now: datetime) -> Admission:
+    """Admit one operation for all of these nodes, or join the active one. The scope has no nodes yet.
+
+    Raise Conflict only if work on these nodes changes faster than it can be read.
+    """
+    refusals: dict[UUID, str] = {}
+    for _ in range(_TRIES):
+        chosen = _with_nodes(scope, node_ids, refusals)
+        try:
+            return admit(command, chosen, now=now)
+        except (errors.Conflict, errors.NotFound):
+            conflicting = refusals_by_node(command, chosen.nodes)
+            if not conflicting and BackendNode.objects.filter(pk__in=node_ids).count() == len(chosen.nodes):
+                raise
+            refusals |= conflicting
+    raise errors.Conflict("operations on these nodes change too often; try again", field="nodes")
+
+
+def _with_nodes(scope: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> Asked:
+    """Sort the nodes into those that get the command and those that are left out with a reason."""
+    registered = BackendNode.objects.in_bulk(list(set(node_ids)))
+    nodes: list[BackendNode] = []
+    left_out: list[LeftOut] = []
+    for id in sorted(set(node_ids)):
+        node = registered.get(id)
+        if node is None:
+            removed_node = BackendNode(id=id, name=str(id))
+            left_out.append(LeftOut(removed_node, "the node is no longer registered", fails=True))
+        elif reason := refusals.get(id) or node_commands.refusal(node):
+            left_out.append(LeftOut(node, reason, fails=True))
+        else:
+            nodes.append(node)
+    return replace(scope, nodes=sorted(nodes, key=lambda node: node.name), left_out=left_out)

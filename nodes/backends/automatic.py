@@ -3,11 +3,18 @@
 Off unless `LOCALAI_AUTO_UPGRADE_BACKENDS` is set. All state is in rows: a completed check is followed until
 every backend was processed, so a controller that dies in between loses nothing. One transaction under the
 backend's lock writes the operation and the list of nodes that it has decided about, so no node gets two.
+
+Each node is decided once for each build that the galleries offer: failures, and nodes that need a human
+decision, are left to operators from then on. Nodes that are away are named and not decided; the first check
+after their return decides about them.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum, auto
+from uuid import UUID
 
 from django.db import transaction
 
@@ -15,15 +22,77 @@ from localai_cluster.gallery_index import folded
 from localai_cluster.kit import errors
 from localai_cluster.kit.locks import stand_in_line
 from nodes.backends import installed, upgrade_state
-from nodes.backends.admission import ask
-from nodes.backends.automatic_rules import BackendPlace, UpgradePlan, identity, plan
+from nodes.backends.admission import admit
 from nodes.backends.backend_requests import KINDS, UPGRADE, Asked, LeftOut, Wish
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Offered, upgrades
-from nodes.backends.wave_plan import Options
+from nodes.backends.installed import Build, InstalledBackend, Offered, behind, upgrades
+from nodes.backends.waves import Options
 from nodes.models import BackendNode, BackendOffer
 from nodes.replicas import drains
 from operations.models import Operation
+
+
+class Verdict(Enum):
+    """The decision about a node."""
+
+    NOTHING = auto()
+    UPGRADE = auto()
+    AWAY = auto()
+    """It needs the upgrade, but its worker takes no commands now."""
+    LAST_REPLICA = auto()
+    """An upgrade would leave a model without a replica: an operator decides."""
+
+
+@dataclass(frozen=True)
+class BackendPlace:
+    """The backend on one node. `last_of`: the models whose last replica the node serves."""
+
+    id: UUID
+    name: str
+    status: str
+    build: Build
+    last_of: tuple[str, ...] = ()
+    from_address: bool = False
+    """Installed from an address, not from a gallery: a gallery's build would be different software."""
+    decided: bool = False
+    """True if an earlier automatic upgrade to this offer has decided about the node."""
+
+
+def identity(offer: Offered) -> str:
+    """Return the version of the offer or its first digest; "" if it has neither."""
+    return offer.version or "".join(offer.digests[:1])
+
+
+def verdict(place: BackendPlace, offer: Offered) -> Verdict:
+    """Return the first verdict of the table that applies."""
+    if place.decided or place.from_address or not behind(place.build, offer):
+        return Verdict.NOTHING
+    if place.status != "healthy":
+        return Verdict.AWAY
+    return Verdict.LAST_REPLICA if place.last_of else Verdict.UPGRADE
+
+
+@dataclass(frozen=True)
+class UpgradePlan:
+    """The nodes by their verdict."""
+
+    upgrade: tuple[BackendPlace, ...] = ()
+    last_replica: tuple[BackendPlace, ...] = ()
+    away: tuple[BackendPlace, ...] = ()
+
+    @property
+    def decided(self) -> tuple[BackendPlace, ...]:
+        """The nodes that need no other decision for the same offer."""
+        return (*self.upgrade, *self.last_replica)
+
+
+def plan(places: Iterable[BackendPlace], offer: Offered) -> UpgradePlan:
+    """Group the nodes by their verdict."""
+    places_by_verdict: dict[Verdict, list[BackendPlace]] = {key: [] for key in Verdict}
+    for place in places:
+        places_by_verdict[verdict(place, offer)].append(place)
+    upgrade, last_replica, away = Verdict.UPGRADE, Verdict.LAST_REPLICA, Verdict.AWAY
+    return UpgradePlan(*(tuple(places_by_verdict[key]) for key in (upgrade, last_replica, away)))
+
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +142,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
         if active is not None:
             raise errors.Conflict(f"{active.kind} has not ended (operation {active.id})")
         _record_decided(row, offer, upgrade_plan)
-        operation = ask(Wish(UPGRADE, name), _scope(upgrade_plan, nodes), now=now).operation
+        operation = admit(Wish(UPGRADE, name), _scope(upgrade_plan, nodes), now=now).operation
     log.info("automatic upgrade of %s to %s: operation %s", name, identity(offer), operation.id)
     return operation
 

@@ -4,6 +4,9 @@ Each process reads the galleries at most once a minute, all in parallel, by one 
 previous result, and wait only if there is none. A caller that waits for a gallery holds no database
 connection. The places where backends are installed come from rows (`inventory.py`), so no page waits for a
 worker. A gallery that cannot be read is named beside what the others offer. `entries` is pure.
+
+The tags of an entry name its use; the worker's own rule decides which machine can run it
+(`contract/worker.md` §18.3, §18.4).
 """
 
 import asyncio
@@ -11,7 +14,7 @@ import hashlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,14 +22,15 @@ from uuid import UUID
 
 import httpx
 from django.db import connection
-from django.db.models import F
+from django.db.models import Case, F, Q, Value, When
 
 from localai_cluster import gallery_index
-from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
-from nodes.models import NodeBackend
+from localai_cluster.worker.hardware import SMALL_VRAM
+from nodes.models import BackendNode, NodeBackend
 from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
 
@@ -276,3 +280,89 @@ def _entry(
         capabilities=dict(build.capabilities) if build.capabilities else None,
         metaBackendFor=parent,
     )
+
+
+NO_GPU = "default"
+"""The capability of a machine without a usable GPU, which every cluster may have."""
+_MEANINGS: Mapping[str, tuple[str, str]] = {
+    "text-to-text": ("text", "chat"),
+    "llm": ("text", "chat"),
+    "embeddings": ("embeddings", "embeddings"),
+    "text-embeddings": ("embeddings", "embeddings"),
+    "reranker": ("reranker", "rerank"),
+    "reranking": ("reranker", "rerank"),
+    "image-generation": ("image", "image"),
+    "text-to-image": ("image", "image"),
+    "audio-transcription": ("asr", "transcript"),
+    "speech-to-text": ("asr", "transcript"),
+    "asr": ("asr", "transcript"),
+    "text-to-speech": ("tts", "tts"),
+    "tts": ("tts", "tts"),
+    "sound-generation": ("sound", "sound_generation"),
+    "voice-activity-detection": ("vad", "vad"),
+    "vad": ("vad", "vad"),
+    "object-detection": ("detection", "detection"),
+    "video-generation": ("video", "video"),
+    "text-to-video": ("video", "video"),
+    "3d": ("3d", "3d"),
+}
+"""Modality and use case by tag. Other tags describe how a backend works, or nothing that a model needs."""
+
+
+def machines() -> set[str]:
+    """Return the capabilities of the healthy nodes, and the one of every cluster; one query.
+
+    R1.77: a node of an older worker, which reports no capability, counts by the vendor of its GPUs, and as
+    `default` if the vendor is unknown or their memory is too small for builds of that vendor.
+    """
+    small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
+    of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
+    runs = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
+    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(runs=runs)
+    return {NO_GPU, *healthy.order_by().values_list("runs", flat=True).distinct()}
+
+
+def installed_names() -> dict[str, str]:
+    """Return the backends on approved nodes, by folded name; one query."""
+    rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("name")
+    return {folded(name): name for name in rows.values_list("name", flat=True).distinct()}
+
+
+def runnable(builds: Sequence[GalleryEntry], capabilities: Collection[str]) -> list[GalleryEntry]:
+    """Return the entries that a machine with one of these capabilities can install, in their order."""
+    return [build for build in builds if any(_fits(build, capability) for capability in capabilities)]
+
+
+def _fits(build: GalleryEntry, capability: str) -> bool:
+    if build.is_meta:
+        return lookup(build.capabilities or {}, capability) is not None
+    return compatible(build, capability)
+
+
+def choices(builds: Sequence[GalleryEntry]) -> dict[str, GalleryEntry]:
+    """Return the entries that a person chooses from, by folded name.
+
+    Builds that another entry resolves to are left out, and development builds.
+    """
+    choices_by_name: dict[str, GalleryEntry] = {}
+    resolved = parents(builds)
+    for build in builds:
+        name = folded(build.name)
+        if (build.is_meta or name not in resolved) and not name.endswith(DEVELOPMENT):
+            choices_by_name.setdefault(name, build)
+    return choices_by_name
+
+
+def modality(tags: Iterable[str]) -> str:
+    """Return the modality of a backend with these tags; "" if no tag names one."""
+    return next((modality for modality, _ in _meanings_of(tags)), "")
+
+
+def use_cases(tags: Iterable[str]) -> list[str]:
+    """Return the use cases of a backend with these tags."""
+    return list(dict.fromkeys(use_case for _, use_case in _meanings_of(tags)))
+
+
+def _meanings_of(tags: Iterable[str]) -> Iterable[tuple[str, str]]:
+    normalized = (tag.strip().lower().replace("_", "-").replace(" ", "-") for tag in tags)
+    return (_MEANINGS[tag] for tag in normalized if tag in _MEANINGS)

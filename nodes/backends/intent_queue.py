@@ -4,11 +4,19 @@ A command that exceeds its time limit has not failed: the worker may still be ru
 that, and the attempt keeps waiting for the late reply, or for a list of the worker that proves the outcome.
 After a second time limit the command is sent again, which every worker takes as the same command. After two
 hours the outcome is unknown (O50). A reply to an attempt that has lost its lease changes nothing.
+
+An upgrade in waves, or an install that drains, waits for running requests before it stops engines. The node's
+replicas of the backend are withdrawn from the picks. The wait ends when they run no more requests, or after
+`CLUSTER_UPGRADE_DRAIN`. A model's last replica stays in the picks until another node has one, which is
+requested here, or until an operator has confirmed that it may stop. That wait has a limit too: then the
+target shows what it needs, and is checked less and less often until an operator has chosen. At the end of the
+attempt, replicas that it did not stop return to the picks.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
 from uuid import UUID
@@ -17,14 +25,15 @@ from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster.accounts.actors import CONTROLLER
-from localai_cluster.kit import clock, errors
+from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.batching import CallBatcher
+from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import install, intents, node_commands, request_draining, upgrade_delete
+from nodes.backends import intents, node_commands
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
 from nodes.backends.node_commands import Command, Unclear
 from nodes.commands.commands import Worker, first
@@ -41,18 +50,158 @@ from nodes.commands.outcomes import (
     Unheard,
     Unreadable,
 )
-from nodes.models import BackendNode, PendingBackendOp
-from nodes.registry import services
+from nodes.models import BackendNode, NodeModel, PendingBackendOp
+from nodes.placement.deadlines import load_limit
+from nodes.registry import lifecycle
+from nodes.replicas import drains
+from nodes.replicas.drains import UpgradeDrain
+from operations import targets
 from operations.executor.work import Batch, Recorder, in_thread
 from operations.ledger.progress import Tick
+from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status
 from operations.states import Event
+
+LOOK_EVERY = 0.25
+"""Seconds between two counts of the running requests, because their end sends no message."""
+LOOK_AT_LOAD = 1.0
+BLOCKED_PAUSE, LONGEST_BLOCKED_PAUSE = 15.0, 900.0
+"""Seconds until the next check of a blocked last replica.
+
+The pause equals the age of the intent, so it doubles each time.
+"""
+
+LoadElsewhere = Callable[[str, UUID, UUID | None], Operation]
+"""Request a replica of a model on any other node.
+
+Called again with the operation of the first call, it keeps that operation needed.
+"""
+
+
+class Blocked(Exception):
+    """A last replica must not stop yet; the text names it and the reason why there is no other one."""
+
+
+@dataclass(frozen=True)
+class AsksOperator(PutBack):
+    """The attempt ended because of a last replica; `confirmed` holds the models confirmed until then."""
+
+    confirmed: Collection[str] = ()
+
+
+async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewhere) -> PutBack | None:
+    """Wait until the command may be sent; return PutBack if it must not. Raise LeaseLost."""
+    if not intent.row.spares_requests or intent.row.unanswered_since is not None:
+        return None
+    loads: dict[str, UUID] = {}
+    last_message = ""
+    cluster = conf.cluster()
+    patience = clock.monotonic() + cluster.install_timeout + load_limit(0, cluster.model_load_timeout)
+    while True:
+        confirmed = await in_thread(_confirmed, intent)
+        withdrawal, is_overdue = await in_thread(_withdraw, intent, confirmed)
+        if withdrawal.last_of:
+            try:
+                if clock.monotonic() >= patience:
+                    reason = _last_replica_reason(withdrawal.last_of)
+                    raise Blocked(f"{reason} ({last_message or 'no other node has it in time'})")
+                message = await in_thread(_replace, intent, withdrawal.last_of, loads, load_elsewhere)
+            except Blocked as blocked:
+                pause = _blocked_pause(intent, clock.now())
+                return AsksOperator(str(blocked), pause, confirmed=confirmed)
+        elif is_overdue or not withdrawal.running:
+            return None
+        else:
+            requests = "1 request" if withdrawal.running == 1 else f"{withdrawal.running} requests"
+            message = f"waiting for {requests} on {intent.node.name}"
+        if message != last_message:
+            last_message = message
+            tick = Tick("draining", message, node_id=intent.node.id, node_name=intent.node.name)
+            recorder.add((intent.id, intent.fence), tick)
+        await asyncio.sleep(LOOK_AT_LOAD if withdrawal.last_of else LOOK_EVERY)
+
+
+async def over(intent: Intent, settlement: Settlement | None = None) -> None:
+    """Return replicas that the attempt did not stop to the picks, unless the worker may still be busy."""
+    if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
+        await in_thread(drains.end_upgrade, intent.id, intent.fence)
+
+
+async def settled(intent: Intent, settlement: Settlement) -> None:
+    """Make the intent due now if an operator confirmed between the last check and the settlement."""
+    if isinstance(settlement, AsksOperator):
+        await in_thread(_apply_late_confirmation, intent, settlement)
+
+
+def _apply_late_confirmation(intent: Intent, settlement: AsksOperator) -> None:
+    if _confirmed(intent) != settlement.confirmed:
+        with committed("sparing.hear"):
+            intents.nudge([intent.id], now=clock.now())
+
+
+def _confirmed(intent: Intent) -> Collection[str]:
+    """Return the models whose last replica may stop, by any of the active operations that share the intent.
+
+    An operation that only drains protects none.
+    """
+    sharing = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
+    payloads = list(sharing.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
+    if any(payload.get("drains") for payload in payloads):
+        node_replicas = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
+        return frozenset(node_replicas.values_list("model_name", flat=True))
+    return frozenset(
+        model for payload in payloads for model in payload.get("waves", {}).get("last_replicas", ())
+    )
+
+
+def _blocked_pause(intent: Intent, now: datetime) -> float:
+    age = (now - intent.row.created_at).total_seconds()
+    return min(max(age, BLOCKED_PAUSE), LONGEST_BLOCKED_PAUSE)
+
+
+def _last_replica_reason(models: Collection[str]) -> str:
+    names = ", ".join(models)
+    return f"it would stop the last replica of {names}; confirm, or load it on another node"
+
+
+def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain, bool]:
+    """Withdraw the replicas; return the result, and True if the time for running requests is over."""
+    intents.confirm(intent)
+    now = clock.now()
+    deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
+    withdrawal = drains.drain_for_upgrade(
+        intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed, deadline=deadline
+    )
+    if withdrawal.last_of:
+        return withdrawal, False
+    return withdrawal, intents.drain_until(intent, now=now) <= now
+
+
+def _replace(
+    intent: Intent, models: Collection[str], loads: dict[str, UUID], load_elsewhere: LoadElsewhere
+) -> str:
+    """Load each model on another node; return the progress as text. Raise Blocked."""
+    messages = []
+    for model in models:
+        reason = _last_replica_reason([model])
+        try:
+            load = load_elsewhere(model, intent.node.id, loads.get(model))
+        except errors.ClusterError as refusal:
+            raise Blocked(f"{reason} ({refusal.message})") from refusal
+        loads[model] = load.id
+        if load.status in TERMINAL:
+            del loads[model]
+            if load.status != Status.COMPLETED:
+                raise Blocked(f"{reason} ({load.error or load.message})")
+        messages.append(f"{model} is loaded on another node first: {load.message}")
+    return "; ".join(messages)
+
 
 log = logging.getLogger(__name__)
 
 COMMANDS: dict[str, Command] = {
-    PendingBackendOp.Op.INSTALL: install.COMMAND,
-    PendingBackendOp.Op.UPGRADE: upgrade_delete.UPGRADE,
-    PendingBackendOp.Op.DELETE: upgrade_delete.DELETE,
+    PendingBackendOp.Op.INSTALL: node_commands.COMMAND,
+    PendingBackendOp.Op.UPGRADE: node_commands.UPGRADE,
+    PendingBackendOp.Op.DELETE: node_commands.DELETE,
 }
 SLOTS = 2048
 MOST_OUTCOMES = 256
@@ -78,7 +227,7 @@ class IntentQueue:
     name = "intents"
     slots = SLOTS
 
-    def __init__(self, bus: Bus, load_elsewhere: request_draining.LoadElsewhere) -> None:
+    def __init__(self, bus: Bus, load_elsewhere: LoadElsewhere) -> None:
         self._bus, self._load_elsewhere = bus, load_elsewhere
         self._lost: Callable[[Attempt], None] = lambda attempt: None
         self._recorder = Recorder(write_reports, lambda attempt: self._lost(attempt))
@@ -146,7 +295,7 @@ class IntentQueue:
             await _restore_replicas(intent, settlement)
             await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
             measurement.outcome = _event(settlement)
-        await request_draining.settled(intent, settlement)
+        await settled(intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
@@ -190,9 +339,7 @@ class IntentQueue:
         def report(event: messages.ProgressEvent) -> None:
             self._recorder.add((intent.id, intent.fence), node_commands.tick(intent.node, event))
 
-        if (
-            put_back := await request_draining.spare(intent, self._recorder, self._load_elsewhere)
-        ) is not None:
+        if (put_back := await spare(intent, self._recorder, self._load_elsewhere)) is not None:
             return put_back
         limit = command.limit()
         if intent.row.spares_requests:
@@ -283,10 +430,10 @@ def _event(settlement: Settlement) -> Event:
 async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
     """Return the replicas to the picks; a failure here must not lose the worker's reply.
 
-    `upgrade_drains.return_without_upgrade` retries what fails.
+    `drains.return_without_upgrade` retries what fails.
     """
     try:
-        await request_draining.over(intent, settlement)
+        await over(intent, settlement)
     except Exception:
         log.exception("%s (%s): its replicas are not back in the picks yet", intent, intent.id)
 
@@ -307,6 +454,6 @@ def _offline(node_ids: Collection[UUID]) -> list[tuple[UUID, str]]:
 def _mark_unhealthy(node_id: UUID, reason: str) -> None:
     """A3, A5; do nothing if the node was removed, or another attempt has marked it already."""
     try:
-        services.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
+        lifecycle.mark_unhealthy(node_id, actor=CONTROLLER, now=clock.now(), reason=reason)
     except (errors.NotFound, errors.Conflict) as refusal:
         log.info("node %s is not marked unhealthy: %s", node_id, refusal.message)

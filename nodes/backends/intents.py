@@ -27,7 +27,7 @@ from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.rows import update_rows
 from nodes.backends import offline_limits, waves
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.models.intent import PendingBackendOpQuerySet
+from nodes.models.inventory import PendingBackendOpQuerySet
 from operations.changes import events
 from operations.changes.publish import announce
 from operations.ledger import target_changes

@@ -26,18 +26,30 @@ from localai_cluster.kit.batching import CallBatcher
 from localai_cluster.kit.periodic_task import WorkPool
 from localai_cluster.kit.rows import claim_rows, seconds_until_due, update_rows
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstalledBackend
+from localai_cluster.messaging.messages import InstalledBackend, process_key
 from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
-from nodes.backends.processes import engines_of
 from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
 from nodes.replicas.engine_ends import end_unlisted
+from nodes.replicas.evidence import Running
 from operations.changes import events
 from operations.executor.work import in_thread
+
+
+async def engines_of(worker: Worker) -> Running | None:
+    """Return the worker's table of engines (R4.32) from one request; None without a reply (R4.34)."""
+    reply = await worker.running()
+    if not isinstance(reply, Done):
+        return None
+    return {
+        (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
+        for model in reply.reply.models
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +311,7 @@ async def ask(bus: Bus, query: Question, *, pause: float = _FIRST_PAUSE) -> bool
 def _handle_silence(node_id: UUID, reason: str, deaf: bool) -> None:
     """Handle a request without a reply; `deaf` is True if nothing listened for it."""
     now, limit = clock.now(), conf.cluster().node_stale_after
-    if not deaf or not mass_silence.give_up(node_id, limit=limit, actor=CONTROLLER, now=now):
+    if not deaf or not mass_silence.release_silent_node(node_id, limit=limit, actor=CONTROLLER, now=now):
         intents.contact_failed(node_id, reason, now=now)
 
 

@@ -1,18 +1,36 @@
-"""Commands on one backend of one node: their key, the steps of each kind of command, and their progress."""
+"""Commands on one backend of one node: install, upgrade and delete, with the steps and the progress of each.
 
+The galleries that a node gets are selected here too (`offered_to`), for upgrades and loads as well.
+
+Upgrade and deletion stop the backend's engines first. The rows of the engines that a worker reports as
+stopped are removed after every reply, also after a refusal: their ports may serve another model soon. A
+report may be lost with its controller, and some workers send none, so the rows are compared with the worker's
+running engines as well. Both commands are idempotent.
+"""
+
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
-from localai_cluster.kit import errors, names
+from localai_cluster import gallery_index
+from localai_cluster.kit import conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
-from nodes.backends.intents import Ended, Intent
-from nodes.commands.outcomes import Done, Outcome, Refused
+from localai_cluster.messaging.codec import encode_galleries
+from nodes.backends import inventory
+from nodes.backends.intents import Ended, Intent, Known
+from nodes.commands.commands import DELETE_TIMEOUT, Worker
+from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
 from nodes.commands.shared_commands import OnProgress
-from nodes.models import BackendNode
+from nodes.models import BackendNode, NodeBackend
+from nodes.replicas import engine_ends
+from operations.executor.work import in_thread
 from operations.ledger.progress import Tick
 
 _LONGEST_NAME = 255
@@ -98,3 +116,225 @@ def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
         node_id=node.id,
         node_name=node.name,
     )
+
+
+def galleries() -> list[messages.Gallery]:
+    """Return the configured galleries of this cluster."""
+    return [
+        messages.Gallery(url=str(entry["url"]), name=str(entry.get("name", "")))
+        for entry in conf.cluster().galleries
+    ]
+
+
+@dataclass(frozen=True)
+class GalleryOffer:
+    """The galleries that are sent to one node, and the reasons why others are withheld."""
+
+    galleries: tuple[messages.Gallery, ...] = ()
+    withheld: tuple[str, ...] = ()
+
+    @property
+    def encoded(self) -> str:
+        """The field of an install request; "" = the worker's own galleries (`contract/nats.md` §4.1)."""
+        return encode_galleries(self.galleries) if self.galleries else ""
+
+    def explained(self, reason: str) -> str:
+        """Append the reasons for withheld galleries to the reason of a failure."""
+        return "; ".join((reason, *self.withheld))
+
+
+def offer(listed: Sequence[messages.Gallery], *, same_machine: bool, own_identity: bool) -> GalleryOffer:
+    """Select the galleries that a node can read.
+
+    `same_machine`: its worker reads our files. `own_identity`: it has a secret, which `cluster:` needs.
+    """
+    sent, withheld = [], []
+    for gallery in listed:
+        name = gallery.name or gallery_index.public_url(gallery.url)
+        if gallery.url.startswith(gallery_index.CLUSTER) and not own_identity:
+            withheld.append(f"gallery {name} was not sent, because the node has no secret of its own")
+        elif gallery_index.local_path(gallery.url) is not None and not same_machine:
+            withheld.append(
+                f"gallery {name} was not sent, because it is a file of the server and the node is another"
+                " machine"
+            )
+        else:
+            sent.append(gallery)
+    return GalleryOffer(tuple(sent), tuple(withheld))
+
+
+def offered_to(node: BackendNode) -> GalleryOffer:
+    """Select the galleries of this cluster for one node."""
+    return offer(
+        galleries(),
+        same_machine=is_loopback(node.source_address),
+        own_identity=bool(node.fingerprint) and not node.weak_identity,
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if a node that registered from this address runs on the server's own machine."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+async def _send(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
+) -> Outcome[messages.InstallReply]:
+    row = intent.row
+    nameless = row.uri and not row.name and row.backend == subject(row.uri)
+    request = messages.InstallRequest(
+        backend="" if nameless else f"{row.gallery}@{row.backend}" if row.gallery else row.backend,
+        backend_galleries=row.galleries or offered_to(intent.node).encoded,
+        uri=row.uri,
+        name=row.name,
+        alias=row.alias,
+        force=row.force,
+        op_id=str(row.operation_id),
+        install_only=True,
+    )
+    node = intent.node
+    worker = Worker(bus, str(node.id), node.name, node.instance)
+    outcome = await worker.install(request, timeout=timeout, on_progress=report)
+    if row.force and isinstance(outcome, Done | Refused):
+        # The reply does not name the engines that the install stopped.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(inventory.QUICK):
+                await inventory.compare_replicas(bus, node.id, node.name)
+    return outcome
+
+
+async def _conclude(
+    bus: Bus, intent: Intent, answer: Done[messages.InstallReply] | Refused[messages.InstallReply]
+) -> Ended:
+    if isinstance(answer, Refused):
+        # An admin who specifies galleries knows which ones that worker can read.
+        offered = GalleryOffer() if intent.row.galleries else offered_to(intent.node)
+        return Ended(error=offered.explained(answer.reason))
+    # Before the operation ends: a page that is notified of its end finds the backend in the list.
+    await inventory.refresh(bus, intent.node)
+    return Ended()
+
+
+def _proven(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
+    return listed is not None and intent.known is None and not intent.row.force
+
+
+COMMAND = Command(lambda: conf.cluster().install_timeout, _send, _conclude, _proven)
+
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=messages.UpgradeReply)
+
+
+async def _send_upgrade(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
+) -> Outcome[messages.UpgradeReply]:
+    node, backend = intent.node, intent.row.backend
+    worker = Worker(bus, str(node.id), node.name, node.instance)
+    contact = await worker.contact()
+    if isinstance(contact, Refused):
+        return Refused(contact.reason, messages.UpgradeReply(error=contact.reason))
+    if isinstance(contact, StillRunning):
+        return NotSent(contact.reason)
+    if not isinstance(contact, Done):
+        return contact
+    # A repeated upgrade may meet a half-finished backend; the worker reports the result of that.
+    if intent.row.unanswered_since is None:
+        _refuse_useless_upgrade(listed(backend, contact.reply), backend, node)
+    request = messages.UpgradeRequest(
+        backend=backend,
+        backend_galleries=offered_to(node).encoded,
+        op_id=str(intent.row.operation_id),
+    )
+    return await _run_and_retire(
+        bus, node, lambda: worker.upgrade(request, timeout=timeout, on_progress=report)
+    )
+
+
+async def _conclude_upgrade(
+    bus: Bus, intent: Intent, answer: Done[messages.UpgradeReply] | Refused[messages.UpgradeReply]
+) -> Ended:
+    listed = await inventory.refresh(bus, intent.node)
+    if isinstance(answer, Refused):
+        return Ended(error=offered_to(intent.node).explained(answer.reason))
+    current = await in_thread(_stored_version, intent)
+    # A folder has no digest, and a stock worker may report none: then the comparison is impossible.
+    if not listed or current is None or not current.digest or current != intent.known:
+        return Ended()
+    return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
+
+
+def _stored_version(intent: Intent) -> Known | None:
+    rows = NodeBackend.objects.filter(node=intent.node, name=intent.row.backend)
+    row = rows.values_list("version", "digest").first()
+    return Known(*row) if row else None
+
+
+def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
+    before = intent.known
+    return listed is not None and before is not None and Known(listed.version, listed.digest) != before
+
+
+async def _send_delete(
+    bus: Bus, intent: Intent, timeout: float, report: OnProgress
+) -> Outcome[messages.DeleteReply]:
+    worker = Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance)
+    return await _run_and_retire(bus, intent.node, lambda: worker.delete(intent.row.backend, timeout=timeout))
+
+
+async def _conclude_delete(
+    bus: Bus, intent: Intent, answer: Done[messages.DeleteReply] | Refused[messages.DeleteReply]
+) -> Ended:
+    """A missing backend counts as deleted: an interrupted attempt may have deleted it (A83)."""
+    present = isinstance(answer, Refused) and await _is_installed(bus, intent)
+    await inventory.refresh(bus, intent.node)
+    if isinstance(answer, Refused) and present:
+        return Ended(error=answer.reason)
+    return Ended(reason="removed" if isinstance(answer, Done) else "was not installed")
+
+
+async def _is_installed(bus: Bus, intent: Intent) -> bool:
+    contact = await Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance).contact()
+    if not isinstance(contact, Done):
+        raise Unclear(f"node {intent.node.name} does not say what is installed")
+    return listed(intent.row.backend, contact.reply) is not None
+
+
+def _refuse_useless_upgrade(entry: messages.InstalledBackend | None, backend: str, node: BackendNode) -> None:
+    """Raise CommandFailed if an upgrade would stop engines for nothing."""
+    if entry is None:
+        raise CommandFailed(f"{backend} is not installed on {node.name}")
+    if entry.is_system:
+        raise CommandFailed(f"{backend} came with the machine of {node.name} and is not upgraded")
+    if entry.uri and not entry.gallery_url and not entry.version:
+        raise CommandFailed(
+            f"{backend} was installed on {node.name} by its address; install it from there again"
+        )
+
+
+async def _run_and_retire(
+    bus: Bus, node: BackendNode, command: Callable[[], Awaitable[Outcome[R]]]
+) -> Outcome[R]:
+    """Run a command that stops engines; remove their rows and return its outcome."""
+    before = await in_thread(engine_ends.engine_ids, node.id)
+    outcome = await command()
+    if isinstance(outcome, Done | Refused):
+        keys = outcome.reply.stopped_process_keys if outcome.reply.reports_stopped_processes else ()
+        retired = await in_thread(engine_ends.end_stopped, node.id, keys, among=before) if keys else []
+        if retired:
+            log.info("node %s stopped %s", node.name, ", ".join(retired))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(inventory.QUICK):
+                await inventory.compare_replicas(bus, node.id, node.name)
+    return outcome
+
+
+UPGRADE = Command(lambda: conf.cluster().upgrade_timeout, _send_upgrade, _conclude_upgrade, _has_new_version)
+DELETE = Command(
+    lambda: DELETE_TIMEOUT, _send_delete, _conclude_delete, lambda intent, listed: listed is None
+)

@@ -15,7 +15,7 @@ from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
 from localai_cluster.kit import names
-from nodes.backends.upgrade_rules import Offered
+from nodes.backends.installed import Offered
 from nodes.models import BackendOffer, UpgradeCheck
 from operations.changes import events
 

@@ -11,7 +11,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.rows import update_rows
 from nodes.backends import intents, waves
-from nodes.backends.wave_plan import Member, Options, plan
+from nodes.backends.waves import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.replicas import drains
 from operations import targets

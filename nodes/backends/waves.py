@@ -4,11 +4,15 @@ A target whose wave is not open has no intent, so no work on it can begin. When 
 has succeeded, the targets of the next one get their intents. When one failed or was cancelled, no more waves
 open until an operator has decided about the remaining ones (`wave_requests.py`).
 
+The canary shows the effect of the upgrade where the least is at stake. Nodes with the last replica of a model
+follow after the other reachable nodes. Unreachable nodes would delay all others, so they come last.
+
 Locks: intents, then operations, both in the order of their ids. Then intents are deleted and created, the new
 ones in the order of nodes and backends; a locked row of a node is skipped. The counter of changes comes last.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID, uuid4
 
@@ -22,6 +26,39 @@ from operations.changes import events
 from operations.changes.publish import announce
 from operations.ledger import target_changes
 from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
+
+CANARY = 0
+"""Number of the canary's wave; the others count from 1."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a request for waves. `max_unavailable`: nodes upgraded at a time, at least 1."""
+
+    max_unavailable: int = 1
+    canary: bool = True
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node: its loaded replicas of the backend, and True in `last` if one is a model's last."""
+
+    id: UUID
+    name: str
+    replicas: int = 0
+    last: bool = False
+    present: bool = True
+
+
+def plan(members: Iterable[Member], options: Options) -> dict[UUID, int]:
+    """Return the wave of each node."""
+    order: Sequence[Member] = sorted(members, key=lambda m: (not m.present, m.last, m.replicas, m.name, m.id))
+    first = min(1, len(order)) if options.canary else 0
+    waves = {member.id: CANARY for member in order[:first]}
+    for place, member in enumerate(order[first:]):
+        waves[member.id] = 1 + place // options.max_unavailable
+    return waves
+
 
 STATE = [*target_changes.STATE, "waves", "open_wave"]
 WISHED = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")

@@ -8,6 +8,10 @@ The state of our own connection proves nothing about the worker. After a reconne
 our worker joins the command that is still running, and a stock worker's commands are idempotent
 (`contract/nats.md` §4.1). After a restart of NATS the workers reconnect one by one, so the lack of a listener
 counts only once our connection has lasted for `SETTLED_AFTER` seconds.
+
+The names in a command are written such that every worker resolves them to the same backend. A stock worker
+looks up the installed backend by the exact text of `backend`: if it is empty, as for an address alone, or
+starts with the gallery, the lookup fails after a complete download (contract/nats.md §4.1).
 """
 
 import asyncio
@@ -16,13 +20,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, TypeVar, assert_never
 
+from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging import messages
-from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.messaging.codec import DecodeError, decode, decode_galleries, encode, encode_galleries
+from localai_cluster.messaging.messages import InstallRequest, UpgradeRequest
 from localai_cluster.metrics import controller as metrics
-from nodes.commands import backend_names, progress_reports, shared_commands
-from nodes.commands.layer_progress import Layers
+from nodes.commands import progress_reports, shared_commands
 from nodes.commands.outcomes import (
     NAMES,
     BusDown,
@@ -36,7 +41,40 @@ from nodes.commands.outcomes import (
     Unheard,
     Unreadable,
 )
+from nodes.commands.progress_reports import Layers
 from nodes.commands.shared_commands import OnProgress
+
+Q = TypeVar("Q", InstallRequest, UpgradeRequest)
+
+
+def bare(name: str) -> str:
+    """Return `gallery@name` without the gallery."""
+    return name.rpartition("@")[2]
+
+
+def understood(request: Q) -> Q:
+    """Return the request with a plain name; for an address, `backend` and `name` are its future name.
+
+    A gallery before the backend's name becomes the only gallery of the request. If the request does not
+    contain that gallery, the name stays as it is: the backend of another gallery must not be installed in its
+    place.
+    """
+    if request.uri:
+        name = bare(request.name) or bare(request.backend) or name_of(request.uri)
+        return replace(request, backend=name, name=name)
+    full_name = request.backend or request.name
+    gallery, _, name = full_name.rpartition("@")
+    if not gallery:
+        return replace(request, backend=name)
+    try:
+        listed = decode_galleries(request.backend_galleries or "null")
+    except DecodeError:
+        return request  # an admin wrote them; the worker reports the mistake
+    chosen = [entry for entry in listed if entry.name == gallery]
+    if not chosen:
+        return replace(request, backend=full_name)
+    return replace(request, backend=name, backend_galleries=encode_galleries(chosen))
+
 
 PING_EVERY = 2.0
 PING_TIMEOUT = 5.0
@@ -204,7 +242,7 @@ class Worker:
 
         Join an identical command that is already running, whichever operation sent it.
         """
-        command = backend_names.understood(request)
+        command = understood(request)
 
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
@@ -229,7 +267,7 @@ class Worker:
         A worker that does not support the command gets a forced install instead (§6.3), whose reply does not
         report stopped processes.
         """
-        request = backend_names.understood(request)
+        request = understood(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
                 messages.backend_upgrade(self.node_id),
@@ -267,7 +305,7 @@ class Worker:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
             messages.backend_delete(self.node_id),
-            messages.DeleteRequest(backend_names.bare(backend)),
+            messages.DeleteRequest(bare(backend)),
             messages.DeleteReply,
             _failure,
             timeout,

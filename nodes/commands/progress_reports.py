@@ -3,15 +3,21 @@
 A subscription is a round trip to the server, and those of a thousand nodes would be sent one after the other
 before the first command. So all commands of this process for one operation share a subscription, and a report
 goes to the command for the node whose subject it arrived on.
+
+A stock worker's reports restart with each layer of an image: `total` is that of all layers and `current` that
+of the present one (contract/nats.md §4.3). `Layers` adds the bytes of the earlier layers.
 """
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, Message, Subscription
+from localai_cluster.messaging.messages import ProgressEvent
 
 Receive = Callable[[bytes], None]
 
@@ -51,3 +57,35 @@ async def received(bus: Bus, node_id: str, op_id: str, receive: Receive) -> Asyn
             if reports.get(op_id) is shared:
                 del reports[op_id]
             await (await shared.opening).close()
+
+
+_LAYER = re.compile(r"Downloading (\d{1,4})/(\d{1,4}) ")
+_EXTRACTING = "Extracting "
+
+
+@dataclass
+class Layers:
+    """The reports of one command, in the order of their arrival."""
+
+    _before: float = 0.0
+    _layer: int = 0
+    _reached: float = 0.0
+    _shown: float = 0.0
+
+    def whole(self, event: ProgressEvent) -> ProgressEvent:
+        """Return the event with the percentage of all layers, which never falls. Ours stay unchanged."""
+        if event.seq:
+            return event
+        reported = min(max(event.percentage, 0.0), 100.0)
+        if event.file_name.startswith(_EXTRACTING):
+            # Extraction counts from 0 again after the download is complete.
+            self._shown = max(self._shown, reported)
+            return replace(event, phase="extracting", percentage=self._shown)
+        match = _LAYER.match(event.file_name)
+        layer = int(match[1]) if match else self._layer
+        if layer > self._layer:
+            self._before, self._reached, self._layer = self._before + self._reached, 0.0, layer
+        if layer == self._layer:
+            self._reached = max(self._reached, reported)
+        self._shown = max(self._shown, min(self._before + self._reached, 100.0))
+        return replace(event, percentage=self._shown)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodes.live.rows import LiveNode, Raw, shown
+from nodes.live.rows import LiveNode, Raw, render
 
 Patch = dict[str, Any]
 
@@ -77,7 +77,7 @@ class History:
         nodes, patches = {}, {}
         for node, raw in rows.items():
             if raw != known.get(node):
-                nodes[node] = now = shown(raw)
+                nodes[node] = now = render(raw)
                 if patch := _patch(node, before.get(node), now):
                     patches[node] = patch
         return Difference(rows, nodes, patches, frozenset(known.keys() - rows.keys()))

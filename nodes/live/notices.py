@@ -13,7 +13,7 @@ from localai_cluster.kit import periodic
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.kit.env import weak_secret
 from nodes.live.shapes import NOTICE
-from nodes.registry.mass_silence import Held
+from nodes.registry.mass_silence import CurrentHold
 from operations.executor.controllers import SILENT_AFTER, Seen
 
 Notice = dict[str, Any]
@@ -36,14 +36,14 @@ class ClusterFacts:
     tasks_wait_since: datetime | None = None
     """Since when nobody has taken the oldest scheduled task."""
     redis_away: bool = False
-    held: Held | None = None
+    held: CurrentHold | None = None
     """Nodes that fell silent together and are kept."""
     disk: DiskUsage | None = None
     """The disk of the server's data folder; None if it has not been read."""
 
 
 @dataclass(frozen=True)
-class Told:
+class NoticeSettings:
     """The settings that notices are about."""
 
     registration_token: str
@@ -55,7 +55,7 @@ def _notice(name: str, level: str, text: str, hint: str) -> Notice:
     return NOTICE.of(id=name, level=level, text=text, hint=hint)
 
 
-def unreachable(as_of: datetime | None) -> Notice:
+def database_notice(as_of: datetime | None) -> Notice:
     """The database cannot be read; the pages show old data."""
     seen = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
     return _notice(
@@ -66,16 +66,16 @@ def unreachable(as_of: datetime | None) -> Notice:
     )
 
 
-def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
+def active_notices(facts: ClusterFacts, told: NoticeSettings, now: datetime) -> list[Notice]:
     """All that holds, the worst first."""
     return [
         *disk_notices(facts.disk),
-        *_engine(facts, now),
-        *_helpers(facts, now),
-        *_silence(facts),
-        *_identity(facts, told),
-        *_versions(facts),
-        *_secrets(told),
+        *_controller_notices(facts, now),
+        *_task_and_redis_notices(facts, now),
+        *_silence_notices(facts),
+        *_identity_notices(facts, told),
+        *_version_notices(facts),
+        *_secret_notices(told),
     ]
 
 
@@ -88,7 +88,7 @@ def disk_notices(usage: DiskUsage | None) -> list[Notice]:
     return [_notice("disk-full", "error", text, hint)]
 
 
-def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
+def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     """Whether a controller runs and reaches the workers."""
     seen = facts.controllers
     if _silent(seen.at, facts, now):
@@ -112,7 +112,7 @@ def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
     return []
 
 
-def _helpers(facts: ClusterFacts, now: datetime) -> list[Notice]:
+def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
     """Whether schedules are carried out, and whether changes reach the pages at once."""
     found = []
     waits = facts.tasks_wait_since
@@ -128,7 +128,7 @@ def _helpers(facts: ClusterFacts, now: datetime) -> list[Notice]:
     return found
 
 
-def _silence(facts: ClusterFacts) -> list[Notice]:
+def _silence_notices(facts: ClusterFacts) -> list[Notice]:
     if facts.held is None:
         return []
     hint = "Check the network between this server and the workers. Those that are heard by then stay."
@@ -140,7 +140,7 @@ def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     return heard is None or now - heard > _SILENCE
 
 
-def _identity(facts: ClusterFacts, told: Told) -> list[Notice]:
+def _identity_notices(facts: ClusterFacts, told: NoticeSettings) -> list[Notice]:
     found = []
     if facts.open_conflicts:
         number = facts.open_conflicts
@@ -157,7 +157,7 @@ def _identity(facts: ClusterFacts, told: Told) -> list[Notice]:
     return found
 
 
-def _versions(facts: ClusterFacts) -> list[Notice]:
+def _version_notices(facts: ClusterFacts) -> list[Notice]:
     number = facts.skewed_nodes
     if not number:
         return []
@@ -167,7 +167,7 @@ def _versions(facts: ClusterFacts) -> list[Notice]:
     return [_notice("worker-versions", "warning", text, hint)]
 
 
-def _secrets(told: Told) -> list[Notice]:
+def _secret_notices(told: NoticeSettings) -> list[Notice]:
     secrets = (
         ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", told.registration_token),
         ("weak-key", "admin key", "LOCALAI_API_KEY", told.api_key),

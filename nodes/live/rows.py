@@ -20,12 +20,12 @@ from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, Node
 from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
-from nodes.registry.node_rows import LabelsOf, skew_of
+from nodes.registry.node_rows import LabelsOf, version_skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
 
 LiveNode = dict[str, Any]
 
-_BEHIND: Mapping[str, Combinable] = {
+_STATUS_FACTS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
@@ -60,9 +60,9 @@ class Raw(NamedTuple):
     reservations: tuple[Reservation, ...] = ()
 
 
-def read() -> dict[str, Raw]:
+def read_nodes() -> dict[str, Raw]:
     """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
-    columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_BEHIND.values())
+    columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
     found = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
@@ -99,16 +99,16 @@ def _conflicts() -> dict[str, int]:
     return dict(grouped.annotate(found=Count("pk")))
 
 
-def shown(raw: Raw) -> LiveNode:
+def render(raw: Raw) -> LiveNode:
     """The node as it leaves."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
-    more = dict(zip((*_GPUS, *_BEHIND), raw.columns[len(LIVE_NODE.columns) :], strict=True))
-    behind = {name: more[name] for name in _BEHIND}
+    more = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    behind = {name: more[name] for name in _STATUS_FACTS}
     its = {"gpus": orjson.loads(more["gpus"]), "vram_read_at": more["vram_read_at"]}
     models = [LIVE_MODEL.trimmed(one) for one in orjson.loads(raw.replicas or "[]")]
     node["open_conflicts"] = raw.open_conflicts
-    node["reason"], node["since"] = why(node, behind)
-    node["version_skew"] = skew_of(node)
+    node["reason"], node["since"] = status_reason(node, behind)
+    node["version_skew"] = version_skew_of(node)
     return LIVE_NODE.of(
         **node,
         gpus=reserved_memory.shown_gpus(its, raw.reservations),
@@ -120,31 +120,31 @@ def shown(raw: Raw) -> LiveNode:
     )
 
 
-def why(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
+def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
     """Why the node has its status, in words, and since when; neither for a healthy one."""
     status = node["status"]
     if status == "pending":
-        return _why_pending(node)
+        return _pending_reason(node)
     if status == "draining":
         drain = node["drain"]
         by = "the worker" if drain["own"] else drain["by"]
-        return _said(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
+        return _with_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
     if (known := behind.get(status)) is None:
         return "", None
     held = orjson.loads(known)
     return held["reason"], held["at"]
 
 
-def _why_pending(node: LiveNode) -> tuple[str, str | None]:
+def _pending_reason(node: LiveNode) -> tuple[str, str | None]:
     if (revoked := node["revoked"]) is not None:
-        return _said(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
+        return _with_reason(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
     if (rejected := node["rejected"]) is not None:
-        return _said(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
+        return _with_reason(f"{actions.REJECT.done} by {rejected['by']}", rejected), rejected["at"]
     if conflicts := node["open_conflicts"]:
         claims = "another machine claims" if conflicts == 1 else f"{conflicts} other machines claim"
         return f"awaiting approval; {claims} to be this node", node["created_at"]
     return "awaiting approval", node["created_at"]
 
 
-def _said(what: str, held: Row) -> str:
+def _with_reason(what: str, held: Row) -> str:
     return f"{what}: {held['reason']}" if held["reason"] else what

@@ -101,7 +101,7 @@ NOTICES = Message(
     "All notices that hold, the worst first; the list before is void.",
     field("notices", NOTICE.many),
 )
-BACKENDS_TOLD = Message(
+BACKENDS_CHANGED = Message(
     "FeedBackends",
     "backends",
     "Whether what is installed or offered has changed, and how the check for upgrades stands.",
@@ -112,7 +112,7 @@ BACKENDS_TOLD = Message(
     field("checking", FLAG, "A check is under way."),
     field("problems", mapping(TEXT), "Galleries that the check could not read, and why."),
 )
-RULES_TOLD = Message(
+RULES_CHANGED = Message(
     "FeedRules",
     "rules",
     "Whether scheduling rules, or what the last pass made of them, have changed.",
@@ -127,8 +127,8 @@ MESSAGES = (
     NODES_SNAPSHOT,
     NODES_DELTA,
     NOTICES,
-    BACKENDS_TOLD,
-    RULES_TOLD,
+    BACKENDS_CHANGED,
+    RULES_CHANGED,
     ALIVE,
 )
 FEED_MESSAGE = Named(

@@ -27,7 +27,14 @@ from localai_cluster.web.sockets import Scope, encode_message, query_text
 from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
-from nodes.live.notices import ClusterFacts, Notice, Told, disk_notices, notices, unreachable
+from nodes.live.notices import (
+    ClusterFacts,
+    Notice,
+    NoticeSettings,
+    active_notices,
+    database_notice,
+    disk_notices,
+)
 from nodes.registry import mass_silence
 from nodes.scheduling import store as rules
 from operations.changes import events, feed
@@ -35,15 +42,15 @@ from operations.executor import controllers
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY = 1.0
+POLL_EVERY = 1.0
 """Seconds between two looks when nothing wakes the look."""
-GATHER = 0.2
+GATHER_SECONDS = 0.2
 """Seconds for which wakes are gathered."""
-REST = 4.0
+REST_FACTOR = 4.0
 """A look that took t seconds is followed by at least t times this without one, unless it failed."""
 PING_EVERY, PING_LIMIT = 5.0, 2.0
 """Seconds between two questions to Redis, and for the answer."""
-PATIENCE = 5.0
+READ_LIMIT = 5.0
 """Seconds after which a look without an answer counts as failed; it is still waited for."""
 
 
@@ -57,18 +64,20 @@ class Snapshot:
     rules: str
     """The revision of the scheduling rules."""
     tasks_wait_since: datetime | None = None
-    held: mass_silence.Held | None = None
+    held: mass_silence.CurrentHold | None = None
 
 
-def look() -> Snapshot:
+def read_snapshot() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        held, revision = mass_silence.standing(), rules.rules_revision()
-        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), revision, tasks, held)
+        held, revision = mass_silence.current_hold(), rules.rules_revision()
+        return Snapshot(
+            rows.read_nodes(), controllers.seen(), upgrade_state.standing(), revision, tasks, held
+        )
 
 
-async def reach_redis() -> bool:
+async def ping_redis() -> bool:
     """Whether Redis or Valkey answers."""
     client = redis.asyncio.Redis.from_url(
         conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
@@ -85,7 +94,7 @@ class NodeFeed:
     """Looks while somebody watches, and tells every watcher what he does not know yet."""
 
     def __init__(
-        self, read: Callable[[], Snapshot] = look, ping: Callable[[], Awaitable[bool]] | None = None
+        self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
         self._read, self._ping = read, ping
         self._unanswered = 0
@@ -170,11 +179,11 @@ class NodeFeed:
                 woken.clear()
                 await self._look()
                 # An outage is over when it is over, however long the last look waited for its end.
-                rest = 0.0 if self._failing else REST * (clock.monotonic() - began)
+                rest = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(LOOK_EVERY, rest)):
+                    async with asyncio.timeout(max(POLL_EVERY, rest)):
                         await woken.wait()
-                        await asyncio.sleep(max(GATHER, rest))
+                        await asyncio.sleep(max(GATHER_SECONDS, rest))
         finally:
             await cancellation.end(hearing)
             await cancellation.end(pinging)
@@ -201,7 +210,7 @@ class NodeFeed:
         # In a thread, comparing included: that takes a quarter of a second for thousands of nodes.
         reading = asyncio.ensure_future(database_sync_to_async(self._compare, thread_sensitive=False)())
         try:
-            if not (await asyncio.wait({reading}, timeout=PATIENCE))[0]:
+            if not (await asyncio.wait({reading}, timeout=READ_LIMIT))[0]:
                 self._fail("no answer")
             self._take(*await asyncio.shield(reading))
         except DatabaseError as error:
@@ -212,7 +221,7 @@ class NodeFeed:
             self._fail("internal error")
         finally:
             # A thread cannot be cancelled: who stops watching waits until it has given its connection back.
-            await asyncio.wait({reading}, timeout=PATIENCE)
+            await asyncio.wait({reading}, timeout=READ_LIMIT)
 
     def _compare(self) -> tuple[Snapshot, Difference]:
         found = self._read()
@@ -226,8 +235,8 @@ class NodeFeed:
         self.looks += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.hints = self.hints, _hints(found)
-        self._tell(notices(self._facts(found), _told(), now), moved, self.hints != before)
+        before, self.hints = self.hints, _change_messages(found)
+        self._tell(active_notices(self._facts(found), _notice_settings(), now), moved, self.hints != before)
 
     def _facts(self, found: Snapshot) -> ClusterFacts:
         return ClusterFacts(
@@ -247,7 +256,7 @@ class NodeFeed:
             log.warning("nodes not read: %s; looking again", why)
             self._failing = True
         known = [one for one in self.notices if one["id"] not in ("database-unreachable", "disk-full")]
-        self._tell([*disk_notices(self._disk), unreachable(self._as_of), *known], False)
+        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *known], False)
 
     def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
         """Wakes the watchers if there is anything new."""
@@ -262,21 +271,21 @@ class NodeFeed:
             turn.set()
 
 
-def _hints(found: Snapshot) -> dict[str, dict[str, Any]]:
+def _change_messages(found: Snapshot) -> dict[str, dict[str, Any]]:
     standing = found.backends
-    backends = shapes.BACKENDS_TOLD.of(
+    backends = shapes.BACKENDS_CHANGED.of(
         revision=standing.revision,
         checked_at=standing.checked_at.isoformat() if standing.checked_at else None,
         checking=standing.checking,
         problems=dict(standing.problems),
     )
-    told = (backends, shapes.RULES_TOLD.of(revision=found.rules))
+    told = (backends, shapes.RULES_CHANGED.of(revision=found.rules))
     return {hint["type"]: hint for hint in told}
 
 
-def _told() -> Told:
+def _notice_settings() -> NoticeSettings:
     cluster = conf.cluster()
-    return Told(cluster.registration_token, cluster.api_key, cluster.allow_shared_token_nodes)
+    return NoticeSettings(cluster.registration_token, cluster.api_key, cluster.allow_shared_token_nodes)
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -290,7 +299,7 @@ def shared() -> NodeFeed:
     """The one feed of this process."""
     global _shared
     if _shared is None:
-        _shared = NodeFeed(ping=reach_redis)
+        _shared = NodeFeed(ping=ping_redis)
     return _shared
 
 

@@ -19,7 +19,7 @@ from nodes.registry import dial_targets
 
 async def admit(scope: Scope) -> None:
     """Raises NotFound for an unknown node, InvalidInput for a name that no model has."""
-    node, model = _wanted(scope)
+    node, model = _node_and_model(scope)
     if node is None or not await database_sync_to_async(BackendNode.objects.filter(pk=node).exists)():
         raise errors.NotFound("node not found")
     if len(model) > worker_logs.LONGEST_NAME:
@@ -28,7 +28,7 @@ async def admit(scope: Scope) -> None:
 
 async def output(scope: Scope) -> AsyncGenerator[str, None]:
     """The worker's messages; ends with the reason."""
-    node, model = _wanted(scope)
+    node, model = _node_and_model(scope)
     assert node is not None
     try:
         server = await database_sync_to_async(dial_targets.http_server)(node)
@@ -39,7 +39,7 @@ async def output(scope: Scope) -> AsyncGenerator[str, None]:
         raise Ended(FAILED, error.message) from error
 
 
-def _wanted(scope: Scope) -> tuple[UUID | None, str]:
+def _node_and_model(scope: Scope) -> tuple[UUID | None, str]:
     kwargs = scope["url_route"]["kwargs"]
     try:
         return UUID(kwargs["node_id"]), kwargs["model"]

@@ -24,7 +24,7 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.backends import admission, backend_requests, install
+from nodes.backends import admission, backend_requests, node_commands
 from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
@@ -204,7 +204,7 @@ class LoadModel:
         node = await in_thread(BackendNode.objects.filter(pk=attempt.slot.node_id).first)
         if node is None:
             raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
-        offered = install.offered_to(node)
+        offered = node_commands.offered_to(node)
         request = messages.InstallRequest(
             backend=attempt.definition.backend,
             model_id=attempt.definition.name,
@@ -277,7 +277,7 @@ async def _list_backends(attempt: Attempt) -> messages.ListReply:
 
 
 async def _start_process(
-    attempt: Attempt, request: messages.InstallRequest, offered: install.GalleryOffer
+    attempt: Attempt, request: messages.InstallRequest, offered: node_commands.GalleryOffer
 ) -> messages.InstallReply:
     """Start the engine; wait for the reply while the worker is connected and the load is needed."""
     backend = attempt.definition.backend
@@ -332,7 +332,7 @@ def _admit_install(attempt: Attempt) -> UUID:
         [node], actor=operation.actor, request_id=operation.request_id, parent=operation
     )
     request = backend_requests.Wish(backend_requests.INSTALL, attempt.definition.backend)
-    return admission.ask(request, context, now=clock.now()).operation.id
+    return admission.admit(request, context, now=clock.now()).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:

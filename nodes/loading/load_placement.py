@@ -18,7 +18,7 @@ from uuid import UUID
 from localai_cluster.kit import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
-from nodes.backends.failed_installs import recent_refusals
+from nodes.backends.backend_requests import recent_refusals
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log

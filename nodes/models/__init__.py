@@ -1,13 +1,23 @@
-"""The rows of the registry: nodes and labels, history, replicas, what is installed and remembered."""
+"""The tables of the registry."""
 
-from nodes.models.credential import BusCredential
-from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
-from nodes.models.intent import PendingBackendOp
-from nodes.models.inventory import NodeBackend
-from nodes.models.joining import JoinToken
-from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PrefixPressure, RoutePolicy
-from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
-from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
+from nodes.models.identity import BusCredential, JoinToken, NodeConflict, RevokedSecret
+from nodes.models.inventory import (
+    BackendOffer,
+    BroughtModel,
+    FileHash,
+    NodeBackend,
+    PendingBackendOp,
+    UpgradeCheck,
+)
+from nodes.models.node import (
+    BackendNode,
+    MassSilence,
+    NodeEvent,
+    NodeLabel,
+    NodeSample,
+    NodeStatus,
+    NodeType,
+)
 from nodes.models.replica import (
     BEING_LOADED,
     LOADING_PHASES,
@@ -19,10 +29,16 @@ from nodes.models.replica import (
     ReplicaUse,
     WebProcess,
 )
-from nodes.models.samples import NodeSample
-from nodes.models.silence import MassSilence
-from nodes.models.staging import BroughtModel, FileHash
-from nodes.models.upgrades import BackendOffer, UpgradeCheck
+from nodes.models.scheduling import (
+    DecisionKind,
+    ModelLoadInfo,
+    ModelSchedulingConfig,
+    PlacementLog,
+    PlacementOutcome,
+    PlacementRecord,
+    PrefixPressure,
+    RoutePolicy,
+)
 
 __all__ = [
     "BEING_LOADED",

@@ -1,27 +1,131 @@
-"""What is installed where: the last list that each worker gave of its backends.
+"""Contents of the nodes' disks: installed backends and model files, and the intents that change them.
 
-Kept so that a page about five hundred nodes asks no worker. `BackendNode.inventory_at` says as of when a
-node's rows are true; `nodes/backends/inventory.py` brings them up to date.
+`PendingBackendOp` is the *intent*: the unit of work on one backend of one node (R1.7, R1.108 to R1.120).
+`nodes/backends/upgrade_state.py` writes the rows of the upgrade check, except for the columns of automatic
+upgrades (`automatic.py`).
 """
 
+import uuid
+from datetime import datetime
 from typing import Self
 
 from django.db import models
 from django.db.models import Q
 
+from localai_cluster.kit import clock
+from localai_cluster.kit.leases import LeasedRow
 from nodes.models.node import BackendNode
 
 
+class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
+    """Filters of intents."""
+
+    def resting(self) -> Self:
+        """Filter intents that no controller runs and nobody has cancelled."""
+        return self.filter(lease_until__isnull=True, cancelled_at__isnull=True)
+
+    def leased(self) -> Self:
+        """Filter intents that a controller runs under a lease."""
+        return self.filter(lease_until__isnull=False)
+
+
+class PendingBackendOp(LeasedRow):
+    """An intent. Each op of a backend on a node has at most one; they run one at a time, by `turn`."""
+
+    class Op(models.TextChoices):
+        """The desired change."""
+
+        INSTALL = "install"
+        UPGRADE = "upgrade"
+        DELETE = "delete"
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="pending_ops")
+    backend = models.CharField(max_length=255)
+    """The backend's name on the node."""
+    op = models.CharField(max_length=16, choices=Op)
+    gallery = models.CharField(max_length=255, blank=True, default="")
+    """Name of the only gallery to install from; empty = the first that offers the backend."""
+    galleries = models.TextField(blank=True, default="")
+    """The galleries that replace the cluster's for this install."""
+    uri = models.CharField(max_length=1024, blank=True, default="")
+    name = models.CharField(max_length=255, blank=True, default="")
+    alias = models.CharField(max_length=255, blank=True, default="")
+    force = models.BooleanField(default=False)
+    spares_requests = models.BooleanField(default=False)
+    """True if the node's replicas of the backend are drained before the command is sent."""
+    drain_until = models.DateTimeField(null=True, blank=True)
+    """Deadline of that drain; null until it begins."""
+    requested_at = models.DateTimeField(default=clock.now, editable=False)
+    """Time of the latest request for it: the order of the intents of one node and backend."""
+    operation_id = models.UUIDField()
+    """Id of the operation that created it, which workers get; other operations may share the intent."""
+
+    attempts = models.IntegerField(default=0)
+    last_error = models.TextField(blank=True, default="")
+    next_retry_at = models.DateTimeField(default=clock.now)
+    unanswered_since = models.DateTimeField(null=True, blank=True)
+    """Time when the worker exceeded its time limit without an answer (O19)."""
+    cancelled_at = models.DateTimeField(null=True, blank=True)
+    """Cancelled after a worker may have begun: the worker gets a stop, then the intent is deleted."""
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+
+    objects = PendingBackendOpQuerySet.as_manager()
+
+    class Meta:
+        db_table = "pending_backend_ops"
+        verbose_name, verbose_name_plural = "pending backend operation", "pending backend operations"
+        constraints = [
+            models.UniqueConstraint(name="intent_once", fields=["node", "backend", "op"]),
+            models.UniqueConstraint(
+                name="intent_one_at_a_time",
+                fields=["node", "backend"],
+                condition=Q(lease_until__isnull=False),
+            ),
+            models.CheckConstraint(name="intent_names_backend", condition=~Q(backend="")),
+            models.CheckConstraint(
+                name="intent_op_known", condition=Q(op__in=["install", "upgrade", "delete"])
+            ),
+            models.CheckConstraint(name="intent_attempts_not_negative", condition=Q(attempts__gte=0)),
+            models.CheckConstraint(
+                name="intent_lease_has_owner",
+                condition=Q(lease_until__isnull=True, lease_owner="") | ~Q(lease_owner=""),
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["next_retry_at"], name="intent_due", condition=Q(lease_until__isnull=True)),
+            models.Index(
+                fields=["lease_until"], name="intent_leased", condition=Q(lease_until__isnull=False)
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.backend}"
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a worker may be running it, or must get a stop."""
+        return not (self.lease_until is None and self.unanswered_since is None and self.cancelled_at is None)
+
+    @property
+    def turn(self) -> tuple[bool, datetime, uuid.UUID]:
+        """Sort key among the rows of its node and backend: they run in this order."""
+        return not self.has_begun, self.requested_at, self.id
+
+
 class NodeBackendQuerySet(models.QuerySet["NodeBackend"]):
-    """Adjectives of what is installed."""
+    """Filters of installed backends."""
 
     def named(self, name: str) -> Self:
-        """What this name starts, or an alias of it."""
+        """Filter backends that this name or alias starts."""
         return self.filter(Q(name__iexact=name) | Q(alias__iexact=name))
 
 
 class NodeBackend(models.Model):
-    """One backend on one node, as its worker listed it (`contract/http-api.md` §2.10)."""
+    """A backend on a node in the last list of its worker (`contract/http-api.md` §2.10).
+
+    `BackendNode.inventory_at` is the time of the list.
+    """
 
     node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="backends")
     name = models.CharField(max_length=255)
@@ -45,3 +149,98 @@ class NodeBackend(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class BackendOffer(models.Model):
+    """The galleries' offer for the name of an installed backend (R6.34)."""
+
+    name = models.CharField(max_length=255, primary_key=True, help_text="as `gallery_index.folded` has it")
+    version = models.CharField(max_length=255, blank=True, default="")
+    uri = models.CharField(max_length=2048, blank=True, default="")
+    digest = models.CharField(
+        max_length=255, blank=True, default="", help_text="of an image, by its registry"
+    )
+    builds = models.JSONField(default=list, help_text="digests of the image's builds for single platforms")
+    automatic_to = models.CharField(
+        max_length=255, blank=True, default="", help_text="version or digest of the last automatic upgrade"
+    )
+    automatic_nodes = models.JSONField(
+        default=list,
+        help_text="nodes that an automatic upgrade to it was made for, or that it left to people",
+    )
+
+    class Meta:
+        db_table = "backend_offers"
+        verbose_name, verbose_name_plural = "backend offer", "backend offers"
+        ordering = ("name",)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class UpgradeCheck(models.Model):
+    """The one row of the upgrade check.
+
+    It is due while `asked` is ahead of `answered`: requests during a check cause one more check. `revision`
+    counts changes of the installed and the offered backends.
+    """
+
+    ONLY = 1
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=ONLY)
+    revision = models.BigIntegerField(default=0)
+    asked = models.BigIntegerField(default=0)
+    answered = models.BigIntegerField(default=0)
+    followed = models.BigIntegerField(default=0)
+    """Number of the last request whose result automatic upgrades have processed."""
+    claimed_by = models.CharField(max_length=64, blank=True, default="")
+    claimed_until = models.DateTimeField(null=True, blank=True)
+    checked_at = models.DateTimeField(null=True, blank=True)
+    problems = models.JSONField(default=dict, help_text="galleries that could not be read, and why")
+    galleries = models.CharField(
+        max_length=64, blank=True, default="", help_text="fingerprint of what was read"
+    )
+
+    class Meta:
+        db_table = "upgrade_check"
+        verbose_name, verbose_name_plural = "upgrade check", "upgrade check"
+        constraints = [models.CheckConstraint(name="one_upgrade_check", condition=models.Q(id=1))]
+
+    def __str__(self) -> str:
+        return f"asked {self.asked}, answered {self.answered}"
+
+
+class FileHash(models.Model):
+    """The SHA-256 of a file in the models folder; a changed file has another stamp."""
+
+    id = models.BigAutoField(primary_key=True)
+    path = models.CharField(max_length=1024, unique=True, help_text="in the models folder")
+    stamp = models.CharField(max_length=120, help_text="size, times and inode when it was read")
+    sha256 = models.CharField(max_length=64)
+    hashed_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "file_hashes"
+        verbose_name, verbose_name_plural = "file hash", "file hashes"
+        indexes = [models.Index(fields=["hashed_at"], name="hash_by_time")]
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class BroughtModel(models.Model):
+    """The bytes of a model's files that a node had after the last load that staged them."""
+
+    id = models.BigAutoField(primary_key=True)
+    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="brought_models")
+    model_name = models.CharField(max_length=255)
+    size = models.PositiveBigIntegerField(help_text="bytes")
+    seen_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "brought_models"
+        verbose_name, verbose_name_plural = "model on a node's disk", "models on nodes' disks"
+        constraints = [models.UniqueConstraint(fields=["model_name", "node"], name="brought_once_a_node")]
+
+    def __str__(self) -> str:
+        return f"{self.model_name} on {self.node_id}"

@@ -1,9 +1,10 @@
-"""A node and its labels: the rows of the registry itself.
+"""Nodes, their labels, events and memory samples.
 
 Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1).
-Invariants are constraints here, not a habit of the callers. A row holds facts; functions in `services` change
-them. `BackendNode.status` is a generated column: approval, drain and liveness are separate facts, so no code
-path can bypass approval or forget a drain.
+A row holds facts; constraints keep its invariants, and functions in `nodes.registry` change it.
+`BackendNode.status` is a generated column: approval, drain and liveness are separate facts, so no code path
+can bypass approval or forget a drain. `NodeEvent` has no foreign key, because it outlives its node; the
+transaction of a change writes its event.
 """
 
 import uuid
@@ -296,3 +297,108 @@ class NodeLabel(models.Model):
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"
+
+
+class NodeEvent(models.Model):
+    """One event of a node: kind, actor, cause, and the status before and after."""
+
+    class Kind(models.TextChoices):
+        """The kind of an event."""
+
+        REGISTERED = "registered"
+        APPROVED = "approved"
+        REJECTED = "rejected"
+        DRAINED = "drained"
+        DRAIN_ENDED = "drain_ended"
+        RESUMED = "resumed"
+        DEACTIVATED = "deactivated", "shut down"
+        FELL_SILENT = "fell_silent", "lost contact"
+        HEARD_AGAIN = "heard_again", "back online"
+        SILENCE_HELD = "silence_held", "kept while silent"
+        MARKED_UNHEALTHY = "marked_unhealthy"
+        MARKED_HEALTHY = "marked_healthy"
+        DEREGISTERED = "deregistered"
+        OVERRIDE = "override"
+        LABELS = "labels"
+        CONFLICT = "conflict"
+        CONFLICT_ACCEPTED = "conflict_accepted"
+        CONFLICT_REFUSED = "conflict_refused"
+        ROTATION_REQUESTED = "rotation_requested"
+        ROTATED = "rotated"
+        REVOKED = "revoked"
+        ADDRESS_REFUSED = "address_refused"
+
+    id = models.BigAutoField(primary_key=True)
+    node_id = models.UUIDField()
+    node_name = models.CharField(max_length=255)
+    kind = models.CharField(max_length=24, choices=Kind)
+    at = models.DateTimeField()
+    last_at = models.DateTimeField()
+    """Time of the last repetition of a conflict; otherwise equal to `at`."""
+    count = models.IntegerField(default=1)
+    """Repetitions of a conflict within the minute; otherwise 1."""
+    actor_kind = models.CharField(max_length=16)
+    actor = models.CharField(max_length=150)
+    cause = models.CharField(max_length=255, blank=True, default="")
+    status_before = models.CharField(max_length=16, blank=True, default="")
+    status_after = models.CharField(max_length=16, blank=True, default="")
+    detail = models.JSONField(default=dict, blank=True)
+    request_id = models.CharField(max_length=64, blank=True, default="")
+    repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
+    """Node, kind, cause and minute of an event that is counted instead of repeated; null for all others."""
+
+    class Meta:
+        db_table = "node_events"
+        verbose_name, verbose_name_plural = "node event", "node events"
+        ordering = ("-id",)
+        indexes = [
+            models.Index(fields=["node_id", "-id"], name="node_event_of"),
+            models.Index(fields=["at"], name="node_event_at"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.node_name}: {self.kind}"
+
+
+class NodeSample(models.Model):
+    """The memory of a node in one minute of the last hour, for charts; it may outlive the node by an hour."""
+
+    id = models.BigAutoField(primary_key=True)
+    node_id = models.UUIDField()
+    at = models.DateTimeField(help_text="the beginning of the minute")
+    vram_used = models.BigIntegerField(
+        null=True, blank=True, help_text="of what its budget allows; null: no VRAM"
+    )
+    ram_used = models.BigIntegerField(null=True, blank=True)
+
+    class Meta:
+        db_table = "node_samples"
+        verbose_name, verbose_name_plural = "memory sample", "memory samples"
+        constraints = [models.UniqueConstraint(name="sample_once_a_minute", fields=["node_id", "at"])]
+        indexes = [models.Index(fields=["at"], name="sample_by_time")]
+
+    def __str__(self) -> str:
+        return f"{self.node_id} at {self.at:%H:%M}"
+
+
+class MassSilence(models.Model):
+    """The only row of a mass-disruption hold (`nodes/reconcilers/liveness.py`)."""
+
+    ONLY = 1
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=ONLY)
+    since = models.DateTimeField()
+    until = models.DateTimeField()
+    """Time when the silent nodes become offline."""
+    nodes = models.JSONField(default=list)
+    """Ids of the nodes that were silent at the last pass."""
+    of = models.IntegerField()
+    """Number of all nodes, including the silent ones."""
+
+    class Meta:
+        db_table = "mass_silence"
+        verbose_name, verbose_name_plural = "mass silence", "mass silence"
+        constraints = [models.CheckConstraint(name="one_mass_silence", condition=Q(id=1))]
+
+    def __str__(self) -> str:
+        return f"{len(self.nodes)} of {self.of} nodes"

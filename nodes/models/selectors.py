@@ -1,7 +1,6 @@
 """Selectors: the labels that a node must have (R1.68, R1.69).
 
-A selector is checked where it is written. One that is stored all the same and cannot be read matches nothing:
-better no node than any node.
+Writers check a selector. A stored one that is unreadable matches no node.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ MOST_KEYS = 64
 
 
 def readable(selector: Any) -> dict[str, str] | None:
-    """The selector, None if it is not an object of strings that a label can have."""
+    """Return the selector, or None if it is not an object of valid label strings."""
     try:
         return check(selector)
     except errors.InvalidInput:
@@ -21,7 +20,7 @@ def readable(selector: Any) -> dict[str, str] | None:
 
 
 def check(selector: Any) -> dict[str, str]:
-    """The selector; raises InvalidInput that names what is wrong with it."""
+    """Return the selector; raise InvalidInput if it is invalid."""
     if not isinstance(selector, dict):
         raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
     if len(selector) > MOST_KEYS:
@@ -32,7 +31,7 @@ def check(selector: Any) -> dict[str, str]:
 
 
 def check_label(key: Any, value: Any, field: str) -> None:
-    """Raises InvalidInput naming `field` unless a label can have this key and value."""
+    """Raise InvalidInput for `field` unless a label can have this key and value."""
     if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
         raise errors.InvalidInput(f"{field}: a key must have 1 to {LONGEST_KEY} characters", field=field)
     _check_text(key, "a key", field)
@@ -46,5 +45,5 @@ def check_label(key: Any, value: Any, field: str) -> None:
 
 
 def _check_text(text: str, what: str, field: str) -> None:
-    if found := names.unprintable(text):
-        raise errors.InvalidInput(f"{field}: {what} must not contain the character {found}", field=field)
+    if character := names.unprintable(text):
+        raise errors.InvalidInput(f"{field}: {what} must not contain the character {character}", field=field)

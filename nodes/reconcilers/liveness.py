@@ -8,7 +8,7 @@ marked unhealthy, because nothing listened for its commands, is healthy again af
 the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
 
 A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
-Nodes that fall silent in masses are held for some time (`mass_disruption.py`), while a controller pings each
+Nodes that fall silent in masses are held for some time, while a controller pings each
 of them on the bus.
 """
 
@@ -24,7 +24,7 @@ from django.db.models import Q
 from localai_cluster.accounts.actors import task
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
-from nodes.registry import mass_silence, services
+from nodes.registry import change, lifecycle, mass_silence
 from nodes.replicas import statements
 
 SMALLEST_FLEET = 20
@@ -176,7 +176,7 @@ _HEARD = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
 
 def observe() -> Observed:
     """Read the snapshot in three queries."""
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
         nodes=[NodeSigns(*row) for row in nodes.values_list(*_HEARD)],
@@ -201,8 +201,8 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
             hold = plan.hold
             mass_silence.hold(plan.held, since=hold.since, until=hold.until, of=plan.of, actor=actor, now=now)
         locked = _lock(plan)
-        services.recovered(plan.recovered, actor=actor, now=now)
-        nodes_gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
+        lifecycle.mark_recovered(plan.recovered, actor=actor, now=now)
+        nodes_gone = lifecycle.mark_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
         return nodes_gone, _drop_dead_processes(plan.processes, locked, now, limits.web)
 
 
@@ -212,7 +212,7 @@ def _lock(plan: Plan) -> list[UUID]:
     Nodes by id, then replicas by id, as heartbeats and the hot path do. Locking in steps would hold a later
     replica while it waits for an earlier one.
     """
-    services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
+    change.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
     used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
     touched = NodeModel.objects.filter(Q(node_id__in=plan.nodes) | Q(pk__in=used))
     return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))

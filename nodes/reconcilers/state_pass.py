@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.probe_results import Sign
-from nodes.backends.processes import engines_of
+from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
 from nodes.registry import dial_targets
 from nodes.replicas import checks
@@ -56,10 +56,10 @@ class StatePass:
             while True:
                 await self._look.wait()
                 self._look.clear()
-                group.create_task(self._look_once(), name="look at engines")
+                group.create_task(self._run_pass(), name="look at engines")
                 await asyncio.sleep(_GATHER)
 
-    async def _look_once(self) -> None:
+    async def _run_pass(self) -> None:
         """The claims of a look that failed run out, and the schedule asks again."""
         try:
             await self.run_pass()

@@ -13,7 +13,7 @@ from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
-from nodes.registry import bus_credentials, joining, pending, resources, services, timeline
+from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
 from nodes.replicas import checks, unload_requests
 
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
@@ -22,7 +22,7 @@ SCHEDULES = [
     # C1. What it asks for is done by controllers, which are on the bus.
     Recurring("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
-    # C1; between two ticks the controllers run the pass after each change (`replica_wake_ups.py`).
+    # C1; between two ticks the controllers run the pass after each change (`replicas.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
     Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
@@ -77,7 +77,7 @@ def state_pass() -> None:
 def finish_drains() -> None:
     """End the drains that are over; return at once if another process holds the lock."""
     with try_lock(Lock.DRAINS) as locked:
-        ended = services.finish_drains(now=clock.now()) if locked else 0
+        ended = lifecycle.finish_drains(now=clock.now()) if locked else 0
     if ended:
         log.info("drains: the replicas of %d nodes have gone", ended)
 

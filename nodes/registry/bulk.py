@@ -19,7 +19,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.commit_hooks import committed
 from nodes.models import BackendNode
-from nodes.registry import actions, services
+from nodes.registry import actions, claims, labels, lifecycle
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
@@ -137,9 +137,9 @@ def perform(action: str, node_id: UUID, actor: Actor, now: datetime, options: Op
     return _ACTIONS[action](node_id, actor, now, options)
 
 
-def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> services.Approved:
+def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> lifecycle.Approval:
     reason, fingerprint = _reason(options), options.get("fingerprint")
-    return services.approve(node_id, actor=actor, now=now, reason=reason, fingerprint=fingerprint)
+    return lifecycle.approve(node_id, actor=actor, now=now, reason=reason, fingerprint=fingerprint)
 
 
 def _approve_as_seen(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
@@ -150,12 +150,12 @@ def _approve_as_seen(node_id: UUID, actor: Actor, now: datetime, options: Option
 
 def _drain(node_id: UUID, actor: Actor, now: datetime, options: Options) -> object:
     deadline = options.get("deadline_seconds")
-    return services.drain(node_id, actor=actor, now=now, reason=_reason(options), deadline=deadline)
+    return lifecycle.drain(node_id, actor=actor, now=now, reason=_reason(options), deadline=deadline)
 
 
 def _label(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
     drop = options.get("remove_labels", ())
-    services.edit_labels(node_id, options.get("labels", {}), drop=drop, actor=actor, now=now)
+    labels.edit_labels(node_id, options.get("labels", {}), drop=drop, actor=actor, now=now)
 
 
 def _with_reason(service: Callable[..., object]) -> Verb:
@@ -174,12 +174,12 @@ def _reason(options: Options) -> str:
 
 _ACTIONS: Mapping[str, Verb] = {
     actions.APPROVE.name: _approve,
-    actions.REJECT.name: _with_reason(services.reject),
+    actions.REJECT.name: _with_reason(lifecycle.reject),
     actions.DRAIN.name: _drain,
-    actions.RESUME.name: _with_reason(services.resume),
-    actions.ROTATE.name: _without_reason(services.request_rotation),
-    actions.REVOKE.name: _with_reason(services.revoke),
-    actions.REMOVE.name: _without_reason(services.deregister),
+    actions.RESUME.name: _with_reason(lifecycle.resume),
+    actions.ROTATE.name: _without_reason(claims.request_rotation),
+    actions.REVOKE.name: _with_reason(claims.revoke),
+    actions.REMOVE.name: _without_reason(lifecycle.deregister),
 }
 VERBS: Mapping[str, Verb] = {
     APPROVE: _approve_as_seen,

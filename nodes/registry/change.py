@@ -46,20 +46,20 @@ _KIND = {
     Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
     Event.HANDED_OVER: NodeEvent.Kind.CONFLICT_ACCEPTED,
 }
-ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
+ALWAYS_RECORDED = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
 """Events that are news even when no fact changes."""
 ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
 """Nothing is known of the engines of a drained node: a controller looks at once."""
 _REASON_LENGTH = 255
-_MOVED = "the node was changed in the meantime"
+_CHANGED_MEANWHILE = "the node was changed in the meantime"
 
 
-def kind_of(event: Event) -> NodeEvent.Kind:
+def event_kind(event: Event) -> NodeEvent.Kind:
     """What the timeline calls `event`."""
     return _KIND.get(event) or NodeEvent.Kind(event.value)
 
 
-def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
+def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
     """The columns in which `after` differs from `before`, each with when, who and why."""
     changed: dict[str, Any] = {}
     for fact, (at, by, why) in _COLUMNS.items():
@@ -84,7 +84,7 @@ class Change:
         self._columns: dict[str, Any] = {}
         self._entries: list[Entry] = []
 
-    def happen(
+    def apply(
         self,
         event: Event,
         actor: Actor,
@@ -101,10 +101,10 @@ class Change:
         after = states.apply(event, before)
         if isinstance(after, states.Refusal):
             raise errors.Conflict(after.reason, field="status")
-        self.set(**columns(before, after, actor, reason, self.now))
-        if after != before or (event in ALWAYS_TOLD and not routine):
+        self.set(**changed_columns(before, after, actor, reason, self.now))
+        if after != before or (event in ALWAYS_RECORDED and not routine):
             statuses = {"before": states.status_of(before), "after": states.status_of(after)}
-            self.tell(kind_of(event), actor, reason, detail, **statuses)
+            self.record_event(event_kind(event), actor, reason, detail, **statuses)
         self._depart(states.TRANSITIONS[event].replicas)
         return after != before
 
@@ -114,7 +114,7 @@ class Change:
             setattr(self.node, name, value)
         self._columns |= values
 
-    def tell(
+    def record_event(
         self,
         kind: NodeEvent.Kind,
         actor: Actor,
@@ -145,7 +145,7 @@ class Change:
         save_all([self])
 
     @property
-    def is_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether there is anything to write."""
         return bool(self._columns or self._entries)
 
@@ -176,15 +176,15 @@ class Change:
 
 def save_all(changes: Sequence[Change]) -> None:
     """Writes changes to different nodes at one time, in a constant number of statements."""
-    changes = [change for change in changes if change.is_news]
+    changes = [change for change in changes if change.has_changes]
     if not changes:
         return
     if refused := [change.node.id for change in changes if change.ends_credentials]:
         bus_credentials.revoke(refused, changes[0].now)
     closed = [change.close() for change in changes]
     nodes = [change.node for change in changes]
-    entries = [entry for _, told in closed for entry in told]
-    _write(nodes, frozenset().union(*(columns for columns, _ in closed)))
+    entries = [entry for _, new_entries in closed for entry in new_entries]
+    _write(nodes, frozenset().union(*(names_set for names_set, _ in closed)))
     timeline.record(*entries, at=changes[0].now)
     for node in nodes:
         node.status = states.status_of(facts_of(node))
@@ -222,10 +222,10 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
             "another node has taken this name or secret in the meantime", field="name"
         ) from error
     if written != len(nodes):
-        raise errors.Conflict(_MOVED, field="revision")
+        raise errors.Conflict(_CHANGED_MEANWHILE, field="revision")
 
 
-def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
+def lock_node(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
     """The node's row, locked until the transaction ends; raises NotFound.
 
     With the `revision` that somebody decided on, it also raises Conflict (field `revision`) if it has moved.
@@ -235,15 +235,15 @@ def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False
     if node is None:
         raise errors.NotFound("node not found")
     if revision is not None and node.revision != revision:
-        raise errors.Conflict(_MOVED, field="revision")
+        raise errors.Conflict(_CHANGED_MEANWHILE, field="revision")
     return node
 
 
 @contextmanager
-def changing(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
+def node_change(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
     """A transaction around one change to one node, saved at its end; raises as `locked` does."""
     with transaction.atomic():
-        change = Change(locked(node_id, revision), now)
+        change = Change(lock_node(node_id, revision), now)
         yield change
         change.save()
 
@@ -257,7 +257,7 @@ def lock_in_order(nodes: BackendNodeQuerySet) -> list[BackendNode]:
     return list(nodes.order_by("id").select_for_update(no_key=True, of=("self",)))
 
 
-def happen_to_all(
+def apply_to_all(
     nodes: Sequence[BackendNode], event: Event, actor: Actor, why: Why, *, now: datetime
 ) -> list[UUID]:
     """Apply `event` to those of the locked nodes for which the table allows it; return their ids."""
@@ -266,12 +266,12 @@ def happen_to_all(
     for node in nodes:
         before = facts_of(node)
         after = states.apply(event, before)
-        if isinstance(after, states.Refusal) or (after == before and event not in ALWAYS_TOLD):
+        if isinstance(after, states.Refusal) or (after == before and event not in ALWAYS_RECORDED):
             continue
         cause, detail = why(node)
         statuses = states.status_of(before), states.status_of(after)
-        entries.append(Entry(node.id, node.name, kind_of(event), actor, cause, *statuses, detail))
-        changed = tuple(columns(before, after, actor, cause, now).items())
+        entries.append(Entry(node.id, node.name, event_kind(event), actor, cause, *statuses, detail))
+        changed = tuple(changed_columns(before, after, actor, cause, now).items())
         updates.setdefault(changed, []).append(node.id)
     for values, ids in updates.items():
         rows = BackendNode.objects.filter(pk__in=ids)

@@ -18,7 +18,7 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import addresses, errors, names
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import identity, lifecycle, states, timeline
-from nodes.registry.change import Change, changing
+from nodes.registry.change import Change, node_change
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 
@@ -154,14 +154,16 @@ def accept_conflict(
     conflict = _conflict(conflict_id, node_id)
     if conflict.kind in NOT_ACCEPTABLE:
         raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
-    with changing(conflict.node_id, now) as change:
+    with node_change(conflict.node_id, now) as change:
         _decide(conflict, NodeConflict.State.ACCEPTED, actor, now)
         if conflict.kind == Kind.NAME:
             _rename(change, conflict.claimed_name)
         if conflict.kind == Kind.ADDRESS:
             _change_address(change, conflict, actor)
         elif conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
-            change.tell(NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict))
+            change.record_event(
+                NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict)
+            )
         else:
             _hand_over(change, conflict, actor)
     return change.node
@@ -172,9 +174,11 @@ def refuse_conflict(
 ) -> BackendNode:
     """Keep the node's identity; the claimant stays refused, and the conflict is closed."""
     conflict = _conflict(conflict_id, node_id)
-    with changing(conflict.node_id, now) as change:
+    with node_change(conflict.node_id, now) as change:
         _decide(conflict, NodeConflict.State.REFUSED, actor, now)
-        change.tell(NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict))
+        change.record_event(
+            NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict)
+        )
     return change.node
 
 
@@ -211,7 +215,7 @@ def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     _replace_secret(change, conflict.claim, actor)
     change.set(instance="", former_instances=[], engine_token="")
     lifecycle.revoke_agent(change)
-    change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
+    change.apply(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
 
 
 def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> None:
@@ -228,7 +232,7 @@ def _change_address(change: Change, conflict: NodeConflict, actor: Actor) -> Non
         engine_token="",
     )
     lifecycle.revoke_agent(change)
-    change.happen(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
+    change.apply(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
@@ -267,12 +271,12 @@ def any_revoked(fingerprints: Iterable[str]) -> bool:
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
     """Restrict the node's secret to replacing itself, and registering before that."""
-    with changing(node_id, now) as change:
+    with node_change(node_id, now) as change:
         if not change.node.fingerprint:
             raise errors.Conflict("the node has no secret of its own", field="weak_identity")
         if change.node.rotation_requested_at is None:
             change.set(rotation_requested_at=now)
-            change.tell(NodeEvent.Kind.ROTATION_REQUESTED, actor)
+            change.record_event(NodeEvent.Kind.ROTATION_REQUESTED, actor)
     return change.node
 
 
@@ -282,18 +286,18 @@ def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetim
     Raise NotAuthenticated if it is not current.
     """
     fingerprint = identity.check_node_secret(new_secret)
-    with changing(node_id, now) as change:
+    with node_change(node_id, now) as change:
         if not principals.secrets_equal(old_fingerprint, change.node.fingerprint):
             raise errors.NotAuthenticated("invalid node credential")
         _replace_secret(change, fingerprint, actors.WORKER)
-        change.tell(NodeEvent.Kind.ROTATED, actors.WORKER)
+        change.record_event(NodeEvent.Kind.ROTATED, actors.WORKER)
     return change.node
 
 
 def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
     """Refuse the secret from now on, under any name; the node becomes pending and has no identity."""
-    with changing(node_id, now) as change:
-        change.happen(Event.REVOKED, actor, reason=reason)
+    with node_change(node_id, now) as change:
+        change.apply(Event.REVOKED, actor, reason=reason)
         _store_revocation(change, actor)
         lifecycle.revoke_agent(change)
         change.set(
@@ -346,9 +350,9 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
         change = Change(node, now)
         _bind(change, fingerprint)
         if node.revision == 0 and node.approved_at is not None:
-            change.tell(NodeEvent.Kind.APPROVED, actor, "enrolled", before=states.PENDING)
+            change.record_event(NodeEvent.Kind.APPROVED, actor, "enrolled", before=states.PENDING)
         elif node.approved_at is None and not (node.rejected_at or node.revoked_at):
-            change.happen(Event.APPROVED, actor, reason="enrolled")
+            change.apply(Event.APPROVED, actor, reason="enrolled")
         change.save()
     return node
 

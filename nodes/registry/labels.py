@@ -15,7 +15,7 @@ from django.db import transaction
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry.change import Change, locked
+from nodes.registry.change import Change, lock_node
 from nodes.scheduling.passes import clear_cooldowns
 
 MOST_LABELS = 64
@@ -93,7 +93,7 @@ def _edit(
 ) -> dict[str, str]:
     """Write the administrator's labels and remove the keys in `drop`; None removes all other keys."""
     with transaction.atomic():
-        change = Change(locked(node_id, revision), now)
+        change = Change(lock_node(node_id, revision), now)
         before = _labels(change.node)
         removed_keys = {key for key in before if (key not in new_labels if drop is None else key in drop)}
         _check_count(before.keys() - removed_keys | new_labels.keys())
@@ -214,4 +214,4 @@ def _record_change(change: Change, actor: Actor, before: Mapping[str, str], afte
         "removed": sorted(before.keys() - after.keys()),
     }
     if any(detail.values()):
-        change.tell(NodeEvent.Kind.LABELS, actor, "", detail)
+        change.record_event(NodeEvent.Kind.LABELS, actor, "", detail)

@@ -22,7 +22,7 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import conf, errors, names
 from nodes.decisions.fleet_queries import lock_in_flight_counts
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeType
-from nodes.registry.change import Change, changing, happen_to_all, lock_in_order, locked
+from nodes.registry.change import Change, apply_to_all, lock_in_order, lock_node, node_change
 from nodes.registry.states import Event
 from nodes.scheduling.passes import clear_cooldowns
 
@@ -62,7 +62,7 @@ DEREGISTERED = "deregistered by the worker"
 
 
 @dataclass(frozen=True)
-class Approved:
+class Approval:
     """An approved node, and an agent's API token, which is stored nowhere else; "" for other nodes."""
 
     node: BackendNode
@@ -70,7 +70,7 @@ class Approved:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ApprovalResult:
     """The result of a bulk action for one node; `error` is empty on success."""
 
     id: UUID
@@ -83,17 +83,17 @@ class Outcome:
 
 def approve(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", fingerprint: str | None = None
-) -> Approved:
+) -> Approval:
     """Approve a pending node (R1.15, R1.31). Raise NotFound, or InvalidInput naming its state.
 
     With the `fingerprint` that the user compared, "" for none, raises Conflict if it has changed.
     """
     with transaction.atomic():
-        change = Change(locked(node_id), now)
+        change = Change(lock_node(node_id), now)
         if fingerprint is not None and fingerprint != change.node.fingerprint:
             raise errors.Conflict("the fingerprint has changed; review the node again", field="fingerprint")
         try:
-            change.happen(Event.APPROVED, actor, reason=reason)
+            change.apply(Event.APPROVED, actor, reason=reason)
         except errors.Conflict as refusal:
             raise errors.InvalidInput(
                 f"{refusal.message}; only a pending node can be approved", field="status"
@@ -103,7 +103,7 @@ def approve(
             token = provision_agent(change)
         change.save()
         clear_cooldowns(now)
-    return Approved(change.node, token)
+    return Approval(change.node, token)
 
 
 def approve_many(
@@ -112,7 +112,7 @@ def approve_many(
     actor: Actor,
     now: datetime,
     fingerprints: Mapping[UUID, str] = types.MappingProxyType({}),
-) -> list[Outcome]:
+) -> list[ApprovalResult]:
     """Approve each node on its own, in the given order: an error of one does not stop the others.
 
     `fingerprints` are those that the user compared, as in `approve`.
@@ -120,18 +120,18 @@ def approve_many(
     return [_approve_node(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
 
 
-def _approve_node(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> Outcome:
+def _approve_node(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> ApprovalResult:
     try:
         approved = approve(node_id, actor=actor, now=now, fingerprint=fingerprint)
     except errors.ClusterError as refusal:
-        return Outcome(node_id, error=refusal.message)
-    return Outcome(node_id, approved.node.name, approved.node.status, api_token=approved.api_token)
+        return ApprovalResult(node_id, error=refusal.message)
+    return ApprovalResult(node_id, approved.node.name, approved.node.status, api_token=approved.api_token)
 
 
 def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> BackendNode:
     """Reject a pending node: it stays pending, and registering again does not approve it."""
-    with changing(node_id, now) as change:
-        change.happen(Event.REJECTED, actor, reason=reason)
+    with node_change(node_id, now) as change:
+        change.apply(Event.REJECTED, actor, reason=reason)
     return change.node
 
 
@@ -139,15 +139,15 @@ def deactivate(
     node_id: UUID, *, actor: Actor = actors.WORKER, now: datetime, reason: str = DEREGISTERED
 ) -> None:
     """Take the node offline because its worker leaves: its replicas end, the record stays (R1.20)."""
-    with changing(node_id, now) as change:
-        change.happen(Event.DEACTIVATED, actor, reason=reason)
+    with node_change(node_id, now) as change:
+        change.apply(Event.DEACTIVATED, actor, reason=reason)
 
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
     """Remove the record with labels, intents, conflicts and an agent's user (R1.21, R1.38, R1.39)."""
     with transaction.atomic():
-        change = Change(locked(node_id, removing=True), now)
-        change.happen(Event.DEREGISTERED, actor)
+        change = Change(lock_node(node_id, removing=True), now)
+        change.apply(Event.DEREGISTERED, actor)
         revoke_agent(change)
         change.save()
         change.node.delete()
@@ -155,27 +155,27 @@ def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
 
 def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
     """Mark the node unhealthy because it did not answer; its replicas stay (R1.17)."""
-    with changing(node_id, now) as change:
-        change.happen(Event.MARKED_UNHEALTHY, actor, reason=reason)
+    with node_change(node_id, now) as change:
+        change.apply(Event.MARKED_UNHEALTHY, actor, reason=reason)
 
 
 def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> None:
     """Revert `mark_unhealthy` and nothing else (R1.18, R5.5)."""
-    with changing(node_id, now) as change:
-        change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
+    with node_change(node_id, now) as change:
+        change.apply(Event.MARKED_HEALTHY, actor, reason=reason)
 
 
-def lose_contact(*, actor: Actor, now: datetime, reason: str) -> int:
+def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
     """Declare every node silent until its next heartbeat; return how many were not before.
 
     Their replicas leave. A constant number of statements for any number of nodes.
     """
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.all())
-        return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+        return len(apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
 
 
-def fell_silent(
+def mark_silent(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:
     """Take those of the nodes offline that are still silent for `limit` seconds; return their number (R5.4).
@@ -188,10 +188,10 @@ def fell_silent(
     reason = f"no heartbeat for more than {limit:.0f} s{detail}"
     with transaction.atomic():
         nodes = lock_in_order(silent)
-        return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+        return len(apply_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
 
 
-def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
+def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
     """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R5.5).
 
     Returns their number. A constant number of statements for any number of nodes.
@@ -202,11 +202,11 @@ def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int
     with transaction.atomic():
         nodes = lock_in_order(responsive)
         return len(
-            happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
+            apply_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
         )
 
 
-WAITING = "resumed, waiting for its next heartbeat"
+RESUMED_OFFLINE = "resumed, waiting for its next heartbeat"
 OWN_DEADLINE = 60.0
 """Seconds a stopping worker has for its whole way out (§0.6)."""
 LONGEST_DEADLINE = 30 * 86400.0
@@ -226,15 +226,15 @@ def drain(
         raise errors.InvalidInput(
             f"deadline_seconds must be between 0 and {LONGEST_DEADLINE:.0f}", field="deadline_seconds"
         )
-    with changing(node_id, now) as change:
-        if change.happen(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):
+    with node_change(node_id, now) as change:
+        if change.apply(Event.DRAINED, actor, reason=reason, detail={"deadline_seconds": seconds}):
             change.set(drain_deadline=now + timedelta(seconds=seconds))
         else:
-            _drain_again(change, actor, names.plain(reason), deadline)
+            _update_drain(change, actor, names.plain(reason), deadline)
     return change.node
 
 
-def _drain_again(change: Change, actor: Actor, reason: str, deadline: float | None) -> None:
+def _update_drain(change: Change, actor: Actor, reason: str, deadline: float | None) -> None:
     detail = {}
     if reason:
         change.set(drain_reason=reason[:255])
@@ -242,28 +242,28 @@ def _drain_again(change: Change, actor: Actor, reason: str, deadline: float | No
         change.set(drain_deadline=change.now + timedelta(seconds=deadline))
         detail = {"deadline_seconds": deadline}
     if reason or detail:
-        change.tell(NodeEvent.Kind.DRAINED, actor, reason, detail)
+        change.record_event(NodeEvent.Kind.DRAINED, actor, reason, detail)
 
 
-def drain_itself(node_id: UUID, *, now: datetime, reason: str = "its worker is stopping") -> None:
+def drain_by_worker(node_id: UUID, *, now: datetime, reason: str = "its worker is stopping") -> None:
     """§1.3: the worker stops; an admin's drain that stands already keeps its author and deadline."""
-    with changing(node_id, now) as change:
-        if change.happen(Event.DRAINED_ITSELF, actors.WORKER, reason=reason):
+    with node_change(node_id, now) as change:
+        if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason=reason):
             change.set(drain_deadline=now + timedelta(seconds=OWN_DEADLINE))
 
 
 def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
     """R1.18: ends any drain and takes "unhealthy" back; Conflict unless there is something to resume from."""
-    with changing(node_id, now) as change:
+    with node_change(node_id, now) as change:
         absent = change.node.offline_at is not None
-        change.happen(Event.RESUMED, actor, reason=reason or (WAITING if absent else ""))
+        change.apply(Event.RESUMED, actor, reason=reason or (RESUMED_OFFLINE if absent else ""))
     return change.node
 
 
-def resume_itself(node_id: UUID, *, now: datetime) -> None:
+def resume_by_worker(node_id: UUID, *, now: datetime) -> None:
     """§1.4: the worker takes its own drain back; Conflict for an admin's."""
-    with changing(node_id, now) as change:
-        change.happen(Event.RESUMED_ITSELF, actors.WORKER)
+    with node_change(node_id, now) as change:
+        change.apply(Event.RESUMED_ITSELF, actors.WORKER)
 
 
 def finish_drains(*, now: datetime) -> int:
@@ -277,9 +277,13 @@ def finish_drains(*, now: datetime) -> int:
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
         left = lock_in_flight_counts(*(node.id for node in nodes))
-        over = [node for node in nodes if node.id in left and (not left[node.id] or _late(node, now))]
-        ended = happen_to_all(
-            over, Event.DRAIN_ENDED, actors.task("drains"), lambda node: _why(left[node.id]), now=now
+        over = [node for node in nodes if node.id in left and (not left[node.id] or _is_overdue(node, now))]
+        ended = apply_to_all(
+            over,
+            Event.DRAIN_ENDED,
+            actors.task("drains"),
+            lambda node: _drain_end_cause(left[node.id]),
+            now=now,
         )
     return len(ended)
 
@@ -291,10 +295,10 @@ def _due(now: datetime) -> list[UUID]:
     return list(counted.filter(Q(running=0) | Q(deadline__lte=now)).values_list("node_id", flat=True))
 
 
-def _late(node: BackendNode, now: datetime) -> bool:
+def _is_overdue(node: BackendNode, now: datetime) -> bool:
     return node.drain_deadline is not None and node.drain_deadline <= now
 
 
-def _why(running: int) -> tuple[str, dict[str, int]]:
+def _drain_end_cause(running: int) -> tuple[str, dict[str, int]]:
     cause = f"the deadline has passed with {running} running" if running else "nothing runs any more"
     return cause, {"in_flight": running}

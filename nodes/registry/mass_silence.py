@@ -8,12 +8,12 @@ from uuid import UUID
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, MassSilence, NodeEvent
 from nodes.registry import timeline
-from nodes.registry.lifecycle import fell_silent
+from nodes.registry.lifecycle import mark_silent
 from nodes.registry.timeline import Entry
 
 
 @dataclass(frozen=True)
-class Held:
+class CurrentHold:
     """The hold: `silent` of `of` nodes are silent, and are kept until `until`."""
 
     since: datetime
@@ -25,16 +25,16 @@ class Held:
         return f"{self.silent} of {self.of} nodes fell silent at once; kept until {self.until:%H:%M} UTC"
 
 
-def standing() -> Held | None:
+def current_hold() -> CurrentHold | None:
     """Return the current hold, None without one; one query."""
     row = MassSilence.objects.first()
-    return None if row is None else Held(row.since, row.until, len(row.nodes), row.of)
+    return None if row is None else CurrentHold(row.since, row.until, len(row.nodes), row.of)
 
 
 def hold(
     nodes: Sequence[UUID], *, since: datetime, until: datetime, of: int, actor: Actor, now: datetime
 ) -> None:
-    """Hold these silent nodes; nodes that are newly held get an event in their timeline.
+    """CurrentHold these silent nodes; nodes that are newly held get an event in their timeline.
 
     Needs a transaction in which no one else decides. A constant number of statements.
     """
@@ -48,10 +48,10 @@ def hold(
     held_ids = frozenset(current.nodes if current else ())
     newly_held = [node for node in nodes if str(node) not in held_ids]
     if newly_held:
-        _record_hold(newly_held, Held(since, until, len(silent), of), actor, now)
+        _record_hold(newly_held, CurrentHold(since, until, len(silent), of), actor, now)
 
 
-def give_up(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
+def release_silent_node(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
     """Take a held node offline that has no listener on the bus either; return True if it was held until now.
 
     The request left through a live connection, so this process is not disconnected from the node. A node with
@@ -61,7 +61,7 @@ def give_up(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool
     if row is None or str(node_id) not in row.nodes:
         return False
     detail = ", and nothing listens for it on the bus"
-    return fell_silent([node_id], limit=limit, actor=actor, now=now, detail=detail) > 0
+    return mark_silent([node_id], limit=limit, actor=actor, now=now, detail=detail) > 0
 
 
 def release() -> None:
@@ -69,7 +69,7 @@ def release() -> None:
     MassSilence.objects.all().delete()
 
 
-def _record_hold(nodes: Collection[UUID], current_hold: Held, actor: Actor, now: datetime) -> None:
+def _record_hold(nodes: Collection[UUID], current_hold: CurrentHold, actor: Actor, now: datetime) -> None:
     rows = BackendNode.objects.filter(pk__in=nodes).order_by("id").values_list("id", "name", "status")
     kind = NodeEvent.Kind.SILENCE_HELD
     entries = [Entry(id, name, kind, actor, str(current_hold), status, status) for id, name, status in rows]

@@ -17,7 +17,7 @@ from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape
-from nodes.registry.services import Approved, Outcome
+from nodes.registry.lifecycle import Approval, ApprovalResult
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 
@@ -28,7 +28,7 @@ class LabelsOf(Aggregate):
     output_field = TextField()
 
 
-def elements(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
+def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
     """The list elements of these nodes, in their order; `whole` says that no node is left out."""
     rows = of.rows(nodes)
     among = None if whole else [row["id"] for row in rows]
@@ -40,15 +40,15 @@ def elements(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sha
             row["labels"] = orjson.loads(labels[node])
         if node in conflicts:
             row["open_conflicts"] = conflicts[node]
-        if said := skew_of(row):
+        if said := version_skew_of(row):
             row["version_skew"] = said
     return rows
 
 
-def skew_of(row: Row) -> str:
+def version_skew_of(row: Row) -> str:
     """What is odd about the version of a node in any of its shapes."""
     weak = bool(row.get("weak_identity"))
-    return skew(row["node_type"], row.get("worker_version", ""), weak=weak)
+    return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
@@ -71,12 +71,12 @@ def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:
     return dict(_of(NodeConflict.objects.filter(state="open"), among).annotate(claims=Count("pk")))
 
 
-def detail(node_id: UUID) -> Row | None:
+def detail_row(node_id: UUID) -> Row | None:
     """The node on its own, None if there is none: the list element and what lies behind its status.
 
     `labels` is always an object (R1.107).
     """
-    rows = elements(BackendNode.objects.filter(pk=node_id), of=shape.NODE_DETAIL)
+    rows = list_rows(BackendNode.objects.filter(pk=node_id), of=shape.NODE_DETAIL)
     if not rows:
         return None
     sources = dict(NodeLabel.objects.filter(node=node_id).values_list("key", "source"))
@@ -108,7 +108,7 @@ def _overrides(node_id: UUID, node: Row) -> Row:
 STOCK = "stock worker"
 
 
-def skew(node_type: str, worker_version: str, *, weak: bool) -> str:
+def version_skew(node_type: str, worker_version: str, *, weak: bool) -> str:
     """Return the version difference for the operator; "" if there is none or the version is unknown.
 
     A node without a secret of its own is a stock worker: ours always has one.
@@ -150,7 +150,7 @@ OUTCOMES = Shape(
 )
 
 
-def approved(approval: Approved) -> Row:
+def approval_body(approval: Approval) -> Row:
     """Return the response to one approval."""
     node = approval.node
     return APPROVED.of(
@@ -163,7 +163,7 @@ def approved(approval: Approved) -> Row:
     )
 
 
-def outcomes(results: Sequence[Outcome]) -> Row:
+def approvals_body(results: Sequence[ApprovalResult]) -> Row:
     """Return the response to several approvals."""
     rows = [
         OUTCOME.of(id=result.id, error=result.error)

@@ -12,7 +12,7 @@ from localai_cluster.accounts.actors import Actor
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import resources
-from nodes.registry.change import Change, changing
+from nodes.registry.change import Change, node_change
 from nodes.registry.labels import refresh_slots_label
 from nodes.scheduling.passes import clear_cooldowns
 
@@ -29,7 +29,7 @@ def set_replica_cap(
     """
     if not 1 <= value <= LARGEST_CAP:
         raise errors.InvalidInput(f"value must be between 1 and {LARGEST_CAP}", field="value")
-    with changing(node_id, now, revision) as change:
+    with node_change(node_id, now, revision) as change:
         _override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
         )
@@ -43,7 +43,7 @@ def reset_replica_cap(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
     """Reset the cap: the worker's own value applies from its next registration on (R1.46)."""
-    with changing(node_id, now, revision) as change:
+    with node_change(node_id, now, revision) as change:
         _override(change, actor, "reset to worker default", max_replicas_per_model_manually_set=False)
     return change.node
 
@@ -58,7 +58,7 @@ def set_vram_budget(
     text = text.strip()
     if len(text) > LONGEST_BUDGET:
         raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
-    with changing(node_id, now, revision) as change:
+    with node_change(node_id, now, revision) as change:
         node = change.node
         try:
             limit = resources.budget_ceiling(text, node.total_vram)
@@ -82,7 +82,7 @@ def reset_vram_budget(
     node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
 ) -> BackendNode:
     """Reset the budget until the worker registers with one; its next heartbeat shows free VRAM (R1.48)."""
-    with changing(node_id, now, revision) as change:
+    with node_change(node_id, now, revision) as change:
         _override(
             change,
             actor,
@@ -101,4 +101,4 @@ def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
         return
     change.set(**values)
     detail = {name: {"from": before[name], "to": value} for name, value in values.items()}
-    change.tell(NodeEvent.Kind.OVERRIDE, actor, cause, detail)
+    change.record_event(NodeEvent.Kind.OVERRIDE, actor, cause, detail)

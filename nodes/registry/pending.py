@@ -79,7 +79,7 @@ def expire(*, now: datetime) -> int:
             node = silent.select_for_update().filter(pk=node_id).first()
             if node is not None:
                 change = Change(node, now)
-                change.happen(
+                change.apply(
                     Event.DEREGISTERED, actors.task("pending nodes"), reason="pending, and silent for a day"
                 )
                 change.save()

@@ -87,7 +87,7 @@ class Claim:
     `ticket`: the join token that it came with instead of the registration token.
     """
 
-    told: Registration
+    registration: Registration
     fingerprint: str
     instance: str
     source_address: str
@@ -234,7 +234,7 @@ def _set_lock_timeout(seconds: float) -> None:
 def _unbound_tickets(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
     """Return the join tokens to spend: those of claims whose secret is not bound to their node yet."""
     return [
-        (new_claim.ticket, new_claim.told.name)
+        (new_claim.ticket, new_claim.registration.name)
         for node, new_claim in fitting
         if new_claim.ticket is not None and not _is_bound(node, new_claim)
     ]
@@ -255,8 +255,8 @@ def _record_conflict(
             _claimed_value(kind, new_claim),
             now=now,
             source_address=new_claim.source_address,
-            advertised_address=new_claim.told.address,
-            claimed_name=new_claim.told.name,
+            advertised_address=new_claim.registration.address,
+            claimed_name=new_claim.registration.name,
         )
 
 
@@ -264,10 +264,14 @@ def _match_node(
     rows: Collection[BackendNode], new_claim: Claim
 ) -> tuple[BackendNode, NodeConflict.Mismatch | None]:
     """Return the node of the claim and the mismatch, if any; the name's node precedes the secret's."""
-    named = next((row for row in rows if row.name == new_claim.told.name), None)
+    named = next((row for row in rows if row.name == new_claim.registration.name), None)
     secret_node = next((row for row in rows if row is not named), None)
     kind = claims.judge(named, new_claim.fingerprint, new_claim.instance) if named else None
-    if named and not kind and claims.has_moved(named, new_claim.source_address, new_claim.told.address):
+    if (
+        named
+        and not kind
+        and claims.has_moved(named, new_claim.source_address, new_claim.registration.address)
+    ):
         kind = NodeConflict.Mismatch.ADDRESS
     if secret_node is not None and kind is None:
         return secret_node, NodeConflict.Mismatch.NAME
@@ -277,11 +281,11 @@ def _match_node(
 
 def _claimed_value(kind: NodeConflict.Mismatch, new_claim: Claim) -> str:
     if kind == NodeConflict.Mismatch.NAME:
-        return principals.hash_secret(new_claim.told.name)
+        return principals.hash_secret(new_claim.registration.name)
     if kind == NodeConflict.Mismatch.TOKEN:
         return new_claim.source_address
     if kind == NodeConflict.Mismatch.ADDRESS:
-        return principals.hash_secret(f"{new_claim.source_address} {new_claim.told.address}")
+        return principals.hash_secret(f"{new_claim.source_address} {new_claim.registration.address}")
     return new_claim.instance if kind == NodeConflict.Mismatch.INSTANCE else new_claim.fingerprint
 
 
@@ -308,19 +312,19 @@ def _matching_rows(new_claim: Claim, existing: Sequence[BackendNode]) -> list[Ba
     rows = [
         row
         for row in existing
-        if row.name == new_claim.told.name
+        if row.name == new_claim.registration.name
         or (new_claim.fingerprint and row.fingerprint == new_claim.fingerprint)
     ]
-    if not rows and any(row.name_key == names.key(new_claim.told.name) for row in existing):
+    if not rows and any(row.name_key == names.key(new_claim.registration.name) for row in existing):
         raise errors.Conflict(
-            f"a node with a name too similar to {new_claim.told.name!r} exists", field="name"
+            f"a node with a name too similar to {new_claim.registration.name!r} exists", field="name"
         )
     return rows
 
 
 def _lock_existing(new_claims: Sequence[Claim]) -> list[BackendNode]:
     """Lock and return the nodes with these names, similar names or these secrets."""
-    claimed_names = [new_claim.told.name for new_claim in new_claims]
+    claimed_names = [new_claim.registration.name for new_claim in new_claims]
     condition = Q(name_key__in=[names.key(name) for name in claimed_names]) | Q(name__in=claimed_names)
     if secrets := [new_claim.fingerprint for new_claim in new_claims if new_claim.fingerprint]:
         condition |= Q(fingerprint__in=secrets)
@@ -329,10 +333,10 @@ def _lock_existing(new_claims: Sequence[Claim]) -> list[BackendNode]:
 
 def _new_node(new_claim: Claim, now: datetime) -> BackendNode:
     return BackendNode(
-        name=new_claim.told.name,
-        name_key=names.key(new_claim.told.name),
-        node_type=new_claim.told.node_type,
-        address=new_claim.told.address,
+        name=new_claim.registration.name,
+        name_key=names.key(new_claim.registration.name),
+        node_type=new_claim.registration.node_type,
+        address=new_claim.registration.address,
         fingerprint=new_claim.fingerprint,
         weak_identity=not new_claim.fingerprint,
         bound_at=now if new_claim.fingerprint else None,
@@ -350,10 +354,11 @@ def _admit_all(
     routine = {node.id for node, new_claim in fitting if _is_routine(node, new_claim)}
     changes = [_admit(node, new_claim, now, auto_approve, node.id in routine) for node, new_claim in fitting]
     reports = [
-        (change, new_claim.told.labels) for change, (_, new_claim) in zip(changes, fitting, strict=True)
+        (change, new_claim.registration.labels)
+        for change, (_, new_claim) in zip(changes, fitting, strict=True)
     ]
     reported_labels(reports, actors.WORKER)
-    changed = [(node, new_claim.told) for node, new_claim in fitting if node.id not in routine]
+    changed = [(node, new_claim.registration) for node, new_claim in fitting if node.id not in routine]
     _drop_absent(changed, now)
     tokens = [_agent_token(change) for change in changes]
     save_all(changes)
@@ -373,13 +378,13 @@ def _is_routine(node: BackendNode, new_claim: Claim) -> bool:
     that have ended since, and omits engines that are still to be started.
     """
     same = new_claim.instance == node.instance and new_claim.fingerprint == node.fingerprint
-    registration = new_claim.told
+    registration = new_claim.registration
     moved = (registration.address, registration.http_address) != (node.address, node.http_address)
     return node.revision > 0 and bool(new_claim.instance) and same and not moved
 
 
 def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: bool, routine: bool) -> Change:
-    registration = new_claim.told
+    registration = new_claim.registration
     if node.revision and node.node_type != registration.node_type:
         # An agent gets a user's key: an approval as one type is no approval as the other.
         raise errors.Conflict(
@@ -401,9 +406,9 @@ def _admit(node: BackendNode, new_claim: Claim, now: datetime, auto_approve: boo
         if restarted
         else "registered again"
     )
-    change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail, routine=routine)
+    change.apply(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail, routine=routine)
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
-        change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
+        change.apply(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
     if node.drained_at is not None and restarted:
         change.set(**ENGINES_UNKNOWN)
     change.set(last_heartbeat=now, source_address=new_claim.source_address, node_type=registration.node_type)

@@ -95,7 +95,7 @@ _DRAIN = [
     column("reason", TEXT, source=F("drain_reason")),
     column("own", FLAG, "Its worker drained it; the next registration ends that.", source=F("drain_is_own")),
 ]
-_DRAIN_ENDS = [
+_DRAIN_END = [
     column(
         "deadline",
         TIME,
@@ -128,13 +128,13 @@ DRAIN = Shape(
             "Replicas that are still there.",
             source=_of_node(NodeModel.objects.all(), Count("pk")),
         ),
-        *(replace(one, optional=True, nullable=False) for one in _DRAIN_ENDS),
+        *(replace(one, optional=True, nullable=False) for one in _DRAIN_END),
     ],
 )
 LIVE_DRAIN = Shape(
     "LiveDrain",
     "A drain; what remains of it is in the node's replicas.",
-    [*_DRAIN, *_DRAIN_ENDS],
+    [*_DRAIN, *_DRAIN_END],
 )
 IDENTITY = Shape(
     "Identity",
@@ -226,7 +226,7 @@ _LOADING_BY = Case(
     output_field=CharField(),
 )
 """The owner of a replica, or why it goes without one, in the seed's words."""
-_LEAVING = [
+_STOP = [
     column(
         "cleanup_error",
         TEXT,
@@ -254,7 +254,7 @@ REPLICA = Shape(
         column("backend_type", TEXT, optional=True),
         column("config_revision", TEXT, optional=True),
         column("effective_options_hash", TEXT, optional=True),
-        *_LEAVING,
+        *_STOP,
         column("cleanup_attempts", count(), source=F("stop_attempts"), optional=True),
         column("created_at", TIME),
         column("updated_at", TIME),
@@ -271,7 +271,7 @@ LIVE_MODEL = Shape(
             "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
         ),
         column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
-        *_LEAVING,
+        *_STOP,
     ],
 )
 

@@ -3,7 +3,7 @@
 A node is described by facts; `status` follows from them alone (R1.2). A row of the table states in which
 statuses an event is allowed, the other conditions, and the effects on the facts and the replicas, with one
 sentence for people; the diagram in `docs/node-states.md` is generated from it. Nothing here reads a clock or
-a database: `services.change` turns the difference of two facts into the columns of an UPDATE.
+a database: `change.py` turns the difference of two facts into the columns of an UPDATE.
 """
 
 from collections.abc import Callable, Mapping

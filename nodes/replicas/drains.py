@@ -225,7 +225,7 @@ def is_serving(engine: Engine) -> bool:
 def return_abandoned() -> list[Engine]:
     """Return the replicas to the picks whose operation has ended before a stop was sent.
 
-    One that an upgrade is about to stop is handed to that instead: it returns after it (`upgrade_drains`).
+    One that an upgrade is about to stop is handed to that instead: it returns after that.
     """
     abandoned = NodeModel.objects.filter(
         has_no_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION

@@ -82,7 +82,7 @@ def measure(size: int) -> None:
         print(f"{size:>6} nodes  {what:<42} {value:8.1f} ms")
 
     line("first look", milliseconds(whole))
-    line("reading alone", statistics.median(milliseconds(watch.look) for _ in range(LOOKS)))
+    line("reading alone", statistics.median(milliseconds(watch.read_snapshot) for _ in range(LOOKS)))
     line("look, nothing has changed", statistics.median(milliseconds(whole) for _ in range(LOOKS)))
     found = []
     for turn in range(1, LOOKS + 1):

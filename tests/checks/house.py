@@ -39,6 +39,12 @@ def survey(root: Path) -> House:
     return House(_rooms(root), cycles(imports(trees)), doubles(trees))
 
 
+def product_files(root: Path) -> list[Path]:
+    """Return the Python files of the product, without migrations and generated code."""
+    files = [path for package in PACKAGES for path in _files(root / package, {".py"})]
+    return [path for path in files if "migrations" not in path.parts]
+
+
 def _product(root: Path) -> Iterator[tuple[str, ast.Module]]:
     """(module, syntax tree) of every module of the product; a package is called like its folder."""
     for package in PACKAGES:

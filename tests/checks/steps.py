@@ -1,8 +1,8 @@
 """The steps of `make lint` and `make check`, two at a time.
 
 `python -m tests.checks.steps lint` runs every check of the source, `check` the unit tests too. A step that
-passes is one line; one that fails prints its whole output, and its name stands again on the last line. The
-exit code is 1 if any failed.
+passes is one line, below it the figures of `words` and `modules`; one that fails prints its whole output, and
+its name stands again on the last line. The exit code is 1 if any failed.
 """
 
 import os
@@ -26,6 +26,8 @@ class Step:
 
     name: str
     argv: tuple[str, ...]
+    is_shown: bool = False
+    """True if its output is printed although it passes."""
 
     def run(self) -> tuple[int, str, float]:
         """Exit code, output, seconds."""
@@ -57,6 +59,8 @@ LINT = (
     Step("trace", module("tests.checks.trace", "--gaps")),
     Step("import contracts", ("lint-imports",)),
     Step("house", module("tests.checks.house")),
+    Step("words", module("tests.checks.words"), is_shown=True),
+    Step("modules", module("tests.checks.modules"), is_shown=True),
     Step("clock", module("tests.checks.clock")),
     Step("points", module("tests.checks.points")),
     Step("replicas", module("tests.checks.replicas")),
@@ -77,6 +81,8 @@ def run(steps: Sequence[Step], side_by_side: int = SIDE_BY_SIDE) -> list[str]:
             if code:
                 failed.append(step.name)
                 print(output, flush=True)
+            elif step.is_shown:
+                print("".join(f"        {line}\n" for line in output.splitlines()), end="", flush=True)
     return failed
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
-from localai_cluster.kit.cluster_settings import load
+from localai_cluster.kit.conf import load
 from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
@@ -20,8 +20,7 @@ from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
-from localai_cluster.worker.config import build
-from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.config import InvalidSettings, build
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually, free_port
 from tests.support.certificates import Authority
 

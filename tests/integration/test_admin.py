@@ -14,7 +14,8 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeLabel, RevokedSecret
-from nodes.registry import services
+from nodes.registry import claims, labels, lifecycle
+from nodes.registry.overrides import set_replica_cap
 from tests.conftest import eventually
 from tests.support import api, fleet, hot, intents, pages
 
@@ -66,7 +67,7 @@ def test_a_page_costs_the_same_after_many_events(root: Client) -> None:
     """Thirty events, two conflicts and forty labels cost no statement more than none."""
     bare, full = api.make_node("bare"), api.make_node("full", labels={f"k{i}": "v" for i in range(40)})
     for index in range(30):
-        services.set_replica_cap(full.id, index + 1, actor=ROOT, now=clock.now())
+        set_replica_cap(full.id, index + 1, actor=ROOT, now=clock.now())
     for claim in ("a", "b"):
         full.conflicts.create(kind="secret", claim=claim * 64)
     assert queries(root, pages.url(bare.id)) == queries(root, pages.url(full.id))
@@ -89,7 +90,7 @@ def test_filters_and_search(root: Client, query: str, expected: list[str]) -> No
     api.make_node("gpu", gpu_vendor="nvidia", labels={"tier": "gold"}, address="10.0.0.7:1")
     api.make_node("new", approved=False)
     rejected = api.make_node("no", approved=False)
-    services.reject(rejected.id, actor=ROOT, now=clock.now(), reason="r")
+    lifecycle.reject(rejected.id, actor=ROOT, now=clock.now(), reason="r")
     page = root.get(f"{pages.LIST}?{query}")
     assert page.status_code == 200
     assert [node.name for node in rows(page)] == expected
@@ -103,14 +104,14 @@ def test_a_filter_that_no_page_makes_is_no_crash(root: Client, query: str) -> No
 def test_the_page_shows_what_to_compare_and_the_reasons(root: Client) -> None:
     """Fingerprint in groups of four, addresses, hardware, a rejection; the decisions that apply."""
     node = api.make_node(approved=False, address="10.0.0.7:51100", gpu_vendor="nvidia", total_vram=24 * GIB)
-    services.reject(node.id, actor=ROOT, now=clock.now(), reason="who is that?")
+    lifecycle.reject(node.id, actor=ROOT, now=clock.now(), reason="who is that?")
     digits = node.fingerprint
     groups = " ".join(digits[at : at + 4] for at in range(0, 64, 4))
     for page in (root.get(pages.url(node.id)), pages.select(root, "approve", node.id)):
         text = page.content.decode()
         for shown in (groups, "127.0.0.1", "10.0.0.7:51100", "nvidia, VRAM 24.0", "who is that?"):
             assert shown in text, shown
-    services.approve(node.id, actor=ROOT, now=clock.now())
+    lifecycle.approve(node.id, actor=ROOT, now=clock.now())
     text = root.get(pages.url(node.id)).content.decode()
     assert 'value="approve"' not in text, "only what applies has a button"
     assert f"{EVENTS}?node_id={node.id}" in text
@@ -120,7 +121,7 @@ def test_the_page_shows_what_to_compare_and_the_reasons(root: Client) -> None:
 def test_the_timeline_of_a_removed_node_is_listed_and_read_only(root: Client) -> None:
     node = api.make_node()
     api.make_node("other")
-    services.deregister(node.id, actor=ROOT, now=clock.now())
+    lifecycle.deregister(node.id, actor=ROOT, now=clock.now())
     events = rows(root.get(f"{EVENTS}?node_id={node.id}"))
     assert events[0].kind == "deregistered"
     assert {event.node_name for event in events} == {"w1"}
@@ -133,7 +134,7 @@ def test_the_timeline_of_a_removed_node_is_listed_and_read_only(root: Client) ->
 def test_revoked_secrets_are_listed_and_stay(root: Client) -> None:
     """In the one format of times; no one takes one back by hand."""
     node = api.make_node()
-    services.revoke(node.id, actor=ROOT, now=clock.now())
+    claims.revoke(node.id, actor=ROOT, now=clock.now())
     page = root.get("/admin/nodes/revokedsecret/")
     assert [secret.pk for secret in rows(page)] == [node.fingerprint]
     assert f"{RevokedSecret.objects.get().revoked_at:%Y-%m-%d %H:%M:%S} UTC" in page.content.decode()
@@ -166,7 +167,7 @@ def test_an_operation_shows_its_targets_and_nothing_can_be_edited() -> None:
 
 def test_labels_are_escaped(root: Client) -> None:
     node = api.make_node(labels={"<b>": '"><script>alert(1)</script>'})
-    services.merge_labels(node.id, {"<i>": "<script>"}, actor=ROOT, now=clock.now())
+    labels.merge_labels(node.id, {"<i>": "<script>"}, actor=ROOT, now=clock.now())
     for path in (pages.url(node.id), "/admin/nodes/nodelabel/", EVENTS):
         text = root.get(path).content.decode()
         assert "<script>alert" not in text
@@ -284,8 +285,8 @@ def test_what_fails_for_one_does_not_stop_the_others(root: Client) -> None:
     """A node that was removed and one that somebody else approved are named; the third is approved."""
     nodes = [api.make_node(name, approved=False) for name in ("one", "two", "three")]
     page = pages.select(root, "approve", *(node.id for node in nodes))
-    services.deregister(nodes[0].id, actor=ROOT, now=clock.now())
-    services.approve(nodes[1].id, actor=ANN, now=clock.now(), reason="mine")
+    lifecycle.deregister(nodes[0].id, actor=ROOT, now=clock.now())
+    lifecycle.approve(nodes[1].id, actor=ANN, now=clock.now(), reason="mine")
     shown = pages.messages(pages.confirm(root, page))
     assert "Node three: approved." in shown
     assert any(str(nodes[0].id) in text and "not found" in text for text in shown)
@@ -300,7 +301,7 @@ def test_no_one_approves_a_secret_he_has_not_seen(root: Client) -> None:
     """Between page and "yes" the node was revoked and another worker came: nothing is approved."""
     node = api.make_node(approved=False)
     page = pages.select(root, "approve", node.id)
-    services.revoke(node.id, actor=ROOT, now=clock.now())
+    claims.revoke(node.id, actor=ROOT, now=clock.now())
     api.make_node(secret=api.OTHER_SECRET, approved=False)
     (refusal,) = pages.messages(pages.confirm(root, page))
     assert "registered by worker" in refusal
@@ -477,7 +478,7 @@ def test_a_save_does_not_overwrite_what_a_heartbeat_wrote_meanwhile(root: Client
 def test_the_second_of_two_admins_is_shown_what_the_first_has_done(root: Client) -> None:
     node = api.make_node(labels={"tier": "t1"})
     fields = pages.load(root, node.id) | {"override_cap": "on", "cap": "3"}
-    services.drain(node.id, actor=ANN, now=clock.now(), reason="new fans")
+    lifecycle.drain(node.id, actor=ANN, now=clock.now(), reason="new fans")
     revision = api.node(node.id).revision
     page = save(root, node, fields)
     shown = str(page.context["adminform"].form.non_field_errors())
@@ -492,7 +493,7 @@ def test_the_second_of_two_admins_is_shown_what_the_first_has_done(root: Client)
 def test_a_node_that_is_removed_meanwhile_is_no_crash(root: Client) -> None:
     node = api.make_node()
     fields = pages.load(root, node.id)
-    services.deregister(node.id, actor=ANN, now=clock.now())
+    lifecycle.deregister(node.id, actor=ANN, now=clock.now())
     assert save(root, node, fields | {"override_cap": "on", "cap": "3"}).status_code == 200
     assert not BackendNode.objects.exists()
 
@@ -501,7 +502,7 @@ def test_a_page_of_a_node_that_falls_silent_is_out_of_date(root: Client) -> None
     """That is more than a heartbeat."""
     node = api.make_node()
     fields = pages.load(root, node.id)
-    services.fell_silent([node.id], limit=-1, actor=Actor(ActorKind.TASK, "liveness"), now=clock.now())
+    lifecycle.mark_silent([node.id], limit=-1, actor=Actor(ActorKind.TASK, "liveness"), now=clock.now())
     page = save(root, node, fields | {"override_cap": "on", "cap": "3"})
     assert "lost contact by liveness" in page.content.decode()
     assert not api.node(node.id).max_replicas_per_model_manually_set
@@ -521,7 +522,7 @@ def test_two_admins_in_two_transactions_write_once(way: str) -> None:
         connections.close_all()
 
     with transaction.atomic():
-        services.set_replica_cap(node.id, 3, actor=ANN, now=clock.now())
+        set_replica_cap(node.id, 3, actor=ANN, now=clock.now())
         thread = threading.Thread(target=second)
         thread.start()
         eventually(_somebody_waits, what="the second save waits for the lock")

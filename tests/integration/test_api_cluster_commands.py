@@ -11,7 +11,7 @@ import yaml
 
 from localai_cluster.kit import clock
 from nodes.api import cluster_backends
-from nodes.api.models import ended
+from nodes.api.models import wait_for_end
 from nodes.backends import catalogue, intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
@@ -57,12 +57,12 @@ def parts(job: str) -> list[str]:
 
 
 @contextmanager
-def a_controller(**ended: Ended) -> Iterator[None]:
+def a_controller(**wait_for_end: Ended) -> Iterator[None]:
     """Carries out what is asked for meanwhile; on these nodes with this outcome, elsewhere well."""
 
     def work() -> None:
         for one in intents.claim("controller", now=clock.now(), lease=60, limit=9):
-            outcome = ended.get(one.node.name, Ended())
+            outcome = wait_for_end.get(one.node.name, Ended())
             intents.settle({(one.id, one.fence): (outcome, ())}, now=clock.now())
 
     with meanwhile(work):
@@ -271,7 +271,7 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
 ) -> None:
     def cleared(operation: Operation, seconds: float) -> Operation:
         Operation.objects.all().delete()
-        return ended(operation, seconds)
+        return wait_for_end(operation, seconds)
 
     monkeypatch.setattr(cluster_backends, "ended", cleared)
     answer = post(SYSTEM_DELETE, name="echo")

@@ -360,7 +360,7 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         revoke_reason="lost",
     )
     claimed(node, "weak", "c" * 64)
-    (element,) = node_rows.elements(BackendNode.objects.all())
+    (element,) = node_rows.list_rows(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["properties"])
     NodeLabel.objects.all().delete()
     NodeConflict.objects.all().delete()
@@ -373,7 +373,7 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         vram_budget="",
         vram_budget_bytes=0,
     )
-    (element,) = node_rows.elements(BackendNode.objects.all())
+    (element,) = node_rows.list_rows(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])
 
 

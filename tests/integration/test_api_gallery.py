@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from nodes.api import gallery
 from nodes.api.gallery import GalleryApplication
 from nodes.models import BackendNode, NodeConflict
-from nodes.registry import services
+from nodes.registry import claims
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -173,10 +173,10 @@ async def test_a_stock_worker_is_not_served(folder: Path, monkeypatch: pytest.Mo
 
 async def test_a_revoked_and_a_rotating_node_are_not_served(folder: Path) -> None:
     node = await make_node()
-    await sync_to_async(services.request_rotation)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.request_rotation)(node.id, actor=ROOT, now=clock.now())
     told = await fetch(node.id)
     assert (told.status, b'"rotate":true' in told.body) == (401, True)
-    await sync_to_async(services.revoke)(node.id, reason="", actor=ROOT, now=clock.now())
+    await sync_to_async(claims.revoke)(node.id, reason="", actor=ROOT, now=clock.now())
     assert (await fetch(node.id)).status in (401, 403)
 
 

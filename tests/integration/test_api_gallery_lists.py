@@ -11,7 +11,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
-from nodes.backends import catalogue, gallery_hardware
+from nodes.backends import catalogue
 from nodes.models import NodeBackend
 from tests.integration.test_api_document import document, fits
 from tests.support import api, hot
@@ -46,7 +46,7 @@ def index(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Pat
     listed = [{"name": "local", "url": file.as_uri()}]
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, galleries=listed)
     monkeypatch.setattr(catalogue, "reader", catalogue.Reader())
-    monkeypatch.setattr("nodes.api.catalogue._asked_about", "")
+    monkeypatch.setattr("nodes.api.catalogue._checked_fingerprint", "")
     return file
 
 
@@ -189,4 +189,4 @@ def test_what_the_healthy_nodes_can_run(
         fields = dict(told)
         hot.node(f"n{number}", offline_at=clock.now() if fields.pop("offline", False) else None, **fields)
     with django_assert_num_queries(1):
-        assert gallery_hardware.machines() == expected | {"default"}
+        assert catalogue.machines() == expected | {"default"}

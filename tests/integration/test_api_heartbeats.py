@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock, errors
-from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
+from nodes.api.heartbeats import BeatWriter, HeartbeatApplication, HeartbeatAuthenticator
 from nodes.models import BackendNode, NodeEvent
-from nodes.registry import heartbeats, services
+from nodes.registry import claims, heartbeats, lifecycle, overrides
 from nodes.registry.heartbeats import IdentityCache
 from operations.changes.events import NODES, conninfo
 from tests.support import api
@@ -95,7 +95,7 @@ async def test_an_override_that_comes_between_wins(database: Counted) -> None:
         async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             found = await super().rows(statement, parameters)
             if statement != heartbeats.WRITE:
-                await sync_to_async(services.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
+                await sync_to_async(overrides.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
             return found
 
     reported = heartbeats.Beat(node.id, node.fingerprint, clock.now(), total_vram=200, available_vram=200)
@@ -148,7 +148,7 @@ async def test_pending_and_offline_nodes_store_the_time_only(
     """R1.34, R5.7: a worker that deregistered stays offline although it beats once more."""
     node = await made(approved=approved)
     if approved:
-        await sync_to_async(services.deactivate)(node.id, now=clock.now())
+        await sync_to_async(lifecycle.deactivate)(node.id, now=clock.now())
     assert (await beat(application, node.id, {"available_ram": 5}))[0] == 200
     stored = await now_of(node)
     assert stored.status == ("offline" if approved else "pending")
@@ -256,11 +256,11 @@ async def test_an_answer_does_not_wait_for_the_batch(database: Counted) -> None:
     writer = BeatWriter(lambda: database, interval=0.3)
     writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
     await writer.settled()
-    gate = Gate(lambda: database, IdentityCache())
+    gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     late = heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
     assert await gate.prove(late) is None
     writer.keep(late)
-    await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
     await writer.settled()
     stored = await now_of(node)
     assert (stored.available_ram, stored.status) == (1, "pending")

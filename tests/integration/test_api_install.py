@@ -199,7 +199,7 @@ def test_without_the_database_it_is_503(monkeypatch: pytest.MonkeyPatch) -> None
     def away(*_: object, **__: object) -> None:
         raise OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr(node_backends, "ask", away)
+    monkeypatch.setattr(node_backends, "admit", away)
     answer = install(api.make_node().id, {"backend": "mock"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
 

@@ -11,7 +11,7 @@ from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -320,7 +320,7 @@ def test_a_drain_that_stands_takes_over_a_new_deadline() -> None:
     row = api.node(node.id)
     assert (row.drained_at, row.drain_reason) == (since, "first")
     assert row.drain_deadline <= clock.now()
-    assert services.finish_drains(now=clock.now()) == 0, "it has no replicas"
+    assert lifecycle.finish_drains(now=clock.now()) == 0, "it has no replicas"
 
 
 @pytest.mark.rule("R1.31", "http-2.6")

@@ -330,6 +330,6 @@ def test_any_query_ends_in_200_or_400(name: str, value: str) -> None:
 def test_a_part_of_the_list_shows_what_the_whole_shows() -> None:
     """Filters and pages fetch labels and counts another way; the elements are the same."""
     fleet(5)
-    whole = node_rows.elements(BackendNode.objects.order_by("name"), whole=True)
-    assert node_rows.elements(BackendNode.objects.order_by("name")) == whole
-    assert node_rows.elements(BackendNode.objects.order_by("name")[1:3]) == whole[1:3]
+    whole = node_rows.list_rows(BackendNode.objects.order_by("name"), whole=True)
+    assert node_rows.list_rows(BackendNode.objects.order_by("name")) == whole
+    assert node_rows.list_rows(BackendNode.objects.order_by("name")[1:3]) == whole[1:3]

@@ -15,7 +15,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent, NodeLabel
-from nodes.registry import services
+from nodes.registry import labels, lifecycle, overrides
 from tests.support import api
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -119,7 +119,7 @@ def test_replicas_have_the_recorded_fields() -> None:
     assert {k: type(v) for k, v in one.items()} == {k: type(v) for k, v in recorded.items()}
     assert two["state"] == "loading"
     assert [entry["model_name"] for entry in api.admin().get("/api/nodes/models").json()] == ["m"]
-    services.deactivate(node.id, now=clock.now())
+    lifecycle.deactivate(node.id, now=clock.now())
     assert api.admin().get("/api/nodes/models").json() == []
 
 
@@ -141,8 +141,8 @@ def test_the_detail_says_who_overrode_what_and_where_labels_come_from() -> None:
     at = f"/api/nodes/{node.id}"
     assert api.admin().get(at).json()["overrides"] == {}
     api.admin().put(f"{at}/max-replicas-per-model", {"value": 2})
-    services.set_vram_budget(node.id, "50%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
-    services.set_vram_budget(node.id, "60%", actor=Actor(ActorKind.USER, "bob"), now=clock.now())
+    overrides.set_vram_budget(node.id, "50%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    overrides.set_vram_budget(node.id, "60%", actor=Actor(ActorKind.USER, "bob"), now=clock.now())
     api.admin().patch(f"{at}/labels", {"tier": "fast"})
     shown = api.admin().get(at).json()
     assert {name: entry["by"] for name, entry in shown["overrides"].items()} == {
@@ -172,8 +172,8 @@ def test_a_detail_costs_the_same_for_any_history() -> None:
             assert api.admin().get(f"/api/nodes/{node.id}").status_code == 200
         counts.append(len(queries))
         for value in range(1, 9):
-            services.set_replica_cap(node.id, value, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
-            services.merge_labels(
+            overrides.set_replica_cap(node.id, value, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+            labels.merge_labels(
                 node.id, {f"k{value}": "v"}, actor=Actor(ActorKind.USER, "ann"), now=clock.now()
             )
     assert counts[0] == counts[1] <= 8
@@ -204,8 +204,8 @@ EDITS = [
 def test_an_edit_can_name_the_revision_that_it_was_decided_on(method: str, what: str, body: Any) -> None:
     """409 naming `revision` if somebody was faster, and nothing is written; 400 for no revision."""
     node = api.make_node(labels={"a": "0"})
-    services.set_replica_cap(node.id, 7, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
-    services.set_vram_budget(node.id, "7%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    overrides.set_replica_cap(node.id, 7, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    overrides.set_vram_budget(node.id, "7%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
     before, at = api.node(node.id).revision, f"/api/nodes/{node.id}/{what}?revision="
     for revision, status in (("x", 400), ("-1", 400), (str(before - 1), 409)):
         refused = api.admin().send(method, at + revision, body)

@@ -14,7 +14,7 @@ from localai_cluster.accounts.actors import MAKE_RUN, Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock, errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.registry import services
+from nodes.registry import claims, lifecycle
 from tests.support import api
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -86,12 +86,12 @@ def test_auto_approval(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reregistration_lifts_offline_but_keeps_an_admins_drain() -> None:
     """R1.14 with its "Port:" line: the drain of an admin survives, the worker's own ends with its restart."""
     node = api.make_node()
-    services.drain(node.id, actor=ROOT, reason="disk swap", now=clock.now())
-    services.deactivate(node.id, now=clock.now())
+    lifecycle.drain(node.id, actor=ROOT, reason="disk swap", now=clock.now())
+    lifecycle.deactivate(node.id, now=clock.now())
     assert api.node(node.id).status == "offline"
     assert api.make_node().status == "draining"
-    services.resume(node.id, actor=ROOT, now=clock.now())
-    services.drain_itself(node.id, now=clock.now())
+    lifecycle.resume(node.id, actor=ROOT, now=clock.now())
+    lifecycle.drain_by_worker(node.id, now=clock.now())
     assert api.node(node.id).status == "draining"
     assert api.make_node().status == "healthy"
 
@@ -167,7 +167,7 @@ def test_a_known_worker_goes_on_when_the_registration_token_is_replaced() -> Non
 def test_an_unhealthy_node_that_registers_again_is_healthy() -> None:
     """Without auto-approval: the approval it has is enough."""
     node = api.make_node()
-    services.mark_unhealthy(node.id, actor=ROOT, now=clock.now(), reason="no answer")
+    lifecycle.mark_unhealthy(node.id, actor=ROOT, now=clock.now(), reason="no answer")
     assert api.node(node.id).status == "unhealthy"
     answer = api.register(api.registration()).json()
     assert (answer["id"], answer["status"]) == (str(node.id), "healthy")
@@ -205,7 +205,7 @@ def test_an_approved_agent_gets_a_new_key_at_every_registration() -> None:
     body = {"name": "agent-1", "node_type": "agent", "token": REGISTRATION_TOKEN}
     pending = api.register(body).json()
     assert (pending["status"], "api_token" in pending) == ("pending", False)
-    services.approve(UUID(pending["id"]), actor=ROOT, now=clock.now())
+    lifecycle.approve(UUID(pending["id"]), actor=ROOT, now=clock.now())
     first, second = (api.register(body).json()["api_token"] for _ in range(2))
     assert re.fullmatch("lai-[0-9a-f]{64}", second)
     assert first != second
@@ -213,7 +213,7 @@ def test_an_approved_agent_gets_a_new_key_at_every_registration() -> None:
     assert api.bearer(first).get("/api/schema").status_code == 401
     user = get_user_model().objects.get(username="agent-worker:agent-1")
     assert [group.name for group in user.groups.all()] == ["collections"]
-    services.deregister(UUID(pending["id"]), actor=ROOT, now=clock.now())
+    lifecycle.deregister(UUID(pending["id"]), actor=ROOT, now=clock.now())
     assert not get_user_model().objects.filter(pk=user.pk).exists()
     assert api.bearer(second).get("/api/schema").status_code == 401
 
@@ -292,7 +292,7 @@ def test_stock_workers_are_admitted_on_demand_and_marked(monkeypatch: pytest.Mon
     """LOCALAI_ALLOW_SHARED_TOKEN_NODES: weak identity, seen in the list; the shared token proves it."""
     allow(monkeypatch, allow_shared_token_nodes=True)
     node_id = api.register(api.registration(), "").json()["id"]
-    services.approve(UUID(node_id), actor=ROOT, now=clock.now())
+    lifecycle.approve(UUID(node_id), actor=ROOT, now=clock.now())
     assert api.admin().get(f"/api/nodes/{node_id}").json()["weak_identity"] is True
     assert api.bearer(REGISTRATION_TOKEN).get(f"/api/node/{node_id}/models").status_code == 200
     assert api.register(api.registration(), "").json()["status"] == "healthy"
@@ -305,12 +305,12 @@ def test_stock_workers_are_admitted_on_demand_and_marked(monkeypatch: pytest.Mon
 
 def test_enrolled_beforehand_is_healthy_at_once() -> None:
     """The local worker of `make run`."""
-    node = services.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
+    node = claims.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
     assert api.node(node.id).status == "offline"
     answer = api.register(api.registration("local"), api.SECRET).json()
     assert (answer["id"], answer["status"]) == (str(node.id), "healthy")
     assert api.register(api.registration("local"), api.OTHER_SECRET).status_code == 409
-    services.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
+    claims.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
     assert api.node(node.id).status == "healthy"
 
 
@@ -324,4 +324,4 @@ def test_approve_is_a_compare_and_set() -> None:
     assert again.status_code == 400
     assert "healthy" in api.message(again)
     with pytest.raises(errors.NotFound):
-        services.approve(UUID(int=5), actor=ROOT, now=clock.now())
+        lifecycle.approve(UUID(int=5), actor=ROOT, now=clock.now())

@@ -14,7 +14,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeConflict
-from nodes.registry import heartbeats, services
+from nodes.registry import claims, heartbeats
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.environment import REGISTRATION_TOKEN
@@ -167,7 +167,7 @@ async def test_a_conflict_that_cannot_be_noted_is_refused_all_the_same(
     def broken(*_: Any, **__: Any) -> None:
         raise OperationalError("gone")
 
-    monkeypatch.setattr(services, "note_other_process", broken)
+    monkeypatch.setattr(claims, "note_other_process", broken)
     assert (await beat(application, node.id, instance="1" * 32))[0] == 409
 
 
@@ -175,7 +175,7 @@ async def test_a_conflict_that_cannot_be_noted_is_refused_all_the_same(
 async def test_a_requested_rotation_is_said_in_the_refusal(application: HeartbeatApplication) -> None:
     """401 with `rotate`; the secret counts for nothing else."""
     node = await made()
-    await sync_to_async(services.request_rotation)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.request_rotation)(node.id, actor=ROOT, now=clock.now())
     status, body = await beat(application, node.id)
     assert (status, body["rotate"], isinstance(body["error"], str)) == (401, True, True)
     assert (await now_of(node)).last_heartbeat == node.last_heartbeat

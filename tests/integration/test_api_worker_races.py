@@ -19,7 +19,8 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock, errors
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel
-from nodes.registry import services
+from nodes.registry import lifecycle
+from nodes.registry.claims import revoke
 from tests.support import api
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -63,7 +64,7 @@ def refused_or_done(verb: Callable[[], Any]) -> Callable[[], str]:
 
 
 def removing(node_id: UUID) -> Callable[[], str]:
-    return refused_or_done(lambda: services.deregister(node_id, actor=ROOT, now=clock.now()))
+    return refused_or_done(lambda: lifecycle.deregister(node_id, actor=ROOT, now=clock.now()))
 
 
 @pytest.mark.rule("R1.22", "http-1.1")
@@ -129,11 +130,11 @@ def test_a_drain_is_never_lost_to_a_registration() -> None:
     """D-DRAIN-KEPT: whichever comes first, an admin's drain stands."""
     node = api.make_node()
     for _ in range(5):
-        drain = refused_or_done(lambda: services.drain(node.id, actor=ROOT, now=clock.now()))
+        drain = refused_or_done(lambda: lifecycle.drain(node.id, actor=ROOT, now=clock.now()))
         answers = at_once([registering(), drain, registering()])
         assert answers == [201, "done", 201]
         assert api.node(node.id).status == "draining"
-        services.resume(node.id, actor=ROOT, now=clock.now())
+        lifecycle.resume(node.id, actor=ROOT, now=clock.now())
 
 
 @pytest.mark.rule("http-1.1")
@@ -141,7 +142,7 @@ def test_a_secret_that_two_take_at_once_has_one_owner() -> None:
     """A worker whose secret was revoked binds a new one while another offers the same for a new name."""
     node = api.make_node()
     for turn in range(5):
-        services.revoke(node.id, actor=ROOT, now=clock.now())
+        revoke(node.id, actor=ROOT, now=clock.now())
         secret = f"{turn:064x}"
         answers = at_once([registering("w1", secret), registering(f"new-{turn}", secret)])
         assert sorted(answers) == [201, 409]

@@ -9,7 +9,7 @@ import pytest
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
-from nodes.registry import services
+from nodes.registry import claims, lifecycle
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 from tests.support.replicas import columns
@@ -43,7 +43,7 @@ def started(instance: str = FIRST) -> UUID:
     assert answer.status_code == 201, answer.content
     node_id = UUID(answer.json()["id"])
     if answer.json()["status"] == "pending":
-        services.approve(node_id, actor=ROOT, now=clock.now())
+        lifecycle.approve(node_id, actor=ROOT, now=clock.now())
     return node_id
 
 
@@ -80,10 +80,10 @@ def test_a_worker_ends_nothing_but_its_own_drain(state: str) -> None:
     """D-RESUME-SELF: what an admin or the health pass has said is not the worker's to take back."""
     node = api.make_node()
     if state == "an admin's drain":
-        services.drain(node.id, actor=ROOT, now=clock.now(), reason="new disk")
+        lifecycle.drain(node.id, actor=ROOT, now=clock.now(), reason="new disk")
         call(node.id, "drain")
     elif state == "unhealthy":
-        services.mark_unhealthy(node.id, actor=ROOT, now=clock.now(), reason="silent")
+        lifecycle.mark_unhealthy(node.id, actor=ROOT, now=clock.now(), reason="silent")
     elif state == "offline":
         call(node.id, "deregister")
     before = api.node(node.id)
@@ -100,7 +100,7 @@ def test_a_pending_node_may_drain() -> None:
     node = api.make_node(approved=False)
     assert call(node.id, "drain").status_code == 200
     assert api.node(node.id).status == "pending"
-    services.approve(node.id, actor=ROOT, now=clock.now())
+    lifecycle.approve(node.id, actor=ROOT, now=clock.now())
     assert api.node(node.id).status == "draining"
 
 
@@ -174,7 +174,7 @@ def test_every_route_proves_the_node_in_its_url(verb: str) -> None:
 def test_a_worker_whose_node_was_removed_is_told_so() -> None:
     """D-AGAIN-ON-404: its secret is unknown by now, and 404 is what makes it register again."""
     node = api.make_node()
-    services.deregister(node.id, actor=ROOT, now=clock.now())
+    lifecycle.deregister(node.id, actor=ROOT, now=clock.now())
     assert call(node.id, "models").status_code == 404
     assert api.register(api.registration()).status_code == 201
 
@@ -247,7 +247,7 @@ def test_a_worker_replaces_its_secret() -> None:
 def test_a_requested_rotation_leaves_one_thing_to_do() -> None:
     """401 with `rotate`, on every route but that one."""
     node_id = started()
-    services.request_rotation(node_id, actor=ROOT, now=clock.now())
+    claims.request_rotation(node_id, actor=ROOT, now=clock.now())
     for verb in ("models", "drain", "resume", "deregister", ""):
         refused = call(node_id, verb)
         assert refused.status_code == 401
@@ -277,7 +277,7 @@ def test_a_new_secret_must_be_well_formed_and_unused(new: str | None, status: in
 def test_a_revoked_secret_is_refused_under_any_name() -> None:
     """One click of an admin; the worker may come back with a new secret, and is pending then."""
     node_id = started()
-    services.revoke(node_id, actor=ROOT, now=clock.now())
+    claims.revoke(node_id, actor=ROOT, now=clock.now())
     assert call(node_id, "models").status_code == 401
     assert api.register(api.registration()).status_code == 403
     assert api.register(api.registration("w9"), api.SECRET).status_code == 403

@@ -21,7 +21,7 @@ from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication
-from nodes.registry import services
+from nodes.registry import claims
 from nodes.registry.heartbeats import IdentityCache
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -270,7 +270,7 @@ def test_the_right_shared_token_looks_like_a_wrong_one(exhausted: None, settings
 def test_a_requested_rotation_is_no_failure(failed_tokens: Failures) -> None:
     """The secret is right: a worker that asks until it has changed locks no one out."""
     node = api.make_node()
-    services.request_rotation(node.id, actor=Actor(ActorKind.USER, "root"), now=clock.now())
+    claims.request_rotation(node.id, actor=Actor(ActorKind.USER, "root"), now=clock.now())
     caller = api.worker()
     caller.client = Client(REMOTE_ADDR=HERE)
     for _ in range(LIMIT + 2):

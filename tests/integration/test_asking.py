@@ -17,7 +17,7 @@ from nodes.backends import intents as intent_rows
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
-from nodes.registry import services
+from nodes.registry import change, lifecycle
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.fleet import ROOT, at_once
@@ -251,7 +251,7 @@ def test_a_request_and_a_removal_at_once_end_cleanly() -> None:
     for number in range(5):
         nodes = [hot.node(f"{number}-{one}") for one in range(3)]
         ask(INSTALL, *nodes)
-        removals = [partial(services.deregister, node.id, actor=ROOT, now=clock.now()) for node in nodes[:2]]
+        removals = [partial(lifecycle.deregister, node.id, actor=ROOT, now=clock.now()) for node in nodes[:2]]
         *removed, answer = at_once(*removals, partial(_answer, nodes))
         assert removed == [None, None]
         assert answer in ("asked", "not found"), answer
@@ -278,11 +278,11 @@ def test_a_request_for_a_node_that_is_just_being_removed_waits_and_is_refused() 
     ask(INSTALL, node)
     answers: list[str] = []
     with transaction.atomic():
-        services.locked(node.pk, removing=True)
+        change.lock_node(node.pk, removing=True)
         thread = threading.Thread(target=lambda: answers.extend(at_once(partial(_answer, [node]))))
         thread.start()
         waiting()
-        services.deregister(node.pk, actor=ROOT, now=clock.now())
+        lifecycle.deregister(node.pk, actor=ROOT, now=clock.now())
     thread.join()
     assert answers == ["not found"]
     assert not PendingBackendOp.objects.exists()

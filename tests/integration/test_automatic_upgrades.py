@@ -13,10 +13,10 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from nodes.backends import admission, automatic, backend_requests, intents, upgrade_check, upgrade_state
+from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended
-from nodes.backends.upgrade_rules import Offered
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
 from tests.support.fleet import at_once, unexpected
@@ -102,7 +102,7 @@ def test_there_are_never_two_operations_for_a_backend() -> None:
     """Someone is at it: the check is followed when that has ended, without another check."""
     a, _ = node("a"), node("b")
     asked = backend_requests.Asked([a], actor="ann")
-    theirs = admission.ask(
+    theirs = admission.admit(
         backend_requests.Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
     ).operation
     checked()
@@ -168,7 +168,7 @@ def test_nodes_that_are_away_are_named_and_upgraded_after_their_return() -> None
     node("a")
     b, c = node("b"), node("c")
     BackendNode.objects.filter(pk=b.pk).update(offline_at=clock.now())
-    services.drain(c.id, actor=actors.CONTROLLER, now=clock.now(), deadline=60)
+    lifecycle.drain(c.id, actor=actors.CONTROLLER, now=clock.now(), deadline=60)
     checked()
     (operation,) = follow()
     said = story(operation)
@@ -221,7 +221,7 @@ def test_a_controller_that_dies_between_check_and_operation_loses_nothing(
     def dies(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(automatic, "ask", dies)
+    monkeypatch.setattr(automatic, "admit", dies)
     with pytest.raises(KeyboardInterrupt):
         follow()
     assert BackendOffer.objects.get().automatic_nodes == [], "note and operation are one transaction"

@@ -13,7 +13,7 @@ from localai_cluster.kit.leases import LeaseLost
 from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeEvent, PendingBackendOp
-from nodes.registry import bulk, services
+from nodes.registry import bulk, labels
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import in_thread
 from operations.ledger import attempts
@@ -81,7 +81,7 @@ def test_a_verb_over_many_nodes_is_one_operation(
 
 def test_labels_are_set_and_removed_on_many_nodes() -> None:
     two = nodes(2)
-    services.merge_labels(two[0].id, {"old": "x"}, actor=actors.STATIC_KEY, now=clock.now())
+    labels.merge_labels(two[0].id, {"old": "x"}, actor=actors.STATIC_KEY, now=clock.now())
     run("label", two, labels={"tier": "fast"}, remove_labels=["old"])
     run_controller()
     for node in two:

@@ -15,8 +15,8 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.kit import errors, nkeys
 from nodes.models import BackendNode, BusCredential
 from nodes.reconcilers.revocations import Revocations
-from nodes.registry import bus_credentials, services
-from nodes.registry.services import Registration
+from nodes.registry import bus_credentials, claims, lifecycle, registration
+from nodes.registry.registration import Registration
 from tests.support import api
 from tests.support.fleet import (
     ANNA,
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.django_db
 DAY = 86400
 
 
-def registered(*, auto_approve: bool = True, at: float = 0, **fields: Any) -> services.Registered:
+def registered(*, auto_approve: bool = True, at: float = 0, **fields: Any) -> registration.Registered:
     told = Registration(name=fields.pop("name", "n1"), address="10.0.0.1:50051", **fields)
-    return services.register(
+    return registration.register(
         told, secret=SECRET, source_address="10.0.0.1", now=later(at), auto_approve=auto_approve
     )
 
@@ -54,7 +54,7 @@ def test_a_pending_node_gets_none_and_an_approved_one_a_new_jwt_each_time() -> N
     pending = registered(auto_approve=False)
     assert pending.credentials is None
     assert not BusCredential.objects.exists()
-    services.approve(pending.node.id, actor=ANNA, now=later(1))
+    lifecycle.approve(pending.node.id, actor=ANNA, now=later(1))
     assert not BusCredential.objects.exists(), "an approval answers a person, not the worker"
     first, second = (registered(at=at).credentials for at in (2, 3))
     assert first is not None
@@ -63,32 +63,32 @@ def test_a_pending_node_gets_none_and_an_approved_one_a_new_jwt_each_time() -> N
     assert first.public_key == second.public_key, "however often it registers, a revocation is one line"
     assert first.lifetime == DAY
     assert valid(DAY + 2.5) == {first.public_key}, "as long as the last one"
-    claims = nkeys.claims_of(first.jwt)
-    assert claims["nats"]["sub"]["allow"][0] == f"nodes.{pending.node.id}.>"
+    token_claims = nkeys.claims_of(first.jwt)
+    assert token_claims["nats"]["sub"]["allow"][0] == f"nodes.{pending.node.id}.>"
     everything = str(list(BusCredential.objects.values()))
     assert first.jwt not in everything
     assert first.seed not in everything
 
 
 def rotate(node: UUID) -> None:
-    services.rotate(node, old_fingerprint=row(node).fingerprint, new_secret=OTHER_SECRET, now=later(5))
+    claims.rotate(node, old_fingerprint=row(node).fingerprint, new_secret=OTHER_SECRET, now=later(5))
 
 
 def remove(node: UUID) -> None:
-    services.deregister(node, actor=ANNA, now=later(5))
+    lifecycle.deregister(node, actor=ANNA, now=later(5))
 
 
 def hand_over(node: UUID) -> None:
     with pytest.raises(errors.Conflict):
         register(name="n1", secret=THIRD_SECRET, now=later(4))
     conflict = BackendNode.objects.get(pk=node).conflicts.get()
-    services.accept_conflict(conflict.pk, actor=ANNA, now=later(5))
+    claims.accept_conflict(conflict.pk, actor=ANNA, now=later(5))
 
 
 @pytest.mark.rule("nats-9.2")
 @pytest.mark.parametrize(
     "end",
-    [lambda node: services.revoke(node, actor=ANNA, now=later(5)), rotate, remove, hand_over],
+    [lambda node: claims.revoke(node, actor=ANNA, now=later(5)), rotate, remove, hand_over],
     ids=["revoke", "rotate", "remove", "hand over"],
 )
 def test_they_end_with_the_approval_the_identity_and_the_node(end: Callable[[UUID], None]) -> None:
@@ -104,13 +104,13 @@ def test_they_end_with_the_approval_the_identity_and_the_node(end: Callable[[UUI
 def test_a_node_that_was_revoked_is_another_user_afterwards() -> None:
     found = registered()
     assert found.credentials is not None
-    services.revoke(found.node.id, actor=ANNA, now=later(5))
+    claims.revoke(found.node.id, actor=ANNA, now=later(5))
     told = Registration(name="n1", address="10.0.0.1:50051")
-    again = services.register(
+    again = registration.register(
         told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(6), auto_approve=False
     )
-    services.approve(again.node.id, actor=ANNA, now=later(7))
-    back = services.register(
+    lifecycle.approve(again.node.id, actor=ANNA, now=later(7))
+    back = registration.register(
         told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(8), auto_approve=False
     )
     assert back.credentials is not None
@@ -123,7 +123,7 @@ def test_a_worker_that_restarts_all_day_stays_one_line_of_the_account() -> None:
     for number in range(40):
         registered(at=number)
     node = BackendNode.objects.get()
-    services.revoke(node.id, actor=ANNA, now=later(50))
+    claims.revoke(node.id, actor=ANNA, now=later(50))
     assert BusCredential.objects.count() == len(bus_credentials.revoked(later(51))) == 1
 
 
@@ -163,7 +163,7 @@ def test_the_same_process_once_more_drops_no_replica_and_frees_no_memory() -> No
     """Its list is older than what was published since, and does not name what is being loaded."""
     one = "1" * 32
     node = register("n1", instance=one, running_processes=[], available_vram=100, total_vram=100).node
-    services.approve(node.id, actor=ANNA, now=later(1))
+    lifecycle.approve(node.id, actor=ANNA, now=later(1))
     replica(node, "loaded", state="loaded", address="10.0.0.1:1")
     replica(node, "loading", state="loading")
     BackendNode.objects.update(available_vram=7)
@@ -177,9 +177,9 @@ def test_the_same_process_once_more_drops_no_replica_and_frees_no_memory() -> No
 @pytest.mark.parametrize(
     "verb",
     [
-        lambda node: services.drain(node, actor=ANNA, now=later(5)),
-        lambda node: services.deactivate(node, now=later(5)),
-        lambda node: services.mark_unhealthy(node, actor=ANNA, now=later(5), reason="silent"),
+        lambda node: lifecycle.drain(node, actor=ANNA, now=later(5)),
+        lambda node: lifecycle.deactivate(node, now=later(5)),
+        lambda node: lifecycle.mark_unhealthy(node, actor=ANNA, now=later(5), reason="silent"),
     ],
     ids=["drain", "leave", "unhealthy"],
 )
@@ -197,9 +197,9 @@ def test_expired_rows_go_with_the_next_registration_and_with_the_pruning() -> No
 
 
 def test_many_nodes_cost_as_many_statements_as_two() -> None:
-    def claims(count: int, begin: int) -> list[services.Claim]:
+    def new_claims(count: int, begin: int) -> list[registration.Claim]:
         return [
-            services.claim(
+            registration.claim(
                 Registration(name=f"many-{begin + n}", address="10.0.0.9:1"),
                 secret=f"{begin + n:064x}",
                 source_address="10.0.0.9",
@@ -212,8 +212,8 @@ def test_many_nodes_cost_as_many_statements_as_two() -> None:
         with CaptureQueriesContext(
             connection,
         ) as queries:
-            outcomes = services.register_all(claims(count, begin), now=NOW, auto_approve=True)
-        assert all(isinstance(one, services.Registered) and one.credentials for one in outcomes)
+            outcomes = registration.register_all(new_claims(count, begin), now=NOW, auto_approve=True)
+        assert all(isinstance(one, registration.Registered) and one.credentials for one in outcomes)
         counts.append(len(queries))
     assert counts[0] == counts[1]
 
@@ -223,7 +223,7 @@ def test_the_answer_says_where_the_bus_is_and_never_repeats_the_server_s_own_sec
     body = api.register(api.registration())
     assert "nats_jwt" not in body.json()
     node = BackendNode.objects.get()
-    answer = services.approve(node.id, actor=ANNA, now=NOW + timedelta(seconds=1))
+    answer = lifecycle.approve(node.id, actor=ANNA, now=NOW + timedelta(seconds=1))
     assert not hasattr(answer, "credentials")
     told = api.register(api.registration()).json()
     assert told["nats_url"] == "nats://127.0.0.1:1"

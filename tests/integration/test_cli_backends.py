@@ -20,8 +20,8 @@ from localai_cluster.kit import clock
 from nodes.api import operations
 from nodes.backends import admission, intents, upgrade_state
 from nodes.backends.backend_requests import INSTALL, Asked, Wish
+from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended, Failed
-from nodes.backends.upgrade_rules import Offered
 from nodes.management import bars, following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.changes import events
@@ -236,7 +236,7 @@ def test_json_is_the_operation_as_it_ended_or_the_answer_of_the_request() -> Non
     assert (again["jobID"], again["deduplicated"]) == (id, True)
     begin()
     failed("a", "disk full")()
-    admission.ask(Wish(INSTALL, "echo"), Asked(list(BackendNode.objects.all()), "ann"), now=clock.now())
+    admission.admit(Wish(INSTALL, "echo"), Asked(list(BackendNode.objects.all()), "ann"), now=clock.now())
     cancel_latest()
     screen = Screen()
     with pytest.raises(CommandError, match="cancelled by ann"):

@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 from localai_cluster.accounts.actors import MAKE_RUN, WORKER
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
 from tests.support import api, command_line
 
 pytestmark = pytest.mark.django_db
@@ -35,7 +35,7 @@ def claim(node: BackendNode) -> NodeConflict:
 def test_the_list_is_aligned_and_says_what_needs_an_admin() -> None:
     api.make_node("short", total_vram=24 * 2**30, available_vram=12 * 2**30, gpu_vendor="nvidia")
     pending = api.make_node("a-much-longer-name", approved=False)
-    services.reject(pending.id, actor=MAKE_RUN, now=clock.now(), reason="not ours")
+    lifecycle.reject(pending.id, actor=MAKE_RUN, now=clock.now(), reason="not ours")
     claim(pending)
     head, first, second = run("list").splitlines()
     assert head.split()[:3] == ["NAME", "STATUS", "TYPE"]
@@ -292,5 +292,5 @@ def test_what_strangers_send_reaches_no_terminal() -> None:
     """An address, a reason or a cause may have been written by anybody."""
     node = api.make_node()
     BackendNode.objects.filter(pk=node.id).update(gpu_vendor="\x1b[31m")
-    services.mark_unhealthy(node.id, actor=WORKER, now=clock.now(), reason="a\x1b]0;x\x07b")
+    lifecycle.mark_unhealthy(node.id, actor=WORKER, now=clock.now(), reason="a\x1b]0;x\x07b")
     assert "\x1b" not in run("list") + run("show", "w1")

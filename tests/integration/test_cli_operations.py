@@ -15,7 +15,7 @@ from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Failed
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger
@@ -36,7 +36,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 def ask(*nodes: BackendNode, kind: str = INSTALL, backend: str = "echo", **more: Any) -> Operation:
     asked = Asked(list(nodes), actor="ann", client_address="10.0.0.9", **more)
-    return admission.ask(Wish(kind, backend), asked, now=clock.now()).operation
+    return admission.admit(Wish(kind, backend), asked, now=clock.now()).operation
 
 
 def settle(**outcomes: Any) -> None:

@@ -23,7 +23,7 @@ from localai_cluster.rpc.messages import ModelOptions
 from nodes.gateway.request import Replica
 from nodes.live import rows
 from nodes.models import BackendNode, NodeConflict
-from nodes.registry import dial_targets, services
+from nodes.registry import claims, dial_targets, lifecycle, registration
 from tests.support import api, backends, hot, pages
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -162,9 +162,9 @@ def test_each_registration_says_what_holds() -> None:
 
 def test_a_revoked_or_replaced_worker_has_none() -> None:
     revoked, replaced = api.make_node("w1", engine_token=MINE), api.make_node("w2", engine_token=LATER)
-    services.revoke(revoked.id, actor=ADMIN, now=now())
+    claims.revoke(revoked.id, actor=ADMIN, now=now())
     assert api.register(api.registration("w2"), api.OTHER_SECRET).status_code == 409
-    services.accept_conflict(NodeConflict.objects.get().pk, actor=ADMIN, now=now())
+    claims.accept_conflict(NodeConflict.objects.get().pk, actor=ADMIN, now=now())
     for node in (revoked, replaced):
         assert api.node(node.id).engine_token == ""
 
@@ -181,10 +181,10 @@ def test_no_one_is_shown_it(caplog: pytest.LogCaptureFixture) -> None:
     """Every surface: REST, feed, pages of the admin, command line, logs, `repr`, and every other column."""
     caplog.set_level(logging.DEBUG)
     answer = api.register(api.registration(engine_token=MINE))
-    told = services.Registration(name="w1", engine_token=MINE)
+    told = registration.Registration(name="w1", engine_token=MINE)
     node = api.node(answer.json()["id"])
-    services.approve(node.id, actor=ADMIN, now=now())
-    services.drain(node.id, actor=ADMIN, now=now())
+    lifecycle.approve(node.id, actor=ADMIN, now=now())
+    lifecycle.drain(node.id, actor=ADMIN, now=now())
     api.register(api.registration(engine_token=LATER), api.OTHER_SECRET)
     surfaces = [answer.content.decode()]
     for path in ("", f"/{node.id}", f"/{node.id}/events", f"/{node.id}/backends", f"/{node.id}/models"):
@@ -204,8 +204,8 @@ def test_no_one_is_shown_it(caplog: pytest.LogCaptureFixture) -> None:
         out = StringIO()
         call_command("nodes", *arguments, stdout=out)
         surfaces.append(out.getvalue())
-    surfaces += [str(rows.read()), str([rows.shown(raw) for raw in rows.read().values()])]
-    claim = services.claim(told, secret=api.SECRET, source_address="")
+    surfaces += [str(rows.read_nodes()), str([rows.render(raw) for raw in rows.read_nodes().values()])]
+    claim = registration.claim(told, secret=api.SECRET, source_address="")
     contact, replica = dial_targets.Contact("h:1", MINE), Replica(node.id, node.id, 0, "m", "h:1", MINE)
     surfaces += [repr(one) for one in (node, told, claim, contact, replica)]
     surfaces.append(caplog.text)

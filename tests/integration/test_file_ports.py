@@ -15,7 +15,7 @@ from nodes.decisions import fleet_queries
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.reconcilers.file_ports import FilePorts
-from nodes.registry import file_port, services
+from nodes.registry import file_port, lifecycle
 from nodes.registry.file_port import FIRST_PAUSE, LONGEST_PAUSE, record_check, record_failure
 from operations.executor.work import in_thread
 from tests.support import api, hot
@@ -56,7 +56,7 @@ async def test_the_port_is_tested_at_approval_and_a_failure_shows_until_it_answe
     """Review R4. A pending node is not contacted; the check needs no token."""
     node = await in_thread(lambda: hot.node(approved_at=None, weak_identity=True, http_address=CLOSED))
     assert await in_thread(lambda: file_port.claim_due(9, now=clock.now())) == []
-    await in_thread(lambda: services.approve(node.id, actor=actors.AUTO_APPROVAL, now=clock.now()))
+    await in_thread(lambda: lifecycle.approve(node.id, actor=actors.AUTO_APPROVAL, now=clock.now()))
     async with checking() as ports:
         await until(node, file_port_error=REFUSED)
         async with file_server(tmp_path) as worker:

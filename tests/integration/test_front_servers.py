@@ -29,7 +29,7 @@ from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, nats_binary
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import clock, nkeys, processes
-from localai_cluster.kit.cluster_settings import load
+from localai_cluster.kit.conf import load
 from localai_cluster.messaging.nats import complaint
 from localai_cluster.messaging.servers import Credentials, mint_service, mint_worker, parse_url
 from localai_cluster.settings import FILES

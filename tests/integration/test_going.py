@@ -30,7 +30,7 @@ from nodes.placement.choose import Need, choose_node
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas, tasks
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.replicas import drains, engine_ends, eviction, slots, terminations, unload_requests
 from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
@@ -350,7 +350,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
             await in_thread(evicts, number, need)
             await in_thread(gives_way, rows[number])
             await stopper.run_pass()
-        await in_thread(lambda: services.finish_drains(now=clock.now()))
+        await in_thread(lambda: lifecycle.finish_drains(now=clock.now()))
         over.set()
 
     served, *_ = await asyncio.gather(requests(), requests(), goings())

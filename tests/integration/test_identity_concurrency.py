@@ -12,7 +12,7 @@ from nodes.models import (
     NodeConflict,
     RevokedSecret,
 )
-from nodes.registry import services
+from nodes.registry import claims, lifecycle
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def test_two_revokes() -> None:
     """One revokes, the other is told that there is nothing left to revoke."""
     node = approved()
-    results = after(held(node), *[lambda: services.revoke(node.pk, actor=ROOT, now=later(1))] * 2)
+    results = after(held(node), *[lambda: claims.revoke(node.pk, actor=ROOT, now=later(1))] * 2)
     assert unexpected(results) == []
     assert sum(isinstance(result, errors.Conflict) for result in results) == 1
     assert kinds(node).count("revoked") == RevokedSecret.objects.count() == 1
@@ -51,9 +51,9 @@ def test_two_decisions_on_one_conflict() -> None:
     decide: dict[str, Any] = {"actor": ROOT, "now": later(1)}
     results = after(
         held(node),
-        lambda: services.accept_conflict(conflict.pk, **decide),
-        lambda: services.refuse_conflict(conflict.pk, **decide),
-        lambda: services.accept_conflict(conflict.pk, **decide),
+        lambda: claims.accept_conflict(conflict.pk, **decide),
+        lambda: claims.refuse_conflict(conflict.pk, **decide),
+        lambda: claims.accept_conflict(conflict.pk, **decide),
     )
     assert unexpected(results) == []
     assert kinds(node).count("conflict_accepted") == 1
@@ -71,8 +71,8 @@ def test_a_decision_against_the_claim_that_comes_again() -> None:
     claim, decision, copy = after(
         held(node),
         lambda: register(secret=OTHER_SECRET, now=later(1)),
-        lambda: services.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
-        lambda: services.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
+        lambda: claims.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
+        lambda: claims.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
     )
     assert unexpected([claim, decision, copy]) == []
     assert not isinstance(decision, Exception)
@@ -89,9 +89,9 @@ def test_a_conflict_against_deregistration() -> None:
     conflict = NodeConflict.objects.get()
     results = after(
         held(node),
-        lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
-        lambda: services.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
-        lambda: services.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
+        lambda: lifecycle.deregister(node.pk, actor=ROOT, now=later(1)),
+        lambda: claims.note_other_process(node.pk, "9" * 32, source_address="10.6.6.6", now=later(1)),
+        lambda: claims.accept_conflict(conflict.pk, actor=ROOT, now=later(1)),
     )
     assert unexpected(results) == []
     assert isinstance(results[2], BackendNode | errors.NotFound)
@@ -104,10 +104,10 @@ def test_rotate_against_revoke() -> None:
     node = approved()
     rotation, revocation = after(
         held(node),
-        lambda: services.rotate(
+        lambda: claims.rotate(
             node.pk, old_fingerprint=hash_secret(SECRET), new_secret=OTHER_SECRET, now=later(1)
         ),
-        lambda: services.revoke(node.pk, actor=ROOT, now=later(1)),
+        lambda: claims.revoke(node.pk, actor=ROOT, now=later(1)),
     )
     assert unexpected([rotation, revocation]) == []
     assert not isinstance(revocation, Exception)
@@ -123,7 +123,7 @@ def test_register_against_revoke_of_the_same_secret() -> None:
     node = approved()
     results = after(
         held(node),
-        lambda: services.revoke(node.pk, actor=ROOT, now=later(1)),
+        lambda: claims.revoke(node.pk, actor=ROOT, now=later(1)),
         *[lambda: register(now=later(1), auto_approve=True)] * 3,
         lambda: register("w2", now=later(1), auto_approve=True),
     )
@@ -139,7 +139,7 @@ def test_rotate_to_a_secret_that_somebody_registers_meanwhile() -> None:
     """The unique constraint decides; the loser is told so."""
     node = approved()
     results = at_once(
-        lambda: services.rotate(
+        lambda: claims.rotate(
             node.pk, old_fingerprint=hash_secret(SECRET), new_secret=OTHER_SECRET, now=later(1)
         ),
         lambda: register("w2", secret=OTHER_SECRET),
@@ -176,7 +176,7 @@ def test_a_decision_that_somebody_else_makes_impossible(kind: str) -> None:
         NOW,
         NOW,
     )
-    (result,) = after(taking, lambda: services.accept_conflict(conflict.pk, actor=ROOT, now=later(1)))
+    (result,) = after(taking, lambda: claims.accept_conflict(conflict.pk, actor=ROOT, now=later(1)))
     assert isinstance(result, errors.Conflict)
     assert NodeConflict.objects.get(pk=conflict.pk).state == "open"
     assert (row(node).name, row(node).fingerprint) == ("w1", hash_secret(SECRET))

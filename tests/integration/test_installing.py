@@ -13,7 +13,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode, decode_galleries, encode
-from nodes.backends import install, node_commands, upgrade_delete
+from nodes.backends import node_commands
 from nodes.backends.intents import Intent, Known
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
@@ -104,14 +104,14 @@ async def test_progress_is_that_of_the_part_on_its_node(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("command", "known", "listed", "proven"),
     [
-        (install.COMMAND, None, "1", True),
-        (install.COMMAND, None, None, False),
-        (install.COMMAND, "1", "1", False),
-        (upgrade_delete.UPGRADE, "1", "2", True),
-        (upgrade_delete.UPGRADE, "1", "1", False),
-        (upgrade_delete.UPGRADE, "1", None, False),
-        (upgrade_delete.DELETE, "1", None, True),
-        (upgrade_delete.DELETE, "1", "1", False),
+        (node_commands.COMMAND, None, "1", True),
+        (node_commands.COMMAND, None, None, False),
+        (node_commands.COMMAND, "1", "1", False),
+        (node_commands.UPGRADE, "1", "2", True),
+        (node_commands.UPGRADE, "1", "1", False),
+        (node_commands.UPGRADE, "1", None, False),
+        (node_commands.DELETE, "1", None, True),
+        (node_commands.DELETE, "1", "1", False),
     ],
 )
 @pytest.mark.rule("R6.33", "T-MGR-11")

@@ -13,7 +13,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, NoResponders, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.backends import admission, install, intent_queue
+from nodes.backends import admission, intent_queue, node_commands
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.node_commands import Command
@@ -70,7 +70,7 @@ def limited(command: Command, seconds: float) -> Command:
 async def test_a_late_answer_ends_what_is_overdue(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the part runs on, says why, and keeps its lease; nothing is sent twice."""
     monkeypatch.setattr(intent_queue, "LOOK_FOR_PROOF_EVERY", 60.0)
-    monkeypatch.setitem(intent_queue.COMMANDS, "install", limited(install.COMMAND, 0.2))
+    monkeypatch.setitem(intent_queue.COMMANDS, "install", limited(node_commands.COMMAND, 0.2))
     answer = asyncio.Event()
 
     async def late() -> m.InstallReply:

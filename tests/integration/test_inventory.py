@@ -29,7 +29,7 @@ from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS
 from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.registry import services
+from nodes.registry import change, lifecycle
 from operations.changes import events
 from tests.support import api, hot
 from tests.support import intents as wished
@@ -256,7 +256,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
     assert not inventory.store_error(question(node), "gone", asked_at=late, pause=1)
     assert (listed(node), api.node(node.id).inventory_error) == (["minilm"], "")
     asked = question(node)
-    services.deregister(node.id, actor=actors.task("test"), now=now)
+    lifecycle.deregister(node.id, actor=actors.task("test"), now=now)
     assert not inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
     assert not NodeBackend.objects.exists()
 
@@ -325,7 +325,7 @@ def test_a_node_is_claimed_once_and_only_if_it_can_be_asked() -> None:
     hot.node("agent", node_type="agent")
     hot.node("later", inventory_due_at=now + timedelta(seconds=9))
     with transaction.atomic():
-        services.locked(asked[3].id)
+        change.lock_node(asked[3].id)
         found = on_another_connection(lambda: inventory.claim(9, now=now))
     assert {one.name for one in found} == {"well", "drained", "unwell"}
     assert inventory.next_due(now=now) == 0, "one that was never asked is due"

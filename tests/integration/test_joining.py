@@ -21,7 +21,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web import throttle
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent
 from nodes.reconcilers import tasks
-from nodes.registry import joining, services
+from nodes.registry import claims, joining, registration
 from tests.support import api
 from tests.support.environment import REGISTRATION_TOKEN
 from tests.support.fleet import at_once, own_secret, unexpected
@@ -257,7 +257,7 @@ def test_a_worker_whose_secret_was_revoked_needs_a_new_use() -> None:
     """Its name is known, but not its identity: its old secret is refused, a new one is a new machine."""
     token = made()
     node = BackendNode.objects.get(pk=join(token).json()["id"])
-    services.revoke(node.pk, actor=ROOT, now=clock.now())
+    claims.revoke(node.pk, actor=ROOT, now=clock.now())
     assert join(token).status_code == 401
     assert join(token, secret=api.OTHER_SECRET).status_code == 401
     fresh = made(note="again")
@@ -301,13 +301,13 @@ def test_racers_never_take_more_uses_than_there_are(uses: int) -> None:
 
     def racer(number: int) -> Any:
         name = f"w{number}"
-        claim = services.claim(
-            services.Registration(name=name, address="10.0.0.1:1"),
+        claim = registration.claim(
+            registration.Registration(name=name, address="10.0.0.1:1"),
             secret=own_secret(name),
             source_address="10.0.0.1",
             ticket=tickets[number],
         )
-        return lambda: services.register_one(claim, now=now, auto_approve=False)
+        return lambda: registration.register_one(claim, now=now, auto_approve=False)
 
     results = at_once(*[racer(number) for number in range(12)])
     refused = [one for one in results if isinstance(one, joining.TokenRefused)]
@@ -327,9 +327,9 @@ def test_one_worker_that_asks_twice_at_once_takes_one_use() -> None:
 
 def test_a_batch_takes_its_uses_in_one_statement_and_none_if_they_do_not_suffice() -> None:
     token, now = made(uses=2), clock.now()
-    claims = [
-        services.claim(
-            services.Registration(name=name, address="10.0.0.1:1"),
+    new_claims = [
+        registration.claim(
+            registration.Registration(name=name, address="10.0.0.1:1"),
             secret=own_secret(name),
             source_address="10.0.0.1",
             ticket=joining.recognise(token, "", now),
@@ -337,9 +337,9 @@ def test_a_batch_takes_its_uses_in_one_statement_and_none_if_they_do_not_suffice
         for name in ("a", "b", "c")
     ]
     with pytest.raises(joining.TokenRefused):
-        services.register_all(claims, now=now, auto_approve=False)
+        registration.register_all(new_claims, now=now, auto_approve=False)
     assert (BackendNode.objects.count(), row(token).uses) == (0, 0)
-    services.register_all(claims[:2], now=now, auto_approve=False)
+    registration.register_all(new_claims[:2], now=now, auto_approve=False)
     assert (BackendNode.objects.count(), row(token).uses) == (2, 2)
 
 

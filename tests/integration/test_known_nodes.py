@@ -10,10 +10,10 @@ from asgiref.sync import sync_to_async
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import cancellation, clock
-from nodes.api.heartbeats import Gate, HeartbeatApplication
+from nodes.api.heartbeats import HeartbeatApplication, HeartbeatAuthenticator
 from nodes.gateway import gateway
 from nodes.models import BackendNode
-from nodes.registry import heartbeats, services
+from nodes.registry import claims, heartbeats
 from nodes.registry.heartbeats import IdentityCache
 from nodes.registry.identity import WrongCredential
 from operations.executor.wake_ups import WakeUps
@@ -46,7 +46,7 @@ def beat_of(node: BackendNode, secret: str = api.SECRET, instance: str = "") -> 
 async def test_a_beat_of_a_known_node_costs_no_statement(database: Counted, hand: Hand) -> None:
     """One statement for the whole fleet every five seconds, however many beat."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
-    gate = Gate(lambda: database, IdentityCache())
+    gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     for _ in range(4):
         found = [await gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet)]
         assert found == [None] * 20
@@ -57,9 +57,9 @@ async def test_a_beat_of_a_known_node_costs_no_statement(database: Counted, hand
 @pytest.mark.rule("http-1.2")
 async def test_a_revoked_secret_is_refused_within_five_seconds(database: Counted, hand: Hand) -> None:
     """The NOTIFY is lost: memory proves the beat a little longer, and never after five seconds."""
-    node, gate = await made(), Gate(lambda: database, IdentityCache())
+    node, gate = await made(), HeartbeatAuthenticator(lambda: database, IdentityCache())
     assert await gate.prove(beat_of(node)) is None
-    await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
     hand.now += heartbeats.IDENTITY_MAX_AGE - 0.01
     assert await gate.prove(beat_of(node)) is None
     hand.now += 0.01
@@ -71,9 +71,9 @@ async def test_a_revoked_secret_is_refused_within_five_seconds(database: Counted
 async def test_a_notify_ends_it_at_once(database: Counted, hand: Hand, heard: str) -> None:
     """Also after a lost connection, which may have swallowed the NOTIFY."""
     node, memory = await made(), IdentityCache()
-    gate = Gate(lambda: database, memory)
+    gate = HeartbeatAuthenticator(lambda: database, memory)
     assert await gate.prove(beat_of(node)) is None
-    await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
     hand.now += 0.1
     memory.forget(str(node.id) if heard == "its id" else "")
     assert isinstance(await gate.prove(beat_of(node)), WrongCredential)
@@ -83,7 +83,7 @@ async def test_a_notify_ends_it_at_once(database: Counted, hand: Hand, heard: st
 async def test_what_memory_does_not_know_is_looked_up(database: Counted, hand: Hand) -> None:
     """Another process registered a node, restarted one and rotated a third: none of them is refused."""
     old = [await made(name=name, secret=secret * 64) for name, secret in (("w1", "a"), ("w2", "b"))]
-    gate = Gate(lambda: database, IdentityCache())
+    gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     assert await gate.prove(beat_of(old[0])) is None
     new = await made(name="w3", secret="c" * 64)
     await BackendNode.objects.filter(pk=old[0].pk).aupdate(instance="1" * 32)
@@ -114,7 +114,7 @@ async def test_a_fleet_that_changed_is_read_as_a_whole(database: Counted, hand: 
     """An admin labels a thousand nodes: one statement, not one for each beat."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
     memory = IdentityCache()
-    gate = Gate(lambda: database, memory)
+    gate = HeartbeatAuthenticator(lambda: database, memory)
     assert await gate.prove(beat_of(fleet[0], f"{0:064x}")) is None
     for node in fleet:
         memory.forget(str(node.id))
@@ -128,7 +128,7 @@ async def test_a_revoked_secret_writes_nothing_meanwhile(application: HeartbeatA
     """Memory lets it pass; the batched UPDATE proves it again."""
     node = await made()
     assert (await beat(application, node.id, {"available_ram": 1}))[0] == 200
-    await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+    await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
     before = await BackendNode.objects.aget(pk=node.pk)
     assert (await beat(application, node.id, {"available_ram": 2}))[0] == 200
     after = await BackendNode.objects.aget(pk=node.pk)
@@ -138,7 +138,7 @@ async def test_a_revoked_secret_writes_nothing_meanwhile(application: HeartbeatA
 async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     """The first beats after a quiet time read the identities together."""
     fleet = [await made(name=f"w{number}", secret=f"{number:064x}") for number in range(20)]
-    gate = Gate(lambda: database, IdentityCache())
+    gate = HeartbeatAuthenticator(lambda: database, IdentityCache())
     calls = (gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet))
     assert await asyncio.gather(*calls) == [None] * 20
     assert database.statements == [heartbeats.ALL_IDENTITIES]
@@ -159,7 +159,7 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
             return not memory.accepts(beat_of(node))
 
         assert await clock.wait_until(remembered, timeout=60)
-        await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+        await sync_to_async(claims.revoke)(node.id, actor=ROOT, now=clock.now())
         assert await clock.wait_until(forgotten, timeout=60)
     finally:
         await cancellation.end(listening)

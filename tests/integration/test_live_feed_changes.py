@@ -9,10 +9,10 @@ from django.db import transaction
 
 from localai_cluster.kit import clock
 from nodes.backends import upgrade_state
-from nodes.backends.upgrade_rules import Offered
+from nodes.backends.installed import Offered
 from nodes.live import watch
 from nodes.live import watch as watching
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.scheduling import passes, store
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision
@@ -75,7 +75,7 @@ async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pyte
 
 async def test_two_tabs_see_a_change_at_once(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NOTIFY wakes the look, long before the next one; the patch carries only the keys that changed."""
-    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
     node = await make_node()
     pages = [await (await tab()).greeted() for _ in range(2)]
     began = clock.monotonic()
@@ -96,7 +96,7 @@ async def test_nodes_come_and_go(tab: Open) -> None:
     await page.until(lambda: str(node.id) in page.nodes)
     (whole,) = page.told("nodes.delta")[-1]["changed"]
     assert whole == page.nodes[str(node.id)]
-    await sync_to_async(services.deregister)(node.id, actor=ANN, now=clock.now())
+    await sync_to_async(lifecycle.deregister)(node.id, actor=ANN, now=clock.now())
     await page.until(lambda: not page.nodes)
     assert page.told("nodes.delta")[-1]["removed"] == [str(node.id)]
 
@@ -177,7 +177,7 @@ async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by a NOTIFY; the revision says when to read the lists again."""
-    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("backends"))
     first = page.told("backends")[-1]
@@ -201,7 +201,7 @@ async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once for a rule that was set or deleted; with the next look for what a pass writes."""
-    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
+    monkeypatch.setattr(watching, "POLL_EVERY", 120.0)
     page = await (await tab()).greeted()
     await page.until(lambda: page.told("rules"))
     set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.write_results)

@@ -15,8 +15,8 @@ from localai_cluster.kit import names
 from nodes.live import history, notices, rows, watch
 from nodes.live.history import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
-from nodes.registry import services
-from nodes.registry.mass_silence import Held
+from nodes.registry import claims, lifecycle
+from nodes.registry.mass_silence import CurrentHold
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.django_db
 
 def only() -> dict[str, Any]:
     """The one node."""
-    (raw,) = rows.read().values()
-    return rows.shown(raw)
+    (raw,) = rows.read_nodes().values()
+    return rows.render(raw)
 
 
 def conflict(node: BackendNode, claim: str = "x") -> NodeConflict:
@@ -90,11 +90,11 @@ Story = Callable[[BackendNode], Any]
 
 
 def revoked(node: BackendNode) -> None:
-    services.revoke(node.id, actor=ANNA, now=NOW, reason="stolen")
+    claims.revoke(node.id, actor=ANNA, now=NOW, reason="stolen")
 
 
 def silent(node: BackendNode) -> None:
-    services.fell_silent([node.id], limit=60, actor=ANNA, now=later(100))
+    lifecycle.mark_silent([node.id], limit=60, actor=ANNA, now=later(100))
 
 
 STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
@@ -109,7 +109,7 @@ STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
     ),
     "rejected": (
         False,
-        lambda node: services.reject(node.id, actor=ANNA, now=later(5), reason="unknown machine"),
+        lambda node: lifecycle.reject(node.id, actor=ANNA, now=later(5), reason="unknown machine"),
         "pending",
         "rejected by anna: unknown machine",
         5,
@@ -117,21 +117,21 @@ STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
     "revoked": (True, revoked, "pending", "secret revoked by anna: stolen", 0),
     "drained": (
         True,
-        lambda node: services.drain(node.id, actor=ANNA, now=later(7), reason="disk"),
+        lambda node: lifecycle.drain(node.id, actor=ANNA, now=later(7), reason="disk"),
         "draining",
         "drained by anna: disk",
         7,
     ),
     "draining itself": (
         True,
-        lambda node: services.drain_itself(node.id, now=later(7)),
+        lambda node: lifecycle.drain_by_worker(node.id, now=later(7)),
         "draining",
         "drained by the worker: its worker is stopping",
         7,
     ),
     "unhealthy": (
         True,
-        lambda node: services.mark_unhealthy(node.id, actor=ANNA, now=later(8), reason="no answer"),
+        lambda node: lifecycle.mark_unhealthy(node.id, actor=ANNA, now=later(8), reason="no answer"),
         "unhealthy",
         "no answer",
         8,
@@ -188,7 +188,7 @@ def test_a_look_costs_the_same_few_queries_for_any_number_of_nodes() -> None:
     for size in (1, 20, 200):
         grow(size)
         with CaptureQueriesContext(connection) as queries:
-            assert len(watch.look().nodes) == size
+            assert len(watch.read_snapshot().nodes) == size
         seen.add(tuple(query["sql"].split(" ", 1)[0] for query in queries))
     assert seen == {("BEGIN", "SET", *["SELECT"] * 11, "COMMIT")}
 
@@ -207,10 +207,10 @@ def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(rows, "_labels", meanwhile)
-    (raw,) = watch.look().nodes.values()
-    assert rows.shown(raw)["model_count"] == 1
+    (raw,) = watch.read_snapshot().nodes.values()
+    assert rows.render(raw)["model_count"] == 1
     assert seen == [True]
-    assert watch.look().nodes == {}
+    assert watch.read_snapshot().nodes == {}
 
 
 # Changes and how long they are kept: no database below.
@@ -309,15 +309,15 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
 # What operators are told: pure.
 
 SOUND = controllers.Seen(NOW, NOW)
-STRONG = notices.Told("9f31c6c2d7a84e55b1", "a8c2f09be4417d6c33", allow_shared_token_nodes=False)
+STRONG = notices.NoticeSettings("9f31c6c2d7a84e55b1", "a8c2f09be4417d6c33", allow_shared_token_nodes=False)
 AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
 
 
 def told(
-    facts: notices.ClusterFacts | None = None, settings: notices.Told = STRONG, now: datetime = NOW
+    facts: notices.ClusterFacts | None = None, settings: notices.NoticeSettings = STRONG, now: datetime = NOW
 ) -> list[str]:
     """The ids, after each notice was found to fit the document."""
-    found = notices.notices(facts or notices.ClusterFacts(SOUND, 0, 0), settings, now)
+    found = notices.active_notices(facts or notices.ClusterFacts(SOUND, 0, 0), settings, now)
     assert live.wrong_with({"type": "notices", "notices": found}) == []
     return [one["id"] for one in found]
 
@@ -360,10 +360,10 @@ def test_who_carries_schedules_out_and_brings_news(facts: notices.ClusterFacts, 
 
 
 def test_nodes_that_fell_silent_together_are_an_alarm() -> None:
-    held = Held(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
+    held = CurrentHold(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
     facts = notices.ClusterFacts(SOUND, 0, 0, held=held)
     assert told(facts) == ["mass-silence"]
-    (found,) = notices.notices(facts, STRONG, NOW)
+    (found,) = notices.active_notices(facts, STRONG, NOW)
     assert found["text"] == "6 of 9 nodes fell silent at once; kept until 10:05 UTC."
     assert found["level"] == "error"
 
@@ -371,18 +371,18 @@ def test_nodes_that_fell_silent_together_are_an_alarm() -> None:
 def test_workers_of_another_version_are_counted() -> None:
     facts = notices.ClusterFacts(SOUND, 0, 0, skewed_nodes=2)
     assert told(facts) == ["worker-versions"]
-    (found,) = notices.notices(facts, STRONG, NOW)
+    (found,) = notices.active_notices(facts, STRONG, NOW)
     assert found["text"].startswith(f"2 nodes run another version than this server ({__version__})")
 
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:
     """With the setting that fixes it."""
-    weak = notices.Told("changeme", "password", allow_shared_token_nodes=True)
+    weak = notices.NoticeSettings("changeme", "password", allow_shared_token_nodes=True)
     facts = notices.ClusterFacts(SOUND, open_conflicts=2, weak_nodes=1)
     assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]
-    hints = [one["hint"] for one in notices.notices(facts, weak, NOW)]
+    hints = [one["hint"] for one in notices.active_notices(facts, weak, NOW)]
     assert "LOCALAI_REGISTRATION_TOKEN" in hints[2]
-    texts = [one["text"] for one in notices.notices(facts, weak, NOW)]
+    texts = [one["text"] for one in notices.active_notices(facts, weak, NOW)]
     assert texts[0].startswith("2 identity conflicts:")
     assert "1 node has no identity" in texts[1]
 
@@ -403,4 +403,4 @@ def test_a_look_inside_a_transaction_is_part_of_it() -> None:
     """It sees what that has written."""
     with transaction.atomic():
         fleet.approved()
-        assert len(watch.look().nodes) == 1
+        assert len(watch.read_snapshot().nodes) == 1

@@ -20,7 +20,7 @@ from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProce
 from nodes.reconcilers import tasks
 from nodes.reconcilers.liveness import Limits, NodeSigns, Observed, WebSigns, apply, observe, plan_liveness
 from nodes.registry import timeline
-from nodes.registry.services import deactivate
+from nodes.registry.lifecycle import deactivate
 from nodes.registry.timeline import Entry
 from tests.conftest import eventually
 from tests.support import hot

@@ -17,7 +17,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
-from nodes.backends.install import offered_to
+from nodes.backends.node_commands import offered_to
 from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
 from nodes.loading.failures import refusals

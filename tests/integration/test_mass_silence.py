@@ -58,13 +58,13 @@ def test_a_cut_keeps_the_rows_and_ends_with_the_next_beats(fleet: list[BackendNo
     heard(fleet[:15], 95)
     heard(fleet[24:], 5)
     assert (run(62), left()) == (0, 27)
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     assert str(held) == "9 of 27 nodes fell silent at once; kept until 10:06 UTC"
     assert (run(67), left()) == (0, 27)
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     assert held is not None
     assert (held.since, held.silent) == (later(62), 12)
-    assert watch.look().held == held
+    assert watch.read_snapshot().held == held
     assert [kinds(node) for node in (fleet[0], fleet[15], fleet[24])] == [
         [],
         ["silence_held"],
@@ -73,18 +73,18 @@ def test_a_cut_keeps_the_rows_and_ends_with_the_next_beats(fleet: list[BackendNo
     (event,) = told(fleet[24])
     assert (event.at, event.status_after, event.actor) == (later(67), "healthy", "liveness")
     heard(fleet, 95)
-    assert (run(97), left(), mass_silence.standing()) == (0, 27, None)
+    assert (run(97), left(), mass_silence.current_hold()) == (0, 27, None)
 
 
 def test_who_is_not_heard_in_time_is_offline(fleet: list[BackendNode]) -> None:
     """Another process goes on with the hold, for it is a row. Then a new silence is a new hold."""
     heard(fleet[:4], 999)
     assert (run(70), run(369), left()) == (0, 0, 27)
-    assert (run(370), left(), mass_silence.standing()) == (23, 4, None)
+    assert (run(370), left(), mass_silence.current_hold()) == (23, 4, None)
     BackendNode.objects.filter(offline_at__isnull=False).update(offline_at=None, last_heartbeat=later(999))
     assert run(371) == 0
     assert run(999 + 61) == 0
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     assert held is not None
     assert (held.silent, held.of) == (27, 27)
 
@@ -96,7 +96,7 @@ def test_once_few_are_left_they_are_judged_one_by_one(fleet: list[BackendNode]) 
     heard(fleet[12:18], 999)
     assert (run(80), left()) == (0, 27)
     assert (run(109), left()) == (0, 27)
-    assert (run(110), left(), mass_silence.standing()) == (9, 18, None)
+    assert (run(110), left(), mass_silence.current_hold()) == (9, 18, None)
 
 
 def test_few_are_not_held_and_neither_is_anything_without_the_setting(fleet: list[BackendNode]) -> None:
@@ -111,7 +111,7 @@ def test_ten_of_twelve_nodes_are_offline_after_sixty_seconds(fleet: list[Backend
     BackendNode.objects.filter(pk__in=[node.pk for node in fleet[12:]]).delete()
     heard(fleet[:2], 999)
     assert (run(60), left()) == (0, 12)
-    assert (run(61), left(), mass_silence.standing()) == (10, 2, None)
+    assert (run(61), left(), mass_silence.current_hold()) == (10, 2, None)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -146,7 +146,7 @@ async def test_a_kept_node_without_a_listener_on_the_bus_is_offline_at_once(
     if gone:
         assert node.offline_reason == "no heartbeat for more than 60 s, and nothing listens for it on the bus"
     await hot.in_thread(tasks.liveness)
-    held = await hot.in_thread(mass_silence.standing)
+    held = await hot.in_thread(mass_silence.current_hold)
     assert held is not None
     assert (held.silent, held.of) == ((26, 26) if gone else (27, 27))
 
@@ -158,7 +158,7 @@ async def test_a_node_that_is_heard_or_was_not_kept_is_not_given_up_for_a_missin
     """Review R11: without the hold its silence alone counts."""
 
     def give_up(at: float) -> bool:
-        return mass_silence.give_up(fleet[0].id, limit=60, actor=actors.CONTROLLER, now=later(at))
+        return mass_silence.release_silent_node(fleet[0].id, limit=60, actor=actors.CONTROLLER, now=later(at))
 
     assert not await hot.in_thread(lambda: give_up(99)), "nothing is kept"
     await hot.in_thread(lambda: run(70))
@@ -192,6 +192,6 @@ def test_the_task_holds_as_the_setting_says(fleet: list[BackendNode]) -> None:
     WebProcess.objects.update(seen_at=now, hearing_since=now - timedelta(hours=1))
     BackendNode.objects.update(last_heartbeat=now - timedelta(seconds=70))
     tasks.liveness()
-    held = mass_silence.standing()
+    held = mass_silence.current_hold()
     assert held is not None
     assert ((held.until - held.since).total_seconds(), left()) == (300, 27)

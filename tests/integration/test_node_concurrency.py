@@ -16,8 +16,10 @@ from nodes.models import (
     BackendNode,
     NodeConflict,
 )
-from nodes.registry import services
+from nodes.registry import change, labels, lifecycle
+from nodes.registry.claims import note_other_process
 from nodes.registry.heartbeats import Overtaken
+from nodes.registry.overrides import set_replica_cap, set_vram_budget
 from tests.support.fleet import (
     ANNA,
     NOW,
@@ -126,8 +128,8 @@ def test_approve_against_deregister() -> None:
     node = register().node
     approval, end = after(
         held(node),
-        lambda: services.approve(node.pk, actor=ROOT, now=later(1)),
-        lambda: services.deregister(node.pk, actor=ANNA, now=later(1)),
+        lambda: lifecycle.approve(node.pk, actor=ROOT, now=later(1)),
+        lambda: lifecycle.deregister(node.pk, actor=ANNA, now=later(1)),
     )
     assert unexpected([approval, end]) == []
     assert end is None
@@ -142,7 +144,7 @@ def test_register_against_deregister() -> None:
     """Either the old record came back and went, or a new one is there: pending in any case."""
     node = approved()
     replica(node)
-    again, end = after(held(node), register, lambda: services.deregister(node.pk, actor=ROOT, now=later(1)))
+    again, end = after(held(node), register, lambda: lifecycle.deregister(node.pk, actor=ROOT, now=later(1)))
     assert unexpected([again, end]) == []
     assert end is None
     assert not BackendNode.objects.filter(pk=node.pk).exists()
@@ -155,12 +157,12 @@ def test_register_against_deregister() -> None:
 def test_drain_against_registration() -> None:
     """Whichever comes first, an admin's drain stands afterwards, and a worker's own is gone or stands."""
     node = approved()
-    services.drain_itself(node.pk, now=NOW)
+    lifecycle.drain_by_worker(node.pk, now=NOW)
     results = after(
         held(node),
         lambda: register(instance="2" * 32, now=later(1)),
-        lambda: services.drain(node.pk, actor=ANNA, now=later(1)),
-        lambda: services.drain_itself(node.pk, now=later(1)),
+        lambda: lifecycle.drain(node.pk, actor=ANNA, now=later(1)),
+        lambda: lifecycle.drain_by_worker(node.pk, now=later(1)),
     )
     assert [result for result in results if isinstance(result, Exception)] == []
     stored = row(node)
@@ -181,12 +183,12 @@ def test_heartbeats_against_overrides() -> None:
 
     def overrides() -> None:
         for number in range(steps):
-            services.set_replica_cap(node.pk, number + 1, actor=ROOT, now=later(number))
-            services.set_vram_budget(node.pk, f"{number + 1}%", actor=ROOT, now=later(number))
+            set_replica_cap(node.pk, number + 1, actor=ROOT, now=later(number))
+            set_vram_budget(node.pk, f"{number + 1}%", actor=ROOT, now=later(number))
 
     def edits() -> None:
         for number in range(steps):
-            services.merge_labels(node.pk, {f"k{number}": "v"}, actor=ANNA, now=later(number))
+            labels.merge_labels(node.pk, {f"k{number}": "v"}, actor=ANNA, now=later(number))
 
     assert at_once(beats, overrides, edits) == [None, None, None]
     stored = row(node)
@@ -202,7 +204,7 @@ def test_two_labels_at_once_are_both_there() -> None:
     node = approved()
     results = at_once(
         *(
-            lambda n=number: services.merge_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)
+            lambda n=number: labels.merge_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)
             for number in range(8)
         )
     )
@@ -218,8 +220,8 @@ def test_two_admins_who_saw_the_same_revision() -> None:
 
     def edit(number: int) -> None:
         with transaction.atomic():
-            services.locked(node.pk, seen)
-            services.set_replica_cap(node.pk, number, actor=ROOT, now=NOW)
+            change.lock_node(node.pk, seen)
+            set_replica_cap(node.pk, number, actor=ROOT, now=NOW)
 
     results = after(held(node), lambda: edit(2), lambda: edit(3))
     assert unexpected(results) == []
@@ -236,7 +238,7 @@ def test_conflicts_of_two_transactions_are_counted_exactly() -> None:
     node = approved(instance="1" * 32)
     register(instance="2" * 32, now=later(1))
     jobs: list[Callable[[], Any]] = [
-        lambda: services.note_other_process(node.pk, "1" * 32, source_address="10.6.6.6", now=later(2))
+        lambda: note_other_process(node.pk, "1" * 32, source_address="10.6.6.6", now=later(2))
     ] * 6
     jobs += [lambda: register(secret=OTHER_SECRET, now=later(2))] * 6
     assert unexpected(at_once(*jobs)) == []
@@ -252,7 +254,7 @@ def test_every_one_of_many_transitions_is_told() -> None:
     before = len(told(node))
 
     def toggle(number: int) -> None:
-        services.drain(node.pk, actor=ROOT, now=later(number))
+        lifecycle.drain(node.pk, actor=ROOT, now=later(number))
 
     results = at_once(*(lambda n=n: toggle(n) for n in range(8)))
     assert unexpected(results) == []

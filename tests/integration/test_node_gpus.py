@@ -180,7 +180,7 @@ def test_a_node_shows_what_is_reserved_on_each() -> None:
     def cost() -> int:
         with CaptureQueriesContext(connection) as asked:
             shown = api.admin().get(f"/api/nodes/{node.id}").json()["gpus"]
-            live = {name: live_rows.shown(one)["gpus"] for name, one in live_rows.read().items()}
+            live = {name: live_rows.render(one)["gpus"] for name, one in live_rows.read_nodes().items()}
         assert live == {str(node.id): shown, str(plain.id): []}
         assert shown == [
             one | {"reserved_vram": reserved * GIB}

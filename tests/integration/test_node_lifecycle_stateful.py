@@ -34,7 +34,7 @@ from nodes.decisions.fleet_queries import read_fleet
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
 from nodes.placement.choose import find_refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import identity, services
+from nodes.registry import claims, identity, lifecycle
 from nodes.registry.heartbeats import Beat
 from tests.support.effort import EFFORT
 from tests.support.environment import REGISTRATION_TOKEN
@@ -239,14 +239,14 @@ class Fleet(RuleBasedStateMachine):
         assert isinstance(proof, ClusterError) is not works, proof
         assert isinstance(proof, identity.OtherProcess) is copy
         if copy:
-            services.note_other_process(node.id, instance, source_address="10.6.6.6", now=self.now)
+            claims.note_other_process(node.id, instance, source_address="10.6.6.6", now=self.now)
             self.claimed(node, "instance", instance)
         return works
 
     def drains_itself(self, node: Node) -> None:
         """A worker stops."""
         now = self.now
-        services.drain_itself(node.id, now=now)
+        lifecycle.drain_by_worker(node.id, now=now)
         if not node.drained:
             node.drained, node.deadline = "own", now + OWN
             node.told.append(("drained", "worker"))
@@ -257,7 +257,7 @@ class Fleet(RuleBasedStateMachine):
         """A worker takes its own drain back."""
         now = self.now
         works = node.status == "draining" and node.drained == "own"
-        self.expect(works, lambda: services.resume_itself(node.id, now=now))
+        self.expect(works, lambda: lifecycle.resume_by_worker(node.id, now=now))
         if works:
             node.drained = ""
             node.told.append(("resumed", "worker"))
@@ -265,7 +265,7 @@ class Fleet(RuleBasedStateMachine):
     def leaves(self, node: Node) -> None:
         """A worker says goodbye."""
         now = self.now
-        services.deactivate(node.id, now=now)
+        lifecycle.deactivate(node.id, now=now)
         if node.offline != "left":
             node.offline = "left"
             node.told.append(("deactivated", "worker"))
@@ -278,7 +278,7 @@ class Fleet(RuleBasedStateMachine):
             return
         works = new not in self.refused and self.owner(new) is None
         old = hash_secret(secret)
-        self.expect(works, lambda: services.rotate(node.id, old_fingerprint=old, new_secret=new, now=now))
+        self.expect(works, lambda: claims.rotate(node.id, old_fingerprint=old, new_secret=new, now=now))
         if works:
             self.refused.add(node.secret)
             node.secret, node.rotating = new, False
@@ -304,7 +304,7 @@ class Fleet(RuleBasedStateMachine):
         """An admin lets a node in."""
         now = self.now
         works = not node.approved and node.identified
-        self.expect(works, lambda: services.approve(node.id, actor=admin, now=now))
+        self.expect(works, lambda: lifecycle.approve(node.id, actor=admin, now=now))
         if works:
             node.approved, node.rejected, node.revoked = True, False, False
             node.told.append(("approved", str(admin)))
@@ -313,7 +313,7 @@ class Fleet(RuleBasedStateMachine):
         """An admin says no."""
         now = self.now
         works = not node.approved
-        self.expect(works, lambda: services.reject(node.id, actor=admin, now=now, reason="no"))
+        self.expect(works, lambda: lifecycle.reject(node.id, actor=admin, now=now, reason="no"))
         if works and not node.rejected:
             node.rejected = True
             node.told.append(("rejected", str(admin)))
@@ -321,7 +321,7 @@ class Fleet(RuleBasedStateMachine):
     def drains(self, node: Node, admin: Actor) -> None:
         """An admin wants nothing new there."""
         now = self.now
-        services.drain(node.id, actor=admin, now=now, deadline=SHORT.total_seconds())
+        lifecycle.drain(node.id, actor=admin, now=now, deadline=SHORT.total_seconds())
         node.drained, node.deadline = "admin", now + SHORT
         node.told.append(("drained", str(admin)))
         if not node.busy:
@@ -331,7 +331,7 @@ class Fleet(RuleBasedStateMachine):
         """An admin takes a node into service again."""
         now = self.now
         works = node.status in ("offline", "draining", "unhealthy")
-        self.expect(works, lambda: services.resume(node.id, actor=admin, now=now))
+        self.expect(works, lambda: lifecycle.resume(node.id, actor=admin, now=now))
         if works:
             before = node.drained, node.offline, node.unhealthy
             node.drained, node.unhealthy = "", None
@@ -342,7 +342,7 @@ class Fleet(RuleBasedStateMachine):
     def asks_for_rotation(self, node: Node, admin: Actor) -> None:
         """An admin wants another secret."""
         now = self.now
-        self.expect(bool(node.secret), lambda: services.request_rotation(node.id, actor=admin, now=now))
+        self.expect(bool(node.secret), lambda: claims.request_rotation(node.id, actor=admin, now=now))
         if node.secret and not node.rotating:
             node.rotating = True
             node.told.append(("rotation_requested", str(admin)))
@@ -351,7 +351,7 @@ class Fleet(RuleBasedStateMachine):
         """An admin revokes a secret."""
         now = self.now
         works = node.identified
-        self.expect(works, lambda: services.revoke(node.id, actor=admin, now=now))
+        self.expect(works, lambda: claims.revoke(node.id, actor=admin, now=now))
         if works:
             self.refused |= {node.secret} - {""}
             node.approved, node.revoked, node.rotating = False, True, False
@@ -367,7 +367,7 @@ class Fleet(RuleBasedStateMachine):
             return
         claim = self.dice.choice(node.claims)
         row = NodeConflict.objects.get(node_id=node.id, kind=claim.kind, claim=claim.claim)
-        verb = services.accept_conflict if accepted else services.refuse_conflict
+        verb = claims.accept_conflict if accepted else claims.refuse_conflict
         works = self.acceptable(node, claim) if accepted else claim.state == "open"
         self.expect(works, lambda: verb(row.pk, node_id=node.id, actor=admin, now=now))
         if works:
@@ -408,7 +408,7 @@ class Fleet(RuleBasedStateMachine):
     def deregisters(self, node: Node, admin: Actor) -> None:
         """An admin removes a node."""
         now = self.now
-        services.deregister(node.id, actor=admin, now=now)
+        lifecycle.deregister(node.id, actor=admin, now=now)
         node.told.append(("deregistered", str(admin)))
         self.gone[node.id] = self.nodes.pop(node.id)
         self.bound.pop(node.id, None)
@@ -416,7 +416,13 @@ class Fleet(RuleBasedStateMachine):
     def asks_for_what_is_not_there(self) -> None:
         """Every verb of an unknown node is refused."""
         now, unknown = self.now, uuid4()
-        for verb in (services.approve, services.resume, services.revoke, services.deregister, services.drain):
+        for verb in (
+            lifecycle.approve,
+            lifecycle.resume,
+            claims.revoke,
+            lifecycle.deregister,
+            lifecycle.drain,
+        ):
             self.expect(False, lambda verb=verb: verb(unknown, actor=ROOT, now=now))  # type: ignore[misc]
 
     # --- the cluster itself
@@ -441,7 +447,7 @@ class Fleet(RuleBasedStateMachine):
     def does_not_answer(self, node: Node, admin: Actor) -> None:
         """A command got no answer."""
         now = self.now
-        services.mark_unhealthy(node.id, actor=actors.task("commands"), now=now, reason="no answer")
+        lifecycle.mark_unhealthy(node.id, actor=actors.task("commands"), now=now, reason="no answer")
         if not node.unhealthy:
             node.unhealthy = now
             node.told.append(("marked_unhealthy", "commands"))
@@ -461,7 +467,7 @@ class Fleet(RuleBasedStateMachine):
     def drains_end(self) -> None:
         """The pass over drains."""
         now = self.now
-        services.finish_drains(now=now)
+        lifecycle.finish_drains(now=now)
         for node in self.nodes.values():
             late = node.deadline is not None and node.deadline <= now
             if node.status == "draining" and node.replicas and (late or not node.busy):

@@ -18,7 +18,7 @@ from nodes.backends import node_stop
 from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Postpone, Recorder, Work
 from operations.ledger import attempts
@@ -84,7 +84,7 @@ async def test_the_operation_ends_when_the_worker_has_left(stage: Stage) -> None
     attempt = asyncio.create_task(stage.stops(work))
     await stage.until_told(1)
     assert not attempt.done(), "it has been told, but is still there"
-    await hot.in_thread(lambda: services.deactivate(stage.node.id, now=clock.now()))
+    await hot.in_thread(lambda: lifecycle.deactivate(stage.node.id, now=clock.now()))
     assert await attempt == {"nodes": ["one"]}
     assert await hot.in_thread(part) == ("success", "")
     assert stage.told == 1
@@ -94,7 +94,7 @@ async def test_the_operation_ends_when_the_worker_has_left(stage: Stage) -> None
 async def test_a_worker_that_left_and_was_started_again_is_not_told_once_more(stage: Stage) -> None:
     """A controller that takes over reads that it has left; the new process goes on."""
     work = await hot.in_thread(stage.begins)
-    await hot.in_thread(lambda: services.deactivate(stage.node.id, now=clock.now()))
+    await hot.in_thread(lambda: lifecycle.deactivate(stage.node.id, now=clock.now()))
     await hot.in_thread(lambda: BackendNode.objects.update(offline_at=None))
     await stage.stops(work)
     assert (stage.told, await hot.in_thread(part)) == (0, ("success", ""))

@@ -8,7 +8,7 @@ from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support import api, hot
@@ -106,7 +106,7 @@ def test_a_cancelled_part_of_an_open_wave_asks_before_the_next_opens() -> None:
     """It is no success: nothing more opens until somebody says so."""
     nodes = [hot.node(name) for name in ("a", "b", "c")]
     asked = Asked(nodes, actor="ann", waves=Options())
-    operation = admission.ask(Wish(UPGRADE, "echo"), asked, now=clock.now()).operation
+    operation = admission.admit(Wish(UPGRADE, "echo"), asked, now=clock.now()).operation
     cancel(operation, nodes[0])
     asks = again(operation)
     assert (asks.waves, asks.status) == (Waves.ASKS, Status.PENDING)

@@ -23,8 +23,8 @@ from nodes.models import (
     WebProcess,
 )
 from nodes.reconcilers.liveness import Limits, Plan, apply
-from nodes.registry import services
-from nodes.registry.services import Running
+from nodes.registry import change, lifecycle
+from nodes.registry.registration import Running
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.slots import Slot, reserve
 from tests.support.fleet import (
@@ -58,7 +58,7 @@ def test_a_slot_against_deregistration() -> None:
     node = approved()
     (view,) = read_fleet("m")
     results = at_once(
-        lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
+        lambda: lifecycle.deregister(node.pk, actor=ROOT, now=later(1)),
         *(
             lambda n=number: reserve(view, f"m{n}", attempt=attempt("x"), backend="b", now=NOW)
             for number in range(6)
@@ -81,11 +81,11 @@ def test_nothing_new_refers_to_a_node_between_its_last_look_and_its_end() -> Non
             failed.append(True)
 
     with transaction.atomic():
-        services.locked(node.pk, removing=True)
+        change.lock_node(node.pk, removing=True)
         thread = threading.Thread(target=lambda: at_once(insert))
         thread.start()
         waiting()
-        services.deregister(node.pk, actor=ROOT, now=later(1))
+        lifecycle.deregister(node.pk, actor=ROOT, now=later(1))
     thread.join()
     assert failed == [True]
     assert not PendingBackendOp.objects.exists()
@@ -154,9 +154,9 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
         chain(lambda: together(nodes), lambda: together(nodes[::-1])),
         chain(lambda: apply(Plan(ids, [], ids[::-1]), later(2), limits)),
         chain(lambda: apply(Plan(ids[:2], [slow], ids[2:]), later(500), limits)),
-        chain(lambda: services.finish_drains(now=later(99999)), fill),
-        chain(*(lambda node=node: services.drain(node.pk, actor=ROOT, now=NOW) for node in nodes)),
-        chain(*(lambda node=node: services.resume(node.pk, actor=ROOT, now=NOW) for node in nodes[::-1])),
+        chain(lambda: lifecycle.finish_drains(now=later(99999)), fill),
+        chain(*(lambda node=node: lifecycle.drain(node.pk, actor=ROOT, now=NOW) for node in nodes)),
+        chain(*(lambda node=node: lifecycle.resume(node.pk, actor=ROOT, now=NOW) for node in nodes[::-1])),
         chain(
             *(
                 lambda node=node: register(
@@ -165,7 +165,7 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
                 for node in nodes
             )
         ),
-        chain(*(lambda node=node: services.deactivate(node.pk, now=NOW) for node in nodes[::-1])),
+        chain(*(lambda node=node: lifecycle.deactivate(node.pk, now=NOW) for node in nodes[::-1])),
         chain(*(lambda node=node: register(node.name, secret=THIRD_SECRET) for node in nodes)),
     ]
     assert at_once(*jobs) == [None] * len(jobs)
@@ -198,7 +198,7 @@ def test_silence_against_the_beat_that_comes_after_all() -> None:
     statement = "UPDATE backend_nodes SET last_heartbeat = %s WHERE id = %s"
     silent = after(
         holding(statement, later(99), node.pk),
-        lambda: services.fell_silent([node.pk], limit=60, actor=actors.task("liveness"), now=later(100)),
+        lambda: lifecycle.mark_silent([node.pk], limit=60, actor=actors.task("liveness"), now=later(100)),
     )
     assert silent == [0]
     assert (status(node), kinds(node).count("fell_silent")) == ("healthy", 0)
@@ -207,10 +207,10 @@ def test_silence_against_the_beat_that_comes_after_all() -> None:
 def test_two_passes_at_once_end_a_drain_once_and_a_silence_once() -> None:
     node = approved()
     replica(node, in_flight=1)
-    services.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
-    ended = after(held(node), *[lambda: services.finish_drains(now=later(5))] * 3)
+    lifecycle.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
+    ended = after(held(node), *[lambda: lifecycle.finish_drains(now=later(5))] * 3)
     assert sorted(ended) == [0, 0, 1]
     silence: dict[str, Any] = {"limit": 60, "actor": actors.task("liveness"), "now": later(99)}
-    gone = after(held(node), *[lambda: services.fell_silent([node.pk], **silence)] * 3)
+    gone = after(held(node), *[lambda: lifecycle.mark_silent([node.pk], **silence)] * 3)
     assert sorted(gone) == [0, 0, 1]
     assert [kinds(node).count(kind) for kind in ("drain_ended", "fell_silent")] == [1, 1]

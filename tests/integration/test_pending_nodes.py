@@ -10,7 +10,7 @@ from django.conf import settings
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, NodeEvent
 from nodes.reconcilers import tasks
-from nodes.registry import joining, services
+from nodes.registry import claims, joining, lifecycle, registration
 from nodes.registry.pending import SILENT_FOR, TooManyPending
 from tests.support import api
 from tests.support.fleet import NOW, ROOT, at_once, own_secret, register
@@ -40,7 +40,7 @@ def test_one_address_has_a_few_pending_nodes() -> None:
         join(3, "::ffff:192.0.2.1")
     assert join(2).revision == 2
     join(4, ELSEWHERE)
-    services.approve(join(0).pk, actor=ROOT, now=NOW)
+    lifecycle.approve(join(0).pk, actor=ROOT, now=NOW)
     join(3)
     assert set(BackendNode.objects.values_list("name", flat=True)) == {"w0", "w1", "w2", "w3", "w4"}
 
@@ -53,13 +53,13 @@ def test_all_addresses_together_have_a_few_pending_nodes() -> None:
         join(5, "192.0.2.99")
     _, plain = joining.make(actor=ROOT, now=NOW)
     ticket = joining.recognise(plain, own_secret("invited"), NOW)
-    invited = services.claim(
-        services.Registration(name="invited", address="gpu-1:1"),
+    invited = registration.claim(
+        registration.Registration(name="invited", address="gpu-1:1"),
         secret=own_secret("invited"),
         source_address=HERE,
         ticket=ticket,
     )
-    services.register_one(invited, now=NOW, auto_approve=False)
+    registration.register_one(invited, now=NOW, auto_approve=False)
     join(6, auto_approve=True)
     assert BackendNode.objects.count() == 7
 
@@ -68,8 +68,8 @@ def test_nodes_that_an_administrator_refused_do_not_count() -> None:
     """They await nothing; otherwise a few rejected machines would keep out all others of their network."""
     for number in range(3):
         join(number)
-    services.reject(join(0).pk, actor=ROOT, now=NOW, reason="unknown machine")
-    services.revoke(join(1).pk, actor=ROOT, now=NOW)
+    lifecycle.reject(join(0).pk, actor=ROOT, now=NOW, reason="unknown machine")
+    claims.revoke(join(1).pk, actor=ROOT, now=NOW)
     for number in (3, 4):
         join(number)
     with pytest.raises(TooManyPending, match=r"3 nodes from 192\.0\.2\.1 await approval"):
@@ -98,9 +98,9 @@ def test_a_silent_pending_node_is_removed() -> None:
     """With an event; not one that is heard, nor one that an administrator has decided about."""
     past = clock.now() - SILENT_FOR - timedelta(minutes=1)
     join(0, now=past)
-    services.reject(join(1, now=past).pk, actor=ROOT, now=past, reason="unknown machine")
-    services.revoke(join(2, now=past).pk, actor=ROOT, now=past)
-    services.approve(join(3, ELSEWHERE, now=past).pk, actor=ROOT, now=past)
+    lifecycle.reject(join(1, now=past).pk, actor=ROOT, now=past, reason="unknown machine")
+    claims.revoke(join(2, now=past).pk, actor=ROOT, now=past)
+    lifecycle.approve(join(3, ELSEWHERE, now=past).pk, actor=ROOT, now=past)
     join(4, ELSEWHERE, now=clock.now() - timedelta(minutes=5))
     tasks.prune_timeline()
     assert set(BackendNode.objects.values_list("name", flat=True)) == {"w1", "w2", "w3", "w4"}

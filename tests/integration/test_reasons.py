@@ -33,8 +33,8 @@ from nodes.models import (
     PlacementLog,
     PlacementRecord,
 )
-from nodes.models.reasons import PlacementOutcome
 from nodes.models.replica import load_key
+from nodes.models.scheduling import PlacementOutcome
 from nodes.placement.choose import NO_NEED, Need
 from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import decision_replay, tasks

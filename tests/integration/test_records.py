@@ -18,7 +18,7 @@ from nodes.models import (
     PendingBackendOp,
 )
 from nodes.models.replica import STATE_OF, Phase
-from nodes.registry.services import deregister, drain
+from nodes.registry.lifecycle import deregister, drain
 from nodes.replicas import slots
 from tests.support import api
 from tests.support.replicas import attempt, columns

@@ -13,8 +13,9 @@ from localai_cluster.kit import clock, errors, logs
 from nodes.api import registrations
 from nodes.api.registrations import Registrar
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
-from nodes.registry import services
-from nodes.registry.services import Claim, Registration
+from nodes.registry import registration
+from nodes.registry.claims import revoke
+from nodes.registry.registration import Claim, Registration
 from tests.support import api
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -31,7 +32,7 @@ def no_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def claim(name: str, secret: str | None = None, **fields: Any) -> Claim:
     told = Registration(name=name, address="127.0.0.1:1", labels={"tier": name}, **fields)
     secret = api.secret_of(name) if secret is None else secret
-    return services.claim(told, secret=secret, source_address="127.0.0.1")
+    return registration.claim(told, secret=secret, source_address="127.0.0.1")
 
 
 def together(*claims: Claim) -> list[Any]:
@@ -45,7 +46,9 @@ def together(*claims: Claim) -> list[Any]:
 
 
 def names(found: list[Any]) -> list[str]:
-    return [one.node.name if isinstance(one, services.Registered) else type(one).__name__ for one in found]
+    return [
+        one.node.name if isinstance(one, registration.Registered) else type(one).__name__ for one in found
+    ]
 
 
 @pytest.mark.rule("R1.22", "R1.30", "http-1.1")
@@ -54,7 +57,7 @@ def test_a_fleet_costs_what_one_node_costs() -> None:
     spent = []
     for fleet in (FLEET[:1], FLEET[1:]):
         with CaptureQueriesContext(connection) as seen:
-            services.register_all([claim(name) for name in fleet], now=clock.now(), auto_approve=True)
+            registration.register_all([claim(name) for name in fleet], now=clock.now(), auto_approve=True)
         spent.append(len(seen))
     assert spent[0] == spent[1]
     labels = NodeLabel.objects.filter(key="tier").values_list("node__name", "value")
@@ -67,7 +70,7 @@ def test_a_fleet_costs_what_one_node_costs() -> None:
 def test_one_wrong_claim_harms_no_other() -> None:
     """A revoked secret among them: it is refused, the others register, and none of them twice."""
     node = api.make_node("old")
-    services.revoke(node.id, actor=ROOT, now=clock.now())
+    revoke(node.id, actor=ROOT, now=clock.now())
     found = together(*map(claim, FLEET[:3]), claim("new", api.secret_of("old")), *map(claim, FLEET[3:6]))
     assert names(found) == [*FLEET[:3], "Forbidden", *FLEET[3:6]]
     assert not BackendNode.objects.filter(name="new").exists()
@@ -98,7 +101,7 @@ def test_each_loses_the_replicas_that_it_does_not_list() -> None:
     for node in (kept, lost):
         NodeModel.objects.create(node=node, model_name="m", phase="serving", address="127.0.0.1:1")
     together(
-        claim("w1", running_processes=[services.Running("m#0", "127.0.0.1:1")]), claim("w2"), claim("w3")
+        claim("w1", running_processes=[registration.Running("m#0", "127.0.0.1:1")]), claim("w2"), claim("w3")
     )
     assert list(NodeModel.objects.values_list("node__name", flat=True)) == ["w1"]
 
@@ -147,6 +150,6 @@ def test_the_database_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any, **__: Any) -> None:
         raise errors.Unavailable("the database is unavailable")
 
-    monkeypatch.setattr(services, "register_all", gone)
-    monkeypatch.setattr(services, "register_one", gone)
+    monkeypatch.setattr(registration, "register_all", gone)
+    monkeypatch.setattr(registration, "register_one", gone)
     assert names(together(*map(claim, FLEET))) == ["Unavailable"] * len(FLEET)

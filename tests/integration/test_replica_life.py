@@ -20,9 +20,9 @@ from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import LOADING_PHASES, load_key
+from nodes.registry import lifecycle
 from nodes.registry import lifecycle as node_drains
-from nodes.registry import services
-from nodes.registry.services import Running
+from nodes.registry.registration import Running
 from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.lifecycle import AttemptId, engine_of
@@ -134,7 +134,9 @@ async def test_a_load_whose_operation_has_ended_leaves_no_slot(ended: str) -> No
     over = {"status": ended, "finished_at": clock.now(), "lease_until": None, "lease_owner": ""}
     await in_thread(lambda: Operation.objects.update(**over))
     slot = await in_thread(reserved, node, owner)
-    await in_thread(lambda: services.drain(node.pk, actor=actors.task("test"), now=clock.now(), deadline=600))
+    await in_thread(
+        lambda: lifecycle.drain(node.pk, actor=actors.task("test"), now=clock.now(), deadline=600)
+    )
     bus = bus_of(node)
     await Stopper(bus).run_pass()
     assert await in_thread(phases) == []
@@ -193,7 +195,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     async with hot.picker() as picker:
         replica = await picker.acquire(InferenceRequest(model="echo"))
         assert replica is not None
-        await in_thread(lambda: services.deactivate(node.pk, now=clock.now()))
+        await in_thread(lambda: lifecycle.deactivate(node.pk, now=clock.now()))
         picker.release(replica)
         await picker.settle()
         assert await picker.acquire(InferenceRequest(model="echo")) is None
@@ -214,7 +216,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
 async def test_a_node_that_was_only_silent_has_exactly_its_former_engines_stopped() -> None:
     node = await in_thread(lambda: hot.node(last_heartbeat=clock.now() - timedelta(hours=1)))
     await in_thread(lambda: hot.replica(node, address=ADDRESS))
-    silent = partial(services.fell_silent, [node.pk], limit=60, actor=actors.task("test"), now=clock.now())
+    silent = partial(lifecycle.mark_silent, [node.pk], limit=60, actor=actors.task("test"), now=clock.now())
     assert await in_thread(silent) == 1
     bus = bus_of(node)
     assert await Stopper(bus).run_pass() == 0, "it cannot be reached"
@@ -251,7 +253,7 @@ def test_a_removed_node_takes_its_engines_with_it(heard: list[RemovedReplica]) -
     node = hot.node()
     hot.replica(node)
     hot.replica(node, index=1, phase="departed")
-    services.deregister(node.pk, actor=actors.task("test"), now=clock.now())
+    lifecycle.deregister(node.pk, actor=actors.task("test"), now=clock.now())
     assert phases() == []
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
 
@@ -259,7 +261,7 @@ def test_a_removed_node_takes_its_engines_with_it(heard: list[RemovedReplica]) -
 def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
     node = hot.node()
     hot.replica(node)
-    services.deactivate(node.pk, now=clock.now())
+    lifecycle.deactivate(node.pk, now=clock.now())
     now = clock.now()
     assert engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
     assert len(engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1

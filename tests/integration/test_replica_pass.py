@@ -26,7 +26,7 @@ from nodes.loading import load_request
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.reconcilers import replicas, tasks
 from nodes.reconcilers.tasks import SCHEDULES
-from nodes.registry import services
+from nodes.registry import labels
 from nodes.replicas import drains, terminations, unload
 from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
@@ -212,7 +212,7 @@ def test_an_event_that_clears_the_flags_ends_the_cooldown() -> None:
     for _ in range(3):
         replicas.run_pass(tick=True)
     assert stored().unsatisfiable_until
-    services.set_labels(node.id, {"tier": "a"}, actor=actors.CONTROLLER, now=clock.now())
+    labels.set_labels(node.id, {"tier": "a"}, actor=actors.CONTROLLER, now=clock.now())
     replicas.run_pass(tick=False)
     assert (len(loads()), stored().unsatisfiable_ticks, stored().unsatisfiable_until) == (1, 0, None)
 

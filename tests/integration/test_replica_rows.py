@@ -13,7 +13,7 @@ from localai_cluster.kit import clock
 from nodes.decisions import fleet_queries
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.replicas import engine_ends, hooks, replica_queries, slots
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
@@ -263,7 +263,7 @@ def registered_again(_: BackendNode) -> None:
 
 
 def marked_offline(node: BackendNode) -> None:
-    services.deactivate(node.pk, now=clock.now())
+    lifecycle.deactivate(node.pk, now=clock.now())
 
 
 def not_listed(node: BackendNode) -> None:

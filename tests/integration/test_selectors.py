@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
-from nodes.registry import services
+from nodes.registry import lifecycle
+from nodes.registry.labels import set_labels
 from tests.support import api
 from tests.support.effort import EFFORT
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.django_db
 
 def node(name: str, labels: dict[str, str], **fields: Any) -> BackendNode:
     made = api.make_node(name, **fields)
-    services.set_labels(made.id, labels, actor=actors.STATIC_KEY, now=clock.now())
+    set_labels(made.id, labels, actor=actors.STATIC_KEY, now=clock.now())
     return made
 
 
@@ -55,7 +56,7 @@ def test_a_selector_ignores_nodes_that_are_not_healthy(selector: dict[str, str])
     node("agent", labels, node_type="agent", address="")
     api.mark(node("ill", labels), "unhealthy")
     api.mark(node("gone", labels), "silent")
-    services.drain(node("busy", labels).id, actor=actors.STATIC_KEY, now=clock.now())
+    lifecycle.drain(node("busy", labels).id, actor=actors.STATIC_KEY, now=clock.now())
     assert matching(selector) == ["well"]
 
 

@@ -10,7 +10,7 @@ from localai_cluster.accounts.actors import MAKE_RUN
 from localai_cluster.accounts.principals import classify_credential, hash_secret, owner_of
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
-from nodes.registry import services
+from nodes.registry import claims, lifecycle
 from nodes.registry.claims import MOST_CONFLICTS, MOST_INSTANCES
 from tests.support.fleet import (
     ANNA,
@@ -52,11 +52,11 @@ def refused(**fields: Any) -> NodeConflict:
 
 
 def accept(conflict: NodeConflict, *, at: float = 60, **more: Any) -> BackendNode:
-    return services.accept_conflict(conflict.pk, actor=ANNA, now=later(at), **more)
+    return claims.accept_conflict(conflict.pk, actor=ANNA, now=later(at), **more)
 
 
 def refuse(conflict: NodeConflict, *, at: float = 60, **more: Any) -> BackendNode:
-    return services.refuse_conflict(conflict.pk, actor=ANNA, now=later(at), **more)
+    return claims.refuse_conflict(conflict.pk, actor=ANNA, now=later(at), **more)
 
 
 # --- claims
@@ -128,7 +128,7 @@ def test_a_node_that_claims_another_nodes_name_is_a_conflict_of_that_one() -> No
 
 def test_a_node_that_claims_the_name_of_one_without_identity_stays_itself() -> None:
     node, revoked = approved(), approved("w2", secret=OTHER_SECRET)
-    services.revoke(revoked.pk, actor=ROOT, now=NOW)
+    claims.revoke(revoked.pk, actor=ROOT, now=NOW)
     conflict = refused(name="w2", secret=SECRET, now=later(1))
     assert (conflict.node_id, conflict.kind) == (node.pk, Kind.NAME)
     assert row(revoked).fingerprint == ""
@@ -197,7 +197,7 @@ def test_a_node_once_bound_never_falls_back_to_the_token() -> None:
     """Not even when its secret has been revoked; and no one can accept that."""
     node = approved()
     assert refused(secret="", now=later(1)).kind == Kind.TOKEN
-    services.revoke(node.pk, actor=ROOT, now=later(2))
+    claims.revoke(node.pk, actor=ROOT, now=later(2))
     conflict = refused(secret="", now=later(3))
     assert conflict.kind == Kind.TOKEN
     with pytest.raises(errors.Conflict, match="cannot fall back"):
@@ -215,7 +215,7 @@ def test_a_new_process_id_is_a_restart_and_an_old_one_a_conflict() -> None:
     assert (row(node).instance, row(node).former_instances) == (TWO, [ONE])
     conflict = refused(instance=ONE, source="10.6.6.6", now=later(2))
     assert (conflict.kind, conflict.claim, conflict.node_id) == (Kind.INSTANCE, ONE, node.pk)
-    services.note_other_process(node.pk, ONE, source_address="10.6.6.6", now=later(3))
+    claims.note_other_process(node.pk, ONE, source_address="10.6.6.6", now=later(3))
     assert NodeConflict.objects.get().count == 2
     assert (row(node).instance, status(node)) == (TWO, "healthy")
     with pytest.raises(errors.Conflict, match="stop one"):
@@ -239,7 +239,7 @@ def test_former_processes_are_remembered_up_to_a_limit() -> None:
 
 
 def test_a_call_of_a_node_that_is_gone_is_no_conflict() -> None:
-    services.note_other_process(uuid4(), ONE, source_address="10.6.6.6", now=NOW)
+    claims.note_other_process(uuid4(), ONE, source_address="10.6.6.6", now=NOW)
     assert not NodeConflict.objects.exists()
 
 
@@ -338,11 +338,11 @@ def test_a_conflict_is_found_under_its_own_node_only() -> None:
     conflict = refused(secret=OTHER_SECRET, now=later(1))
     for wrong in (other.pk, uuid4()):
         with pytest.raises(errors.NotFound):
-            services.accept_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
+            claims.accept_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
         with pytest.raises(errors.NotFound):
-            services.refuse_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
+            claims.refuse_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
-        services.accept_conflict(uuid4(), actor=ROOT, now=NOW)
+        claims.accept_conflict(uuid4(), actor=ROOT, now=NOW)
     assert refuse(conflict, node_id=node.pk).pk == node.pk
 
 
@@ -357,9 +357,9 @@ def test_a_claimant_whose_secret_was_revoked_cannot_be_accepted() -> None:
 def test_accepting_a_claimant_that_is_the_node_by_now_settles_the_question() -> None:
     node = approved()
     conflict = refused(secret=OTHER_SECRET, now=later(1))
-    services.revoke(node.pk, actor=ROOT, now=later(2))
+    claims.revoke(node.pk, actor=ROOT, now=later(2))
     register(secret=OTHER_SECRET, now=later(3))
-    services.approve(node.pk, actor=ROOT, now=later(4))
+    lifecycle.approve(node.pk, actor=ROOT, now=later(4))
     assert accept(conflict).status == "healthy"
     assert NodeConflict.objects.get().state == "accepted"
 
@@ -369,17 +369,17 @@ def test_accepting_a_claimant_that_is_the_node_by_now_settles_the_question() -> 
 
 def test_a_rotated_secret_replaces_the_old_one_for_ever() -> None:
     node = approved(instance=ONE)
-    services.request_rotation(node.pk, actor=ROOT, now=later(1))
+    claims.request_rotation(node.pk, actor=ROOT, now=later(1))
     assert row(node).rotation_requested_at == later(1)
-    services.request_rotation(node.pk, actor=ANNA, now=later(2))
-    services.rotate(node.pk, old_fingerprint=node.fingerprint, new_secret=OTHER_SECRET, now=later(3))
+    claims.request_rotation(node.pk, actor=ANNA, now=later(2))
+    claims.rotate(node.pk, old_fingerprint=node.fingerprint, new_secret=OTHER_SECRET, now=later(3))
     stored = row(node)
     assert (stored.fingerprint, stored.rotation_requested_at) == (hash_secret(OTHER_SECRET), None)
     assert (stored.status, stored.instance, stored.bound_at) == ("healthy", ONE, NOW)
     with pytest.raises(errors.Forbidden):
         register(now=later(4))
     with pytest.raises(errors.NotAuthenticated):
-        services.rotate(node.pk, old_fingerprint=hash_secret(SECRET), new_secret=THIRD_SECRET, now=later(4))
+        claims.rotate(node.pk, old_fingerprint=hash_secret(SECRET), new_secret=THIRD_SECRET, now=later(4))
     assert list(beat(beat_of(node, secret=OTHER_SECRET, instance=ONE, at=later(5))).values()) == [None]
     assert kinds(node)[-2:] == ["rotation_requested", "rotated"]
     assert RevokedSecret.objects.get().revoked_by == "worker"
@@ -389,18 +389,18 @@ def test_a_rotated_secret_replaces_the_old_one_for_ever() -> None:
 def test_a_new_secret_that_is_none(secret: str) -> None:
     node = approved()
     with pytest.raises(errors.InvalidInput):
-        services.rotate(node.pk, old_fingerprint=node.fingerprint, new_secret=secret, now=NOW)
+        claims.rotate(node.pk, old_fingerprint=node.fingerprint, new_secret=secret, now=NOW)
 
 
 def test_a_secret_that_is_somebodys_or_was_revoked_cannot_be_rotated_to() -> None:
     node, other = approved(), approved("w2", secret=OTHER_SECRET)
     for second in (1, 2):
         with pytest.raises(errors.Conflict):
-            services.rotate(
+            claims.rotate(
                 node.pk, old_fingerprint=node.fingerprint, new_secret=OTHER_SECRET, now=later(second)
             )
         if second == 1:
-            services.revoke(other.pk, actor=ROOT, now=later(1))
+            claims.revoke(other.pk, actor=ROOT, now=later(1))
     assert row(node).fingerprint == hash_secret(SECRET)
 
 
@@ -408,7 +408,7 @@ def test_a_revoked_secret_is_refused_under_any_name() -> None:
     """The node is pending again, without identity and replicas; the next one waits for an approval."""
     node = approved(instance=ONE)
     replica(node)
-    services.revoke(node.pk, actor=ANNA, now=later(1), reason="stolen")
+    claims.revoke(node.pk, actor=ANNA, now=later(1), reason="stolen")
     stored = row(node)
     assert (stored.status, stored.fingerprint, stored.weak_identity) == ("pending", "", False)
     assert (stored.revoked_by, stored.revoke_reason, stored.approved_at) == ("anna", "stolen", None)
@@ -419,19 +419,19 @@ def test_a_revoked_secret_is_refused_under_any_name() -> None:
     assert not BackendNode.objects.filter(name="w2").exists()
     assert isinstance(next(iter(beat(beat_of(node)).values())), errors.NotAuthenticated)
     with pytest.raises(errors.InvalidInput, match="no worker has registered"):
-        services.approve(node.pk, actor=ROOT, now=later(3))
+        lifecycle.approve(node.pk, actor=ROOT, now=later(3))
     with pytest.raises(errors.Conflict, match="no identity"):
-        services.revoke(node.pk, actor=ROOT, now=later(3))
+        claims.revoke(node.pk, actor=ROOT, now=later(3))
     register(secret=OTHER_SECRET, now=later(4), auto_approve=True)
     assert status(node) == "pending"
-    assert services.approve(node.pk, actor=ROOT, now=later(5)).node.status == "healthy"
+    assert lifecycle.approve(node.pk, actor=ROOT, now=later(5)).node.status == "healthy"
     assert row(node).revoked_at is None
 
 
 def test_a_revoked_secret_stays_refused_after_its_node_is_gone() -> None:
     node = approved()
-    services.revoke(node.pk, actor=ROOT, now=NOW)
-    services.deregister(node.pk, actor=ROOT, now=NOW)
+    claims.revoke(node.pk, actor=ROOT, now=NOW)
+    lifecycle.deregister(node.pk, actor=ROOT, now=NOW)
     with pytest.raises(errors.Forbidden):
         register("w9", now=later(1))
 
@@ -440,8 +440,8 @@ def test_a_revoked_secret_stays_refused_after_its_node_is_gone() -> None:
 def test_a_weak_node_has_no_secret_to_rotate_and_can_be_revoked() -> None:
     node = approved(secret="")
     with pytest.raises(errors.Conflict, match="no secret"):
-        services.request_rotation(node.pk, actor=ROOT, now=NOW)
-    services.revoke(node.pk, actor=ROOT, now=later(1))
+        claims.request_rotation(node.pk, actor=ROOT, now=NOW)
+    claims.revoke(node.pk, actor=ROOT, now=later(1))
     assert isinstance(next(iter(beat(beat_of(node, secret="")).values())), errors.Forbidden)
     register(secret="", now=later(2))
     assert (status(node), row(node).weak_identity) == ("pending", True)
@@ -449,21 +449,21 @@ def test_a_weak_node_has_no_secret_to_rotate_and_can_be_revoked() -> None:
 
 def test_unknown_nodes() -> None:
     with pytest.raises(errors.NotFound):
-        services.revoke(uuid4(), actor=ROOT, now=NOW)
+        claims.revoke(uuid4(), actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
-        services.request_rotation(uuid4(), actor=ROOT, now=NOW)
+        claims.request_rotation(uuid4(), actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
-        services.rotate(uuid4(), old_fingerprint="x", new_secret=SECRET, now=NOW)
+        claims.rotate(uuid4(), old_fingerprint="x", new_secret=SECRET, now=NOW)
 
 
 # --- enrolment
 
 
 def test_an_enrolled_worker_is_offline_until_it_registers() -> None:
-    node = services.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+    node = claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
     assert status(node) == "offline"
     before = row(node).revision
-    services.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(1))
+    claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(1))
     assert row(node).revision == before
     assert register("local", now=later(2)).node.status == "healthy"
     assert kinds(node) == ["approved", "registered", "labels"]
@@ -473,19 +473,19 @@ def test_an_enrolled_worker_is_offline_until_it_registers() -> None:
 
 def test_enrolment_takes_back_no_admins_no() -> None:
     """Revoked or rejected, it stays so, however often the cluster starts."""
-    node = services.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
-    services.revoke(node.pk, actor=ROOT, now=later(1))
-    services.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(2))
+    node = claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+    claims.revoke(node.pk, actor=ROOT, now=later(1))
+    claims.enrol("local", hash_secret(SECRET), actor=MAKE_RUN, now=later(2))
     assert (status(node), row(node).fingerprint) == ("pending", "")
     other = register("w2", secret=OTHER_SECRET).node
-    services.reject(other.pk, actor=ROOT, now=NOW, reason="no")
-    services.enrol("w2", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=later(2))
+    lifecycle.reject(other.pk, actor=ROOT, now=NOW, reason="no")
+    claims.enrol("w2", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=later(2))
     assert status(other) == "pending"
 
 
 def test_enrolment_binds_a_new_secret_and_approves_who_waits() -> None:
     node = register("local", instance=ONE).node
-    services.enrol("local", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=later(1))
+    claims.enrol("local", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=later(1))
     stored = row(node)
     assert (stored.status, stored.fingerprint, stored.instance) == ("healthy", hash_secret(OTHER_SECRET), "")
 
@@ -494,11 +494,11 @@ def test_enrolment_of_what_belongs_to_another_node() -> None:
     """A look-alike, a taken secret, a name that cannot be."""
     register("w1")
     with pytest.raises(errors.Conflict):
-        services.enrol("W1", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=NOW)
+        claims.enrol("W1", hash_secret(OTHER_SECRET), actor=MAKE_RUN, now=NOW)
     with pytest.raises(errors.Conflict):
-        services.enrol("w2", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+        claims.enrol("w2", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
     register("w3", secret=OTHER_SECRET)
     with pytest.raises(errors.Conflict):
-        services.enrol("w3", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+        claims.enrol("w3", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
     with pytest.raises(errors.InvalidInput):
-        services.enrol("w\u200b", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)
+        claims.enrol("w\u200b", hash_secret(SECRET), actor=MAKE_RUN, now=NOW)

@@ -7,7 +7,8 @@ import pytest
 
 from localai_cluster.kit import errors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
-from nodes.registry import services
+from nodes.registry import lifecycle, overrides
+from nodes.registry.labels import merge_labels, remove_label, set_labels
 from tests.support.fleet import (
     ANNA,
     NOW,
@@ -40,11 +41,11 @@ def labels(node: BackendNode) -> dict[str, str]:
 
 
 def replace_all(node: BackendNode, wanted: dict[str, str]) -> dict[str, str]:
-    return services.set_labels(node.pk, wanted, actor=ROOT, now=NOW)
+    return set_labels(node.pk, wanted, actor=ROOT, now=NOW)
 
 
 def merge(node: BackendNode, wanted: dict[str, str]) -> dict[str, str]:
-    return services.merge_labels(node.pk, wanted, actor=ROOT, now=NOW)
+    return merge_labels(node.pk, wanted, actor=ROOT, now=NOW)
 
 
 # --- labels
@@ -55,8 +56,8 @@ def test_labels_are_set_overwritten_removed_and_replaced(node: BackendNode) -> N
     """Every verb answers what is there afterwards."""
     assert replace_all(node, {"a": "1", "b": "2"}) == {"a": "1", "b": "2"}
     assert merge(node, {"a": "3"}) == {"a": "3", "b": "2"}
-    assert services.remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
-    assert services.remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
+    assert remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
+    assert remove_label(node.pk, "a", actor=ROOT, now=NOW) == {"b": "2"}
     assert replace_all(node, {"c": ""}) == {"c": ""}
     assert replace_all(node, {}) == {}
 
@@ -104,12 +105,12 @@ def test_a_node_has_128_labels_at_most(node: BackendNode) -> None:
 
 
 def test_unknown_nodes() -> None:
-    for verb in (services.set_labels, services.merge_labels):
+    for verb in (set_labels, merge_labels):
         with pytest.raises(errors.NotFound):
             verb(uuid4(), {"a": "b"}, actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
-        services.remove_label(uuid4(), "a", actor=ROOT, now=NOW)
-    for override in (services.reset_replica_cap, services.reset_vram_budget):
+        remove_label(uuid4(), "a", actor=ROOT, now=NOW)
+    for override in (overrides.reset_replica_cap, overrides.reset_vram_budget):
         with pytest.raises(errors.NotFound):
             override(uuid4(), actor=ROOT, now=NOW)
 
@@ -120,13 +121,13 @@ def test_what_ends_cooldowns_and_what_does_not(node: BackendNode) -> None:
     ending: list[Any] = [
         lambda: replace_all(node, {"a": "1"}),
         lambda: merge(node, {"b": "1"}),
-        lambda: services.remove_label(node.pk, "b", actor=ROOT, now=NOW),
-        lambda: services.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
-        lambda: services.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW),
+        lambda: remove_label(node.pk, "b", actor=ROOT, now=NOW),
+        lambda: overrides.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
+        lambda: overrides.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW),
     ]
     keeping: list[Any] = [
-        lambda: services.reset_replica_cap(node.pk, actor=ROOT, now=NOW),
-        lambda: services.reset_vram_budget(node.pk, actor=ROOT, now=NOW),
+        lambda: overrides.reset_replica_cap(node.pk, actor=ROOT, now=NOW),
+        lambda: overrides.reset_vram_budget(node.pk, actor=ROOT, now=NOW),
     ]
     rule = ModelSchedulingConfig.objects.create(model_name="m")
     for work, kept in [(work, False) for work in ending] + [(work, True) for work in keeping]:
@@ -174,7 +175,7 @@ def fleet() -> dict[str, BackendNode]:
         address="",
         auto_approve=True,
     ).node
-    services.mark_unhealthy(nodes["ill"].pk, actor=ROOT, now=NOW, reason="x")
+    lifecycle.mark_unhealthy(nodes["ill"].pk, actor=ROOT, now=NOW, reason="x")
     return nodes
 
 
@@ -221,11 +222,11 @@ def test_a_selector_is_one_query(fleet: dict[str, BackendNode], django_assert_nu
 
 @pytest.mark.rule("R1.45", "R1.46")
 def test_a_replica_cap_is_set_and_handed_back(node: BackendNode) -> None:
-    services.set_replica_cap(node.pk, 4, actor=ROOT, now=NOW)
+    overrides.set_replica_cap(node.pk, 4, actor=ROOT, now=NOW)
     stored = row(node)
     assert (stored.max_replicas_per_model, stored.max_replicas_per_model_manually_set) == (4, True)
     assert NodeLabel.objects.get(node=node, key="node.replica-slots").value == "4"
-    services.reset_replica_cap(node.pk, actor=ROOT, now=NOW)
+    overrides.reset_replica_cap(node.pk, actor=ROOT, now=NOW)
     stored = row(node)
     assert (stored.max_replicas_per_model, stored.max_replicas_per_model_manually_set) == (4, False)
     assert NodeLabel.objects.get(node=node, key="node.replica-slots").value == "4"
@@ -235,7 +236,7 @@ def test_a_replica_cap_is_set_and_handed_back(node: BackendNode) -> None:
 @pytest.mark.parametrize("value", [0, -1, 10_001, 2**64])
 def test_a_cap_that_cannot_be(node: BackendNode, value: int) -> None:
     with pytest.raises(errors.InvalidInput) as refused:
-        services.set_replica_cap(node.pk, value, actor=ROOT, now=NOW)
+        overrides.set_replica_cap(node.pk, value, actor=ROOT, now=NOW)
     assert refused.value.field == "value"
     assert not row(node).max_replicas_per_model_manually_set
 
@@ -251,7 +252,7 @@ def test_the_cap_is_one_unless_somebody_says_more() -> None:
 @pytest.mark.rule("R1.47", "R1.36", "T-REG-104", "T-REG-105")
 def test_a_budget_caps_what_is_available_at_once(node: BackendNode) -> None:
     """The total stays; raising the budget shows with the next heartbeat only."""
-    services.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
+    overrides.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
     stored = row(node)
     assert (stored.vram_budget, stored.vram_budget_bytes, stored.vram_budget_manually_set) == (
         "50%",
@@ -261,7 +262,7 @@ def test_a_budget_caps_what_is_available_at_once(node: BackendNode) -> None:
     assert (stored.total_vram, stored.available_vram) == (16 * GB, 8 * GB)
     beat(beat_of(node, at=later(1), available_vram=15 * GB))
     assert row(node).available_vram == 8 * GB
-    services.set_vram_budget(node.pk, "75%", actor=ROOT, now=later(2))
+    overrides.set_vram_budget(node.pk, "75%", actor=ROOT, now=later(2))
     assert (row(node).vram_budget_bytes, row(node).available_vram) == (12 * GB, 8 * GB)
     beat(beat_of(node, at=later(3), available_vram=15 * GB))
     assert row(node).available_vram == 12 * GB
@@ -269,7 +270,7 @@ def test_a_budget_caps_what_is_available_at_once(node: BackendNode) -> None:
 
 @pytest.mark.rule("R1.47")
 def test_an_empty_budget_is_an_admins_no_cap(node: BackendNode) -> None:
-    services.set_vram_budget(node.pk, "  ", actor=ROOT, now=NOW)
+    overrides.set_vram_budget(node.pk, "  ", actor=ROOT, now=NOW)
     register(total_vram=16 * GB, available_vram=16 * GB, vram_budget="50%", now=later(1))
     stored = row(node)
     assert (stored.vram_budget, stored.vram_budget_bytes, stored.vram_budget_manually_set) == ("", 0, True)
@@ -278,8 +279,8 @@ def test_an_empty_budget_is_an_admins_no_cap(node: BackendNode) -> None:
 
 @pytest.mark.rule("R1.48", "T-REG-107")
 def test_a_budget_is_handed_back(node: BackendNode) -> None:
-    services.set_vram_budget(node.pk, "8GB", actor=ROOT, now=NOW)
-    services.reset_vram_budget(node.pk, actor=ROOT, now=NOW)
+    overrides.set_vram_budget(node.pk, "8GB", actor=ROOT, now=NOW)
+    overrides.reset_vram_budget(node.pk, actor=ROOT, now=NOW)
     stored = row(node)
     assert (stored.vram_budget, stored.vram_budget_bytes, stored.vram_budget_manually_set) == ("", 0, False)
     assert stored.available_vram == 8 * GB
@@ -291,14 +292,14 @@ def test_a_budget_is_handed_back(node: BackendNode) -> None:
 @pytest.mark.parametrize("text", ["101%", "-1", "5 ib", "many", "1.5", "x" * 33, "\x00"])
 def test_a_budget_that_cannot_be(node: BackendNode, text: str) -> None:
     with pytest.raises(errors.InvalidInput) as refused:
-        services.set_vram_budget(node.pk, text, actor=ROOT, now=NOW)
+        overrides.set_vram_budget(node.pk, text, actor=ROOT, now=NOW)
     assert refused.value.field == "value"
     assert not row(node).vram_budget_manually_set
 
 
 @pytest.mark.rule("R1.36", "R1.50")
 def test_a_share_follows_the_total_when_the_worker_reports_another(node: BackendNode) -> None:
-    services.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
+    overrides.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
     beat(beat_of(node, at=later(1), total_vram=4 * GB, available_vram=4 * GB))
     assert (row(node).vram_budget_bytes, row(node).available_vram) == (2 * GB, 2 * GB)
 
@@ -309,13 +310,13 @@ def test_a_share_follows_the_total_when_the_worker_reports_another(node: Backend
 def test_overrides_and_labels_are_told_once_each_and_only_if_something_changed(node: BackendNode) -> None:
     before = len(told(node))
     for _ in range(2):
-        services.set_replica_cap(node.pk, 4, actor=ANNA, now=later(1))
-        services.set_vram_budget(node.pk, "8GB", actor=ANNA, now=later(1))
+        overrides.set_replica_cap(node.pk, 4, actor=ANNA, now=later(1))
+        overrides.set_vram_budget(node.pk, "8GB", actor=ANNA, now=later(1))
         merge(node, {"tier": "gold", "a": "b"})
-        services.remove_label(node.pk, "a", actor=ANNA, now=later(1))
-        services.merge_labels(node.pk, {}, actor=ANNA, now=later(1))
-        services.reset_vram_budget(node.pk, actor=ANNA, now=later(1))
-        services.reset_replica_cap(node.pk, actor=ANNA, now=later(1))
+        remove_label(node.pk, "a", actor=ANNA, now=later(1))
+        merge_labels(node.pk, {}, actor=ANNA, now=later(1))
+        overrides.reset_vram_budget(node.pk, actor=ANNA, now=later(1))
+        overrides.reset_replica_cap(node.pk, actor=ANNA, now=later(1))
     events = told(node)[before:]
     said = [(event.kind, event.cause) for event in events]
     once = [

@@ -15,8 +15,8 @@ from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
 from nodes.decisions import fleet_queries
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
-from nodes.registry import services
-from nodes.registry.change import columns
+from nodes.registry import claims, labels, lifecycle, overrides
+from nodes.registry.change import changed_columns
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, slots
@@ -47,20 +47,20 @@ pytestmark = pytest.mark.django_db
 
 
 def drain(node: BackendNode, **more: Any) -> BackendNode:
-    return services.drain(node.pk, actor=ROOT, now=NOW, **more)
+    return lifecycle.drain(node.pk, actor=ROOT, now=NOW, **more)
 
 
 def resume(node: BackendNode) -> BackendNode:
-    return services.resume(node.pk, actor=ROOT, now=NOW)
+    return lifecycle.resume(node.pk, actor=ROOT, now=NOW)
 
 
 def leave(node: BackendNode) -> None:
-    services.deactivate(node.pk, now=NOW)
+    lifecycle.deactivate(node.pk, now=NOW)
 
 
 def fall_silent(node: BackendNode, *, at: float = 61) -> int:
     task = actors.task("liveness")
-    return services.fell_silent([node.pk], limit=60, actor=task, now=later(at))
+    return lifecycle.mark_silent([node.pk], limit=60, actor=task, now=later(at))
 
 
 @pytest.mark.rule("R1.2")
@@ -76,7 +76,7 @@ def test_postgresql_and_the_table_agree_on_every_combination_of_facts() -> None:
                 name_key=f"n{number}",
                 address="h:1",
                 weak_identity=facts.identified,
-                **columns(blank, facts, ROOT, "why", NOW),
+                **changed_columns(blank, facts, ROOT, "why", NOW),
             )
         )
     BackendNode.objects.bulk_create(rows)
@@ -116,7 +116,7 @@ def test_a_pending_node_registers_again() -> None:
 @pytest.mark.rule("R1.14", "T-REG-4")
 def test_an_unhealthy_node_registers_again_and_is_healthy() -> None:
     node = approved()
-    services.mark_unhealthy(node.pk, actor=ROOT, now=NOW, reason="no answer")
+    lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=NOW, reason="no answer")
     assert register(now=later(1)).node.status == "healthy"
 
 
@@ -124,7 +124,7 @@ def test_an_unhealthy_node_registers_again_and_is_healthy() -> None:
 def test_approval_says_who_and_why_and_keeps_replicas() -> None:
     node = register().node
     replica(node)
-    services.approve(node.pk, actor=ANNA, now=later(5), reason="ticket 7")
+    lifecycle.approve(node.pk, actor=ANNA, now=later(5), reason="ticket 7")
     stored = row(node)
     assert stored.status == "healthy"
     assert (stored.approved_at, stored.approved_by, stored.approval_reason) == (later(5), "anna", "ticket 7")
@@ -135,13 +135,13 @@ def test_approval_says_who_and_why_and_keeps_replicas() -> None:
 def test_approval_of_an_unknown_or_an_approved_node() -> None:
     """404, and 400 naming the state."""
     with pytest.raises(errors.NotFound):
-        services.approve(uuid4(), actor=ROOT, now=NOW)
+        lifecycle.approve(uuid4(), actor=ROOT, now=NOW)
     node = approved()
     for state, lead in (("healthy", None), ("draining", drain), ("offline", leave)):
         if lead is not None:
             lead(node)
         with pytest.raises(errors.InvalidInput, match=state):
-            services.approve(node.pk, actor=ROOT, now=NOW)
+            lifecycle.approve(node.pk, actor=ROOT, now=NOW)
 
 
 @pytest.mark.rule("R1.15", "R1.88", "R1.28", "R1.87", "T-REC-19")
@@ -150,14 +150,14 @@ def test_registration_and_approval_end_cooldowns() -> None:
     node = register().node
     assert ModelSchedulingConfig.objects.get(pk=rule.pk).unsatisfiable_until is None
     ModelSchedulingConfig.objects.update(unsatisfiable_until=NOW, unsatisfiable_ticks=2)
-    services.approve(node.pk, actor=ROOT, now=NOW)
+    lifecycle.approve(node.pk, actor=ROOT, now=NOW)
     left = ModelSchedulingConfig.objects.get(pk=rule.pk)
     assert (left.unsatisfiable_until, left.unsatisfiable_ticks) == (None, 0)
 
 
 def test_what_is_wrong_with_one_does_not_stop_the_others() -> None:
     first, second, unknown = register("a").node, approved("b", secret="b" * 64), uuid4()
-    outcomes = services.approve_many([unknown, first.pk, second.pk, first.pk], actor=ROOT, now=NOW)
+    outcomes = lifecycle.approve_many([unknown, first.pk, second.pk, first.pk], actor=ROOT, now=NOW)
     assert [(one.name, one.status) for one in outcomes] == [("", ""), ("a", "healthy"), ("", ""), ("", "")]
     assert [bool(one.error) for one in outcomes] == [True, False, True, True]
     assert kinds(first).count("approved") == 1
@@ -170,20 +170,20 @@ def test_what_is_wrong_with_one_does_not_stop_the_others() -> None:
 def test_a_rejected_node_stays_pending_and_rejected() -> None:
     """Registering again, also with auto-approval, does not clear an admin's no; an approval does."""
     node = register().node
-    services.reject(node.pk, actor=ANNA, now=NOW, reason="who is this?")
+    lifecycle.reject(node.pk, actor=ANNA, now=NOW, reason="who is this?")
     register(now=later(1), auto_approve=True)
     stored = row(node)
     assert stored.status == "pending"
     assert (stored.rejected_at, stored.rejected_by, stored.reject_reason) == (NOW, "anna", "who is this?")
-    services.approve(node.pk, actor=ROOT, now=later(2))
+    lifecycle.approve(node.pk, actor=ROOT, now=later(2))
     assert (row(node).status, row(node).rejected_at, row(node).reject_reason) == ("healthy", None, "")
 
 
 def test_only_a_pending_node_can_be_rejected() -> None:
     with pytest.raises(errors.Conflict, match="healthy"):
-        services.reject(approved().pk, actor=ROOT, now=NOW, reason="no")
+        lifecycle.reject(approved().pk, actor=ROOT, now=NOW, reason="no")
     with pytest.raises(errors.NotFound):
-        services.reject(uuid4(), actor=ROOT, now=NOW, reason="no")
+        lifecycle.reject(uuid4(), actor=ROOT, now=NOW, reason="no")
 
 
 # --- impossible paths
@@ -195,11 +195,11 @@ def test_pending_offline_healthy() -> None:
     node = register().node
     leave(node)
     assert fall_silent(node) == 0
-    services.recovered([node.pk], actor=ROOT, now=later(70))
+    lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(70))
     assert beat(beat_of(node, at=later(71))) == {(node.pk, node.fingerprint, ""): None}
-    services.drain_itself(node.pk, now=later(72))
-    services.mark_unhealthy(node.pk, actor=ROOT, now=later(72), reason="x")
-    services.mark_healthy(node.pk, actor=ROOT, now=later(73))
+    lifecycle.drain_by_worker(node.pk, now=later(72))
+    lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=later(72), reason="x")
+    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(73))
     register(now=later(80))
     assert status(node) == "pending"
     assert {event.status_after for event in told(node)} == {"pending"}
@@ -209,12 +209,12 @@ def test_pending_offline_healthy() -> None:
 def test_resume_on_a_pending_node() -> None:
     """Impossible, for an admin and for the worker itself, drained or not."""
     node = register().node
-    for prepare in (lambda: None, lambda: drain(node), lambda: services.drain_itself(node.pk, now=NOW)):
+    for prepare in (lambda: None, lambda: drain(node), lambda: lifecycle.drain_by_worker(node.pk, now=NOW)):
         prepare()
         with pytest.raises(errors.Conflict, match="pending"):
             resume(node)
         with pytest.raises(errors.Conflict, match="pending"):
-            services.resume_itself(node.pk, now=NOW)
+            lifecycle.resume_by_worker(node.pk, now=NOW)
     assert status(node) == "pending"
 
 
@@ -222,16 +222,16 @@ def test_resume_on_a_pending_node() -> None:
 def test_a_drain_healed_by_re_registration() -> None:
     """Impossible: an admin's drain outlives restart, silence, goodbye, and a worker's own drain."""
     node = approved()
-    services.drain_itself(node.pk, now=NOW)
-    services.drain(node.pk, actor=ANNA, now=later(1), reason="disk swap")
+    lifecycle.drain_by_worker(node.pk, now=NOW)
+    lifecycle.drain(node.pk, actor=ANNA, now=later(1), reason="disk swap")
     register(now=later(2))
     assert status(node) == "draining"
     assert fall_silent(node, at=100) == 1
     assert status(node) == "offline"
     beat(beat_of(node, at=later(101)))
     assert status(node) == "draining"
-    services.drain_itself(node.pk, now=later(102))
-    services.deactivate(node.pk, now=later(103))
+    lifecycle.drain_by_worker(node.pk, now=later(102))
+    lifecycle.deactivate(node.pk, now=later(103))
     register(now=later(104), instance="1" * 32)
     stored = row(node)
     assert (stored.status, stored.drained_by, stored.drain_reason) == ("draining", "anna", "disk swap")
@@ -243,11 +243,11 @@ def test_a_drain_healed_by_re_registration() -> None:
 def test_a_shutdown_that_flips_back_within_15_s() -> None:
     """Impossible: beats that were under way and the next health pass leave it offline."""
     node = approved()
-    services.drain_itself(node.pk, now=later(1))
-    services.deactivate(node.pk, now=later(2))
+    lifecycle.drain_by_worker(node.pk, now=later(1))
+    lifecycle.deactivate(node.pk, now=later(2))
     beat(beat_of(node, at=later(1)), Beat(node.pk, node.fingerprint, later(3), instance=""))
     beat(beat_of(node, at=later(14)))
-    services.recovered([node.pk], actor=ROOT, now=later(15))
+    lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(15))
     stored = row(node)
     assert (stored.status, stored.offline_reason) == ("offline", "deregistered by the worker")
     assert stored.last_heartbeat == later(14)
@@ -278,11 +278,11 @@ def test_an_idle_node_loses_its_replicas_with_the_drain() -> None:
 def test_replicas_stay_until_nothing_is_in_flight(busy: BackendNode) -> None:
     """What remains shows in the meantime; the end of the drain is told once and leaves the node draining."""
     drain(busy)
-    assert services.finish_drains(now=later(1)) == 0
+    assert lifecycle.finish_drains(now=later(1)) == 0
     assert replicas(busy) == ["m#0", "m#1"]
     NodeModel.objects.update(in_flight=0)
-    assert services.finish_drains(now=later(2)) == 1
-    assert services.finish_drains(now=later(3)) == 0
+    assert lifecycle.finish_drains(now=later(2)) == 1
+    assert lifecycle.finish_drains(now=later(3)) == 0
     assert (replicas(busy), status(busy)) == ([], "draining")
     (ended,) = told(busy, "drain_ended")
     assert (ended.actor, ended.at, ended.cause) == ("drains", later(2), "nothing runs any more")
@@ -293,8 +293,8 @@ def test_replicas_stay_until_nothing_is_in_flight(busy: BackendNode) -> None:
 def test_a_deadline_ends_a_drain_however_busy(busy: BackendNode) -> None:
     drain(busy, deadline=30)
     assert row(busy).drain_deadline == later(30)
-    assert services.finish_drains(now=later(29.9)) == 0
-    assert services.finish_drains(now=later(30)) == 1
+    assert lifecycle.finish_drains(now=later(29.9)) == 0
+    assert lifecycle.finish_drains(now=later(30)) == 1
     assert replicas(busy) == []
     assert told(busy, "drain_ended")[0].detail == {"in_flight": 1}
 
@@ -304,12 +304,12 @@ def test_deadlines_come_from_the_settings_or_the_caller(
 ) -> None:
     monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, drain_deadline=90.0))
     assert drain(busy).drain_deadline == later(90)
-    again = services.drain(busy.pk, actor=ANNA, now=later(10), reason="hurry", deadline=5)
+    again = lifecycle.drain(busy.pk, actor=ANNA, now=later(10), reason="hurry", deadline=5)
     assert (again.drain_deadline, again.drain_reason) == (later(15), "hurry")
     assert (again.drained_by, again.drained_at) == ("root", NOW)
-    again = services.drain(busy.pk, actor=ANNA, now=later(11), reason="really")
+    again = lifecycle.drain(busy.pk, actor=ANNA, now=later(11), reason="really")
     assert (again.drain_deadline, again.drain_reason) == (later(15), "really")
-    assert services.drain(busy.pk, actor=ANNA, now=later(12)).revision == again.revision
+    assert lifecycle.drain(busy.pk, actor=ANNA, now=later(12)).revision == again.revision
     assert kinds(busy).count("drained") == 3
 
 
@@ -330,26 +330,26 @@ def test_a_deadline_that_cannot_be(busy: BackendNode, deadline: float) -> None:
 
 def test_a_stopping_worker_waits_a_minute_at_most(busy: BackendNode) -> None:
     """The worker's own way out is limited to 60 s (worker.md §19)."""
-    services.drain_itself(busy.pk, now=NOW)
+    lifecycle.drain_by_worker(busy.pk, now=NOW)
     stored = row(busy)
     assert (stored.drain_deadline, stored.drained_by, stored.drain_is_own) == (later(60), "worker", True)
-    services.drain(busy.pk, actor=ROOT, now=later(1))
+    lifecycle.drain(busy.pk, actor=ROOT, now=later(1))
     stored = row(busy)
     assert (stored.drained_by, stored.drain_is_own) == ("root", False)
     assert stored.drain_deadline == later(1 + settings.CLUSTER.drain_deadline)
-    services.drain_itself(busy.pk, now=later(2))
+    lifecycle.drain_by_worker(busy.pk, now=later(2))
     assert row(busy).revision == stored.revision
 
 
 def test_a_worker_takes_back_its_own_drain_only(busy: BackendNode) -> None:
-    services.drain_itself(busy.pk, now=NOW)
-    services.resume_itself(busy.pk, now=NOW)
+    lifecycle.drain_by_worker(busy.pk, now=NOW)
+    lifecycle.resume_by_worker(busy.pk, now=NOW)
     assert status(busy) == "healthy"
     with pytest.raises(errors.Conflict, match="healthy"):
-        services.resume_itself(busy.pk, now=NOW)
+        lifecycle.resume_by_worker(busy.pk, now=NOW)
     drain(busy)
     with pytest.raises(errors.Conflict, match="drained by an administrator"):
-        services.resume_itself(busy.pk, now=NOW)
+        lifecycle.resume_by_worker(busy.pk, now=NOW)
 
 
 def test_draining_costs_one_query_when_nothing_is_due(
@@ -358,9 +358,9 @@ def test_draining_costs_one_query_when_nothing_is_due(
     drain(busy)
     for number in range(20):
         node = approved(f"n{number}", secret=f"{number:064x}")
-        services.drain(node.pk, actor=ROOT, now=NOW)
+        lifecycle.drain(node.pk, actor=ROOT, now=NOW)
     with django_assert_num_queries(1):
-        assert services.finish_drains(now=later(1)) == 0
+        assert lifecycle.finish_drains(now=later(1)) == 0
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -370,9 +370,9 @@ def test_ending_drains_costs_the_same_for_one_and_for_twelve(
     for number in range(count):
         node = approved(f"n{number}", secret=f"{number:064x}")
         replica(node, in_flight=1)
-        services.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
+        lifecycle.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
     with django_assert_num_queries(12):
-        assert services.finish_drains(now=later(2)) == count
+        assert lifecycle.finish_drains(now=later(2)) == count
     assert NodeModel.objects.count() == 0
 
 
@@ -388,7 +388,7 @@ def test_a_worker_that_leaves_is_offline_and_its_record_stays() -> None:
     assert (stored.status, stored.offline_by, stored.offline_at) == ("offline", "worker", NOW)
     assert (replicas(node), stored.approved_by) == ([], "root")
     with pytest.raises(errors.NotFound):
-        services.deactivate(uuid4(), now=NOW)
+        lifecycle.deactivate(uuid4(), now=NOW)
 
 
 @pytest.mark.rule("R1.17", "R1.18", "T-REG-10", "T-REG-11", "T-REG-144")
@@ -396,7 +396,7 @@ def test_unhealthy_and_back() -> None:
     """Replicas stay meanwhile."""
     node = approved()
     replica(node)
-    services.mark_unhealthy(node.pk, actor=actors.task("commands"), now=later(1), reason="no answer")
+    lifecycle.mark_unhealthy(node.pk, actor=actors.task("commands"), now=later(1), reason="no answer")
     stored = row(node)
     assert (stored.status, stored.unhealthy_by, stored.unhealthy_reason) == (
         "unhealthy",
@@ -404,11 +404,11 @@ def test_unhealthy_and_back() -> None:
         "no answer",
     )
     assert replicas(node) == ["m#0"]
-    services.mark_healthy(node.pk, actor=ROOT, now=later(2))
+    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(2))
     assert status(node) == "healthy"
     with pytest.raises(errors.Conflict, match="not marked unhealthy"):
-        services.mark_healthy(node.pk, actor=ROOT, now=later(3))
-    for verb in (services.mark_healthy, services.mark_unhealthy):
+        lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(3))
+    for verb in (lifecycle.mark_healthy, lifecycle.mark_unhealthy):
         with pytest.raises(errors.NotFound):
             verb(uuid4(), actor=ROOT, now=NOW, reason="x")
 
@@ -417,7 +417,7 @@ def test_unhealthy_and_back() -> None:
 def test_resume_ends_what_an_admin_may_end() -> None:
     """Drain and "unhealthy"; an offline node waits for its next heartbeat, also one that had left."""
     node = approved()
-    services.mark_unhealthy(node.pk, actor=ROOT, now=NOW, reason="x")
+    lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=NOW, reason="x")
     assert resume(node).status == "healthy"
     with pytest.raises(errors.Conflict, match="healthy"):
         resume(node)
@@ -427,7 +427,7 @@ def test_resume_ends_what_an_admin_may_end() -> None:
     beat(beat_of(node, at=later(5)))
     assert status(node) == "healthy"
     with pytest.raises(errors.NotFound):
-        services.resume(uuid4(), actor=ROOT, now=NOW)
+        lifecycle.resume(uuid4(), actor=ROOT, now=NOW)
 
 
 # --- the end
@@ -439,7 +439,7 @@ def test_deregistration_takes_labels_intents_and_replicas_along() -> None:
     node = approved(labels={"tier": "fast"})
     replica(node)
     PendingBackendOp.objects.create(node=node, backend="llama-cpp", op="install", operation_id=uuid4())
-    services.deregister(node.pk, actor=ANNA, now=later(1))
+    lifecycle.deregister(node.pk, actor=ANNA, now=later(1))
     assert not BackendNode.objects.exists()
     assert not NodeLabel.objects.exists()
     assert not PendingBackendOp.objects.exists()
@@ -448,7 +448,7 @@ def test_deregistration_takes_labels_intents_and_replicas_along() -> None:
     assert (last.kind, last.actor, last.node_name) == ("deregistered", "anna", "w1")
     assert register(secret="e" * 64).node.pk != node.pk
     with pytest.raises(errors.NotFound):
-        services.deregister(node.pk, actor=ROOT, now=NOW)
+        lifecycle.deregister(node.pk, actor=ROOT, now=NOW)
 
 
 # --- the hook
@@ -485,9 +485,9 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
         pytest.param(leave, id="offline"),
         pytest.param(lambda node: fall_silent(node), id="silent"),
         pytest.param(drain, id="drain"),
-        pytest.param(lambda node: services.deregister(node.pk, actor=ROOT, now=NOW), id="deregister"),
+        pytest.param(lambda node: lifecycle.deregister(node.pk, actor=ROOT, now=NOW), id="deregister"),
         pytest.param(lambda node: register(now=NOW), id="register again"),
-        pytest.param(lambda node: services.revoke(node.pk, actor=ROOT, now=NOW), id="revoke"),
+        pytest.param(lambda node: claims.revoke(node.pk, actor=ROOT, now=NOW), id="revoke"),
     ],
 )
 def test_bulk_removals_report_each_model_once_after_commit(end: Any, removed: Any) -> None:
@@ -548,7 +548,7 @@ def test_the_stale_finder() -> None:
     register("pending", secret="3" * 64)
     gone, ill = approved("gone", secret="4" * 64), approved("ill", secret="5" * 64)
     leave(gone)
-    services.mark_unhealthy(ill.pk, actor=ROOT, now=NOW, reason="x")
+    lifecycle.mark_unhealthy(ill.pk, actor=ROOT, now=NOW, reason="x")
     beat(beat_of(fresh, secret="2" * 64, at=later(50)))
     found = BackendNode.objects.silent(since=later(10))
     assert {node.name for node in found} == {"old", "ill"}
@@ -558,7 +558,7 @@ def test_the_stale_finder() -> None:
 def test_reasons_are_kept_readable() -> None:
     """Line breaks, bidi and zero-width characters of a reason become blanks, and it is cut at 255."""
     node = register().node
-    services.reject(node.pk, actor=ROOT, now=NOW, reason="no\n\u202eway\x00" + "x" * 300)
+    lifecycle.reject(node.pk, actor=ROOT, now=NOW, reason="no\n\u202eway\x00" + "x" * 300)
     stored = row(node)
     assert stored.reject_reason == ("no  way " + "x" * 300)[:255]
     assert told(node, "rejected")[0].cause == stored.reject_reason
@@ -571,8 +571,8 @@ def test_every_change_moves_the_revision_by_one_and_a_beat_does_not() -> None:
         lambda: drain(node),
         lambda: beat(beat_of(node, secret=SECRET, at=later(1))),
         lambda: resume(node),
-        lambda: services.set_labels(node.pk, {"a": "b"}, actor=ROOT, now=NOW),
-        lambda: services.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
+        lambda: labels.set_labels(node.pk, {"a": "b"}, actor=ROOT, now=NOW),
+        lambda: overrides.set_replica_cap(node.pk, 3, actor=ROOT, now=NOW),
     )
     for step in steps:
         step()

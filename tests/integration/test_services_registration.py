@@ -1,6 +1,7 @@
 """Registration at the registry itself: R1.22 to R1.31, R1.41 to R1.44, R1.50, running processes, agents."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from nodes.backends.node_commands import find_node
 from nodes.decisions.fleet_queries import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, find_refusal
-from nodes.registry import services
-from nodes.registry.services import Running
+from nodes.registry import claims, lifecycle, overrides
+from nodes.registry.labels import auto_labels, merge_labels
+from nodes.registry.registration import Running
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,
@@ -147,10 +149,10 @@ def test_an_unreadable_budget_of_a_worker_means_no_cap() -> None:
 @pytest.mark.rule("R1.25", "T-REG-85", "T-REG-86")
 def test_an_admins_cap_survives_until_it_is_handed_back() -> None:
     node = approved(max_replicas_per_model=1)
-    services.set_replica_cap(node.pk, 4, actor=ROOT, now=NOW)
+    overrides.set_replica_cap(node.pk, 4, actor=ROOT, now=NOW)
     again = register(max_replicas_per_model=1, now=later(1)).node
     assert (again.max_replicas_per_model, labels(again)["node.replica-slots"]) == (4, "4")
-    services.reset_replica_cap(node.pk, actor=ROOT, now=later(2))
+    overrides.reset_replica_cap(node.pk, actor=ROOT, now=later(2))
     assert (row(node).max_replicas_per_model, labels(node)["node.replica-slots"]) == (4, "4")
     register(max_replicas_per_model=8, now=later(3))
     assert (row(node).max_replicas_per_model, labels(node)["node.replica-slots"]) == (8, "8")
@@ -159,7 +161,7 @@ def test_an_admins_cap_survives_until_it_is_handed_back() -> None:
 @pytest.mark.rule("R1.50", "T-REG-106", "T-REG-109")
 def test_an_admins_budget_survives_and_caps_again() -> None:
     node = approved(total_vram=1000, available_vram=1000)
-    services.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
+    overrides.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
     reports: tuple[dict[str, Any], ...] = ({"vram_budget": "90%"}, {})
     for said in reports:
         register(total_vram=2000, available_vram=1800, now=later(1), **said)
@@ -264,13 +266,13 @@ def test_the_registrys_own_labels() -> None:
     ],
 )
 def test_vram_buckets(total: int, bucket: str) -> None:
-    assert services.auto_labels(BackendNode(name="n", total_vram=total))["gpu.vram"] == bucket
+    assert auto_labels(BackendNode(name="n", total_vram=total))["gpu.vram"] == bucket
 
 
 @pytest.mark.rule("R1.30")
 def test_a_workers_labels_join_and_never_wipe_an_admins() -> None:
     node = approved(labels={"tier": "fast", "rack": "1"})
-    services.merge_labels(node.pk, {"tier": "gold", "owner": "anna"}, actor=ROOT, now=NOW)
+    merge_labels(node.pk, {"tier": "gold", "owner": "anna"}, actor=ROOT, now=NOW)
     register(labels={"tier": "slow", "zone": "b", "node.name": "liar"}, now=later(1))
     assert labels(node) == {
         "tier": "gold",
@@ -322,7 +324,7 @@ def test_a_pending_agent_has_nothing_until_it_is_approved(agent: BackendNode) ->
     """Its key is made by the approval and told once."""
     assert register("agent-1", node_type="agent", address="", now=later(1)).api_token == ""
     assert not ApiKey.objects.exists()
-    token = services.approve(agent.pk, actor=ROOT, now=later(2)).api_token
+    token = lifecycle.approve(agent.pk, actor=ROOT, now=later(2)).api_token
     assert token.startswith("lai-")
     principal = owner_of(classify_credential(token))
     assert principal is not None
@@ -334,7 +336,7 @@ def test_a_pending_agent_has_nothing_until_it_is_approved(agent: BackendNode) ->
 
 @pytest.mark.rule("R1.26", "R1.31")
 def test_every_approved_registration_of_an_agent_replaces_user_and_key(agent: BackendNode) -> None:
-    first = services.approve(agent.pk, actor=ROOT, now=NOW).api_token
+    first = lifecycle.approve(agent.pk, actor=ROOT, now=NOW).api_token
     second = register("agent-1", node_type="agent", address="", now=later(1)).api_token
     assert second not in ("", first)
     assert not owner_of(classify_credential(first)).is_authenticated
@@ -349,16 +351,16 @@ def test_auto_approval_gives_an_agent_its_key_at_once() -> None:
 
 
 def test_a_bulk_approval_tells_the_token_too(agent: BackendNode) -> None:
-    (outcome,) = services.approve_many([agent.pk], actor=ROOT, now=NOW)
+    (outcome,) = lifecycle.approve_many([agent.pk], actor=ROOT, now=NOW)
     assert owner_of(classify_credential(outcome.api_token)).is_authenticated
 
 
 @pytest.mark.rule("R1.38")
-@pytest.mark.parametrize("end", ["deregister", "revoke"])
-def test_an_agents_user_and_key_go_with_it(agent: BackendNode, end: str) -> None:
+@pytest.mark.parametrize("end", [lifecycle.deregister, claims.revoke])
+def test_an_agents_user_and_key_go_with_it(agent: BackendNode, end: Callable[..., object]) -> None:
     """With the record, or with its secret."""
-    token = services.approve(agent.pk, actor=ROOT, now=NOW).api_token
-    getattr(services, end)(agent.pk, actor=ROOT, now=later(1))
+    token = lifecycle.approve(agent.pk, actor=ROOT, now=NOW).api_token
+    end(agent.pk, actor=ROOT, now=later(1))
     assert not owner_of(classify_credential(token)).is_authenticated
     assert not get_user_model().objects.exists()
     assert not ApiKey.objects.exists()
@@ -376,8 +378,8 @@ def test_an_agent_of_any_name_gets_a_user(name: str) -> None:
 
 def test_somebody_elses_user_of_that_name_is_left_alone(agent: BackendNode) -> None:
     person = get_user_model().objects.create_user("agent-worker:agent-1")
-    services.approve(agent.pk, actor=ROOT, now=NOW)
-    services.deregister(agent.pk, actor=ROOT, now=NOW)
+    lifecycle.approve(agent.pk, actor=ROOT, now=NOW)
+    lifecycle.deregister(agent.pk, actor=ROOT, now=NOW)
     assert list(get_user_model().objects.all()) == [person]
 
 

@@ -11,7 +11,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.logs import request_id
 from nodes.models import BackendNode, NodeConflict, NodeEvent
 from nodes.reconcilers import tasks
-from nodes.registry import services, timeline
+from nodes.registry import claims, labels, lifecycle, overrides, timeline
 from nodes.registry.timeline import Entry
 from tests.support.fleet import (
     ANNA,
@@ -35,20 +35,20 @@ def test_a_whole_life_is_told_once_each_with_actor_and_statuses() -> None:
     """What happened, by whom, why, from which status to which; nothing twice, nothing left out."""
     task = actors.task("liveness")
     node = register(now=later(0)).node
-    services.reject(node.pk, actor=ANNA, now=later(1), reason="who?")
-    services.approve(node.pk, actor=ROOT, now=later(2), reason="ah")
-    services.mark_unhealthy(node.pk, actor=actors.task("commands"), now=later(3), reason="no answer")
-    services.recovered([node.pk], actor=task, now=later(4))
+    lifecycle.reject(node.pk, actor=ANNA, now=later(1), reason="who?")
+    lifecycle.approve(node.pk, actor=ROOT, now=later(2), reason="ah")
+    lifecycle.mark_unhealthy(node.pk, actor=actors.task("commands"), now=later(3), reason="no answer")
+    lifecycle.mark_recovered([node.pk], actor=task, now=later(4))
     beat(beat_of(node, at=later(5)))
-    services.recovered([node.pk], actor=task, now=later(6))
-    services.drain(node.pk, actor=actors.STATIC_KEY, now=later(7), reason="disk")
-    services.fell_silent([node.pk], limit=60, actor=task, now=later(70))
+    lifecycle.mark_recovered([node.pk], actor=task, now=later(6))
+    lifecycle.drain(node.pk, actor=actors.STATIC_KEY, now=later(7), reason="disk")
+    lifecycle.mark_silent([node.pk], limit=60, actor=task, now=later(70))
     beat(beat_of(node, at=later(80)))
-    services.resume(node.pk, actor=ROOT, now=later(81))
-    services.drain_itself(node.pk, now=later(82))
-    services.deactivate(node.pk, now=later(83))
-    services.revoke(node.pk, actor=ROOT, now=later(84), reason="lost")
-    services.deregister(node.pk, actor=ROOT, now=later(85))
+    lifecycle.resume(node.pk, actor=ROOT, now=later(81))
+    lifecycle.drain_by_worker(node.pk, now=later(82))
+    lifecycle.deactivate(node.pk, now=later(83))
+    claims.revoke(node.pk, actor=ROOT, now=later(84), reason="lost")
+    lifecycle.deregister(node.pk, actor=ROOT, now=later(85))
     life = [
         (event.kind, event.actor_kind, event.actor, event.cause, event.status_before, event.status_after)
         for event in told(node)
@@ -74,16 +74,16 @@ def test_a_whole_life_is_told_once_each_with_actor_and_statuses() -> None:
 
 def test_what_changes_nothing_is_not_told() -> None:
     node = approved()
-    services.deactivate(node.pk, now=later(1))
-    services.mark_unhealthy(node.pk, actor=ROOT, now=later(1), reason="x")
-    services.drain(node.pk, actor=ROOT, now=later(1))
+    lifecycle.deactivate(node.pk, now=later(1))
+    lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=later(1), reason="x")
+    lifecycle.drain(node.pk, actor=ROOT, now=later(1))
     before = kinds(node)
-    services.deactivate(node.pk, now=later(2))
-    services.mark_unhealthy(node.pk, actor=ROOT, now=later(2), reason="y")
-    services.drain(node.pk, actor=ROOT, now=later(2))
-    services.drain_itself(node.pk, now=later(2))
-    services.fell_silent([node.pk], limit=1, actor=ROOT, now=later(99))
-    services.finish_drains(now=later(99999))
+    lifecycle.deactivate(node.pk, now=later(2))
+    lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=later(2), reason="y")
+    lifecycle.drain(node.pk, actor=ROOT, now=later(2))
+    lifecycle.drain_by_worker(node.pk, now=later(2))
+    lifecycle.mark_silent([node.pk], limit=1, actor=ROOT, now=later(99))
+    lifecycle.finish_drains(now=later(99999))
     assert kinds(node) == before
 
 
@@ -92,13 +92,13 @@ def test_what_was_refused_is_not_told() -> None:
     node = approved()
     before = kinds(node)
     with pytest.raises(errors.InvalidInput):
-        services.approve(node.pk, actor=ROOT, now=NOW)
+        lifecycle.approve(node.pk, actor=ROOT, now=NOW)
     with pytest.raises(errors.Conflict):
-        services.resume(node.pk, actor=ROOT, now=NOW)
+        lifecycle.resume(node.pk, actor=ROOT, now=NOW)
     with pytest.raises(errors.InvalidInput):
         register(labels={"\u200b": "x"})
     with pytest.raises(errors.InvalidInput):
-        services.set_replica_cap(node.pk, 0, actor=ROOT, now=NOW)
+        overrides.set_replica_cap(node.pk, 0, actor=ROOT, now=NOW)
     assert kinds(node) == before
 
 
@@ -117,7 +117,7 @@ def test_an_event_names_the_request_that_caused_it() -> None:
         node = register().node
     finally:
         request_id.reset(token)
-    services.approve(node.pk, actor=ROOT, now=NOW)
+    lifecycle.approve(node.pk, actor=ROOT, now=NOW)
     assert [event.request_id for event in told(node)] == ["req-7", "req-7", ""]
 
 
@@ -156,12 +156,12 @@ def test_conflicts_of_one_cause_are_one_row_a_minute() -> None:
 def test_transitions_labels_and_overrides_are_never_counted_together() -> None:
     node = approved()
     for _ in range(3):
-        services.drain(node.pk, actor=ROOT, now=NOW)
-        services.resume(node.pk, actor=ROOT, now=NOW)
-        services.set_labels(node.pk, {"a": "1"}, actor=ROOT, now=NOW)
-        services.set_labels(node.pk, {}, actor=ROOT, now=NOW)
-        services.set_replica_cap(node.pk, 2, actor=ROOT, now=NOW)
-        services.reset_replica_cap(node.pk, actor=ROOT, now=NOW)
+        lifecycle.drain(node.pk, actor=ROOT, now=NOW)
+        lifecycle.resume(node.pk, actor=ROOT, now=NOW)
+        labels.set_labels(node.pk, {"a": "1"}, actor=ROOT, now=NOW)
+        labels.set_labels(node.pk, {}, actor=ROOT, now=NOW)
+        overrides.set_replica_cap(node.pk, 2, actor=ROOT, now=NOW)
+        overrides.reset_replica_cap(node.pk, actor=ROOT, now=NOW)
     events = told(node, "drained", "resumed", "override")
     assert len(events) == 12
     assert len(told(node, "labels")) > 6
@@ -173,8 +173,8 @@ def test_decisions_are_told_with_the_conflict() -> None:
     node = approved()
     claim(OTHER_SECRET, 1)
     conflict = NodeConflict.objects.get()
-    services.refuse_conflict(conflict.pk, actor=ANNA, now=later(2))
-    services.accept_conflict(conflict.pk, actor=ROOT, now=later(3))
+    claims.refuse_conflict(conflict.pk, actor=ANNA, now=later(2))
+    claims.accept_conflict(conflict.pk, actor=ROOT, now=later(3))
     refused, accepted = told(node, "conflict_refused", "conflict_accepted")
     assert (refused.actor, refused.status_after) == ("anna", "healthy")
     assert (accepted.actor, accepted.status_before, accepted.status_after) == ("root", "healthy", "offline")
@@ -191,7 +191,7 @@ def entry(node: BackendNode, cause: str = "") -> Entry:
 
 def test_the_timeline_outlives_its_node() -> None:
     node = approved()
-    services.deregister(node.pk, actor=ROOT, now=later(1))
+    lifecycle.deregister(node.pk, actor=ROOT, now=later(1))
     register(now=later(2))
     assert kinds(node) == ["registered", "labels", "approved", "deregistered"]
 
@@ -222,7 +222,7 @@ def test_the_pruning_task_goes_by_the_retention(monkeypatch: pytest.MonkeyPatch)
 def test_long_causes_are_cut_and_long_actors_too() -> None:
     node = approved()
     long = actors.Actor(actors.ActorKind.USER, "u" * 200)
-    services.drain(node.pk, actor=long, now=NOW, reason="r" * 300)
+    lifecycle.drain(node.pk, actor=long, now=NOW, reason="r" * 300)
     (event,) = told(node, "drained")
     assert (event.actor, event.cause) == ("u" * 150, "r" * 255)
 
@@ -230,6 +230,6 @@ def test_long_causes_are_cut_and_long_actors_too() -> None:
 def test_silence_of_many_is_told_for_each_at_a_constant_price(django_assert_num_queries: Any) -> None:
     ids = [approved(f"n{number}", secret=f"{number:064x}").pk for number in range(12)]
     with django_assert_num_queries(7):
-        gone = services.fell_silent(ids, limit=60, actor=actors.task("liveness"), now=later(99))
+        gone = lifecycle.mark_silent(ids, limit=60, actor=actors.task("liveness"), now=later(99))
     assert gone == NodeEvent.objects.filter(kind="fell_silent").count() == 12
     assert set(BackendNode.objects.values_list("status", "revision")) == {("offline", 3)}

@@ -18,11 +18,11 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.backends import admission, backend_requests, intents, request_draining, wave_requests
+from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
 from nodes.backends.backend_requests import Asked, Wish
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import drains
 from operations.ledger import admission as ledger
@@ -53,7 +53,7 @@ class Stage(OneIntent):
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
         asked = Asked([self.node], actor="test", waves=Options(), last_replicas=confirmed)
-        admission.ask(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+        admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         return self.claimed()
 
     def alone(self) -> None:
@@ -68,8 +68,8 @@ class Stage(OneIntent):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     quick(monkeypatch)
-    monkeypatch.setattr(request_draining, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(request_draining, "LOOK_AT_LOAD", 0.01)
+    monkeypatch.setattr(intent_queue, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(intent_queue, "LOOK_AT_LOAD", 0.01)
     return Stage()
 
 
@@ -110,7 +110,7 @@ async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_end
         stage.alone()
         counted(stage.node, 2)()
         asked = Asked([stage.node], actor="test", drains=True)
-        admission.ask(Wish(backend_requests.INSTALL, "echo", force=True), asked, now=clock.now())
+        admission.admit(Wish(backend_requests.INSTALL, "echo", force=True), asked, now=clock.now())
         return stage.claimed()
 
     stage.answers(m.InstallReply(True))
@@ -352,10 +352,10 @@ async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
 async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
     def shared() -> Intent:
         asked = Asked([stage.node], actor="test", waves=Options())
-        admission.ask(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+        admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
         both = replace(both, waves=Options(max_unavailable=2, canary=False))
-        admission.ask(Wish(backend_requests.UPGRADE, "echo"), both, now=clock.now())
+        admission.admit(Wish(backend_requests.UPGRADE, "echo"), both, now=clock.now())
         return next(one for one in claim(2) if one.node == stage.node)
 
     await hot.in_thread(stage.alone)
@@ -367,12 +367,14 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
-    admission.ask(Wish(backend_requests.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
+    admission.admit(
+        Wish(backend_requests.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now()
+    )
     if begun:
         claim()
     waves = Options(max_unavailable=2, canary=False)
     asked = Asked([stage.node, stage.other], actor="test", waves=waves)
-    admission.ask(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+    admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
     assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
 
 

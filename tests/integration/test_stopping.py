@@ -23,7 +23,7 @@ from nodes.decisions import fleet_queries
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
-from nodes.registry import services
+from nodes.registry import lifecycle, registration
 from nodes.replicas import drained_nodes, engine_ends, slots
 from nodes.replicas.drained_nodes import CANNOT_TELL
 from nodes.replicas.lifecycle import AttemptId
@@ -186,7 +186,7 @@ class TestEngineOfAnEndedAttempt:
 
     async def test_is_forgotten_with_a_removed_node(self, stage: Stage) -> None:
         await in_thread(stage.note)
-        await in_thread(partial(services.deregister, stage.node.id, actor=ADMIN, now=clock.now()))
+        await in_thread(partial(lifecycle.deregister, stage.node.id, actor=ADMIN, now=clock.now()))
         assert not await in_thread(noted)
 
 
@@ -230,7 +230,7 @@ class TestPlaceOfAnEndedAttempt:
 class TestDrainedNode:
     @pytest.fixture(autouse=True)
     def drained(self, stage: Stage) -> None:
-        services.drain(stage.node.id, actor=ADMIN, now=clock.now())
+        lifecycle.drain(stage.node.id, actor=ADMIN, now=clock.now())
 
     async def test_is_safe_once_nothing_runs_there(self, stage: Stage) -> None:
         stage.answers(messages.models_running, m.RunningReply())
@@ -282,8 +282,8 @@ class TestDrainedNode:
         """Also when it is drained again: that drain has its own question."""
 
         async def resumed() -> m.RunningReply:
-            await in_thread(services.resume, stage.node.id, actor=ADMIN, now=clock.now())
-            await in_thread(services.drain, stage.node.id, actor=ADMIN, now=clock.now())
+            await in_thread(lifecycle.resume, stage.node.id, actor=ADMIN, now=clock.now())
+            await in_thread(lifecycle.drain, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply()
 
         stage.answers(messages.models_running, resumed)
@@ -294,7 +294,7 @@ class TestDrainedNode:
         """A load may have started them since."""
 
         async def resumed() -> m.RunningReply:
-            await in_thread(services.resume, stage.node.id, actor=ADMIN, now=clock.now())
+            await in_thread(lifecycle.resume, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
 
         stage.answers(messages.models_running, resumed)
@@ -321,12 +321,14 @@ class TestDrainedNode:
     async def test_is_not_safe_any_more_when_its_worker_starts_again(self, stage: Stage) -> None:
         stage.answers(messages.models_running, m.RunningReply())
         await stage.look()
-        worker = services.Registration(name="one", address="127.0.0.1:1")
+        worker = registration.Registration(name="one", address="127.0.0.1:1")
 
         def again(node_id: UUID) -> BackendNode:
             secret = "5" * 64
             BackendNode.objects.update(fingerprint=hash_secret(secret))
-            services.register(worker, secret=secret, source_address="", now=clock.now(), auto_approve=False)
+            registration.register(
+                worker, secret=secret, source_address="", now=clock.now(), auto_approve=False
+            )
             return api.node(node_id)
 
         assert (await in_thread(again, stage.node.id)).engines_gone_at is None

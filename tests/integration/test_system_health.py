@@ -101,10 +101,10 @@ def test_a_task_that_nobody_takes_is_an_error_and_a_notice() -> None:
     now = clock.now()
     OrmQ.objects.create(key="cluster", payload="x", lock=now + timedelta(seconds=60))
     assert parts()["tasks"][0] == "ok"
-    assert watch.look().tasks_wait_since is None
+    assert watch.read_snapshot().tasks_wait_since is None
     OrmQ.objects.create(key="cluster", payload="x", lock=now - timedelta(seconds=60))
     assert parts()["tasks"] == ("error", "no process takes them")
-    assert watch.look().tasks_wait_since == now - timedelta(seconds=60)
+    assert watch.read_snapshot().tasks_wait_since == now - timedelta(seconds=60)
 
 
 def test_it_is_for_admins() -> None:

@@ -21,7 +21,7 @@ from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
 from nodes.replicas import drains, unload, unload_requests
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stops import Stopper
@@ -304,7 +304,7 @@ async def test_a_node_that_went_offline_meanwhile_says_that_nothing_is_known(sta
     work = await in_thread(stage.begins)
 
     def lost() -> None:
-        services.deactivate(stage.one.id, now=clock.now())
+        lifecycle.deactivate(stage.one.id, now=clock.now())
 
     await in_thread(lost)
     assert await stage.fails(work) == "one: the node is offline, so what runs there is not known"

@@ -18,8 +18,8 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from nodes.backends import catalogue, images, inventory, upgrade_check, upgrade_state
-from nodes.backends.upgrade_rules import Offered
+from nodes.backends import catalogue, inventory, upgrade_check, upgrade_state
+from nodes.backends.installed import Offered
 from nodes.models import BackendNode, BackendOffer, NodeBackend, UpgradeCheck
 from nodes.reconcilers import tasks
 from nodes.reconcilers.tasks import SCHEDULES
@@ -44,7 +44,7 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> W
         settings.CLUSTER, galleries=[{"name": "local", "url": file.as_uri()}]
     )
     monkeypatch.setattr(catalogue, "reader", catalogue.Reader())
-    monkeypatch.setattr("nodes.api.catalogue._asked_about", "")
+    monkeypatch.setattr("nodes.api.catalogue._checked_fingerprint", "")
 
     def write(**entries: Any) -> None:
         listed = [
@@ -149,7 +149,7 @@ def test_an_image_is_compared_by_digest(gallery: Write, monkeypatch: pytest.Monk
         asked.extend(uris)
         return {IMAGE: (NEW,)}
 
-    monkeypatch.setattr(images, "digests", played)
+    monkeypatch.setattr(upgrade_check, "image_digests", played)
     gallery(minilm={"uri": IMAGE}, whisper={"uri": IMAGE + "-whisper"}, echo={"uri": IMAGE, "version": "1"})
     keep(api.make_node("a"), minilm("", digest=OLD), m.InstalledBackend("echo", version="1"))
     check()

@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster.kit import clock
 from nodes.backends import admission, wait_reasons
 from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from operations.ledger import admission as ledger
 from operations.models import Operation
 from tests.support import api, hot
@@ -50,8 +50,8 @@ def test_a_part_of_an_open_wave_names_the_work_in_its_way() -> None:
     one, two = hot.node("a"), hot.node("b")
     now = clock.now()
     waves = Asked([one, two], actor="ann", waves=Options(canary=True))
-    upgrade = admission.ask(Wish(UPGRADE, "echo"), waves, now=now).operation
-    admission.ask(Wish(INSTALL, "echo"), Asked([two], actor="bob"), now=now)
+    upgrade = admission.admit(Wish(UPGRADE, "echo"), waves, now=now).operation
+    admission.admit(Wish(INSTALL, "echo"), Asked([two], actor="bob"), now=now)
     admission.cancel(upgrade.id, node_id=one.id, actor="ann", now=now)
     api.admin().post(f"/api/operations/{upgrade.id}/waves", {"choice": "continue"})
     parts = {part["node_name"]: part for part in told(upgrade)["nodes"]}

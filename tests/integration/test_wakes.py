@@ -19,7 +19,7 @@ from nodes.models import BackendNode
 from nodes.placement.choose import Need
 from nodes.placement.node_backoff import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
-from nodes.registry import services as registry
+from nodes.registry import labels as registry
 from operations.executor.wake_ups import WakeUps
 from operations.ledger import admission, attempts
 from operations.models import Operation

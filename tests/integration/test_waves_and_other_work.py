@@ -15,10 +15,10 @@ from localai_cluster.kit import clock, errors
 from nodes.backends import admission, backend_requests, intents, wave_requests
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, PutBack
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations import targets
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support.effort import EFFORT
@@ -32,7 +32,7 @@ def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
     canary = claimed()["a"]
-    admission.ask(Wish(backend_requests.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
+    admission.admit(Wish(backend_requests.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
     settled(canary)
     assert story(operation)["b"][2] == "other work on this backend has not ended on b"
     assert again(operation).open_wave == 1
@@ -53,7 +53,7 @@ def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
     nodes = fleet("a", "b", "c")
     operation = asked(nodes)
     canary = claimed()["a"]
-    newer = admission.ask(Wish(DELETE, "echo"), Asked(nodes[1:], actor="eve"), now=clock.now()).operation
+    newer = admission.admit(Wish(DELETE, "echo"), Asked(nodes[1:], actor="eve"), now=clock.now()).operation
     reason = f"superseded by backend_delete of echo (operation {newer.id})"
     assert story(operation)["b"][1:] == ("superseded", reason)
     settled(canary)
@@ -65,11 +65,11 @@ def test_the_same_request_joins_and_one_with_other_waves_is_refused() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
     wanted = Asked(nodes, actor="eve", waves=Options())
-    joined = admission.ask(ECHO, wanted, now=clock.now())
+    joined = admission.admit(ECHO, wanted, now=clock.now())
     assert (joined.operation.id, joined.created) == (operation.id, False)
     for other in (Options(max_unavailable=2), Options(canary=False), None):
         with pytest.raises(errors.Conflict, match="with other waves"):
-            admission.ask(ECHO, replace(wanted, waves=other), now=clock.now())
+            admission.admit(ECHO, replace(wanted, waves=other), now=clock.now())
 
 
 def test_a_retry_of_a_failed_upgrade_goes_in_waves_again() -> None:
@@ -94,7 +94,7 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
         backend, ids = random.choice(BACKENDS), list(Operation.objects.active().values_list("pk", flat=True))
         acts: list[Callable[[], Any]] = [
             partial(in_waves, backend, some, now),
-            partial(admission.ask, Wish(DELETE, backend), Asked(some, actor="eve"), now=now),
+            partial(admission.admit, Wish(DELETE, backend), Asked(some, actor="eve"), now=now),
             partial(carries_out, random, now),
             partial(carries_out, random, now),
             partial(reconciler.clean, now=now),
@@ -104,14 +104,14 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
             acts.append(partial(wave_requests.choose, id, chosen, last_replicas=["m"], actor="bob", now=now))
             acts.append(partial(admission.cancel, id, actor="bob", now=now))
         if seed == 0 and len(there) > 3 and random.random() < 0.2:
-            acts = [partial(services.deregister, there[-1].pk, actor=actors.CONTROLLER, now=now)]
+            acts = [partial(lifecycle.deregister, there[-1].pk, actor=actors.CONTROLLER, now=now)]
         with suppress(errors.ClusterError):
             random.choice(acts)()
 
 
 def in_waves(backend: str, nodes: Sequence[BackendNode], now: datetime) -> None:
     wanted = Asked(nodes, actor="ann", waves=Options(max_unavailable=2))
-    admission.ask(Wish(UPGRADE, backend), wanted, now=now)
+    admission.admit(Wish(UPGRADE, backend), wanted, now=now)
 
 
 def carries_out(random: Random, now: datetime) -> None:
@@ -151,7 +151,7 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
 def test_a_new_upgrade_takes_over_one_that_a_deletion_follows_on_a_node() -> None:
     nodes = fleet("a", "b", "c")
     older = asked(nodes)
-    admission.ask(Wish(DELETE, "echo"), Asked([nodes[0]], actor="eve"), now=clock.now())
+    admission.admit(Wish(DELETE, "echo"), Asked([nodes[0]], actor="eve"), now=clock.now())
     assert states(older) == {"a": "queued", "b": "queued", "c": "queued"}
     newer = asked(nodes)
     assert newer.id != older.id
@@ -165,7 +165,7 @@ def test_an_install_runs_on_the_nodes_of_an_upgrade_that_asks() -> None:
     operation = asked(nodes)
     settled(*claimed().values(), outcome=Ended(error="no such image"))
     assert again(operation).waves == Waves.ASKS
-    newer = admission.ask(
+    newer = admission.admit(
         Wish("backend_install", "echo"), Asked(nodes, actor="bob"), now=clock.now()
     ).operation
     assert states(operation) == {"a": "error", "b": "queued"}

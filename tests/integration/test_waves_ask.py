@@ -76,7 +76,7 @@ def test_stop_while_a_wave_runs_lets_that_wave_end() -> None:
 def test_what_cannot_be_chosen_is_refused() -> None:
     now = clock.now()
     nodes = fleet("a", "b")
-    plain = admission.ask(Wish(UPGRADE, "other"), Asked(nodes, actor="ann"), now=now).operation
+    plain = admission.admit(Wish(UPGRADE, "other"), Asked(nodes, actor="ann"), now=now).operation
     with pytest.raises(errors.Conflict, match="does not go in waves"):
         wave_requests.choose(plain.id, "stop", actor="bob", now=now)
     operation = asked(nodes)

@@ -18,7 +18,8 @@ from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
 from nodes.api.registrations import RegistrationApplication
 from nodes.models import BackendNode, NodeModel
-from nodes.registry import services
+from nodes.registry import lifecycle
+from nodes.registry import registration as registry_registration
 from tests.support import replicas
 from tests.support.asgi import exchange
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -132,8 +133,8 @@ def make_node(
 ) -> BackendNode:
     """A registered node."""
     fields.setdefault("address", "127.0.0.1:51100")
-    return services.register(
-        services.Registration(name=name, **fields),
+    return registry_registration.register(
+        registry_registration.Registration(name=name, **fields),
         secret=secret_of(name) if secret is None else secret,
         source_address="127.0.0.1",
         now=clock.now(),
@@ -161,7 +162,7 @@ def mark(node: BackendNode, event: str) -> None:
     """Lets something happen to the node that no admin does: `silent`, `unhealthy`."""
     task = actors.task("test")
     if event == "unhealthy":
-        services.mark_unhealthy(node.id, actor=task, now=clock.now(), reason="it did not answer")
+        lifecycle.mark_unhealthy(node.id, actor=task, now=clock.now(), reason="it did not answer")
         return
     BackendNode.objects.filter(pk=node.pk).update(last_heartbeat=clock.now() - timedelta(hours=1))
-    services.fell_silent([node.id], limit=60, actor=task, now=clock.now())
+    lifecycle.mark_silent([node.id], limit=60, actor=task, now=clock.now())

@@ -14,7 +14,7 @@ from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from nodes.live import watch as watching
 from nodes.models import BackendNode
-from nodes.registry import services
+from nodes.registry import lifecycle
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
@@ -82,7 +82,7 @@ def end(event: Event = Event.FAIL, error: str = "no such file") -> Operation:
 
 @sync_to_async
 def drain(node: BackendNode, reason: str = "disk") -> None:
-    services.drain(node.id, actor=ANN, now=clock.now(), reason=reason)
+    lifecycle.drain(node.id, actor=ANN, now=clock.now(), reason=reason)
 
 
 @sync_to_async

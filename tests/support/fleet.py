@@ -12,9 +12,9 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit.errors import ClusterError
 from nodes.models import BackendNode, NodeEvent, NodeModel
-from nodes.registry import heartbeats, services
+from nodes.registry import heartbeats, lifecycle, registration
 from nodes.registry.heartbeats import Beat
-from nodes.registry.services import Registered, Registration
+from nodes.registry.registration import Registered, Registration
 from tests.support.replicas import columns
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -42,7 +42,7 @@ def register(
 ) -> Registered:
     """A worker registers."""
     fields = {"address": "10.0.0.1:50051"} | fields
-    return services.register(
+    return registration.register(
         Registration(name=name, **fields),
         secret=secret,
         instance=instance,
@@ -54,7 +54,7 @@ def register(
 
 def approved(name: str = "w1", **fields: Any) -> BackendNode:
     """A node that an admin has let in."""
-    return services.approve(register(name, **fields).node.id, actor=ROOT, now=NOW).node
+    return lifecycle.approve(register(name, **fields).node.id, actor=ROOT, now=NOW).node
 
 
 def own_secret(name: str) -> str:

@@ -45,7 +45,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
     """The operation that stands for this request."""
     asked = Asked(nodes, actor="test")
-    return admission.ask(Wish(kind, backend, **wish), asked, now=clock.now()).operation
+    return admission.admit(Wish(kind, backend, **wish), asked, now=clock.now()).operation
 
 
 def claim(limit: int = 1) -> list[Intent]:

@@ -20,7 +20,7 @@ ADMIN = [(b"authorization", f"Bearer {API_KEY}".encode())]
 def look() -> watch.Snapshot:
     """A look; channels' communicator keeps connections of threads from being closed as they are elsewhere."""
     try:
-        return watch.look()
+        return watch.read_snapshot()
     finally:
         connections.close_all()
 

@@ -22,7 +22,7 @@ from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
-from nodes.registry import services
+from nodes.registry import lifecycle, registration
 from nodes.replicas import engine_ends, eviction, slots, statements, terminations, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
@@ -272,7 +272,7 @@ class Cluster:
             total_vram=3 * GB,
             available_vram=3 * GB,
             max_replicas_per_model=2,
-            running_processes=[services.Running(*one) for one in worker.running()],
+            running_processes=[registration.Running(*one) for one in worker.running()],
         )
         worker.is_registered, worker.is_reachable = True, True
         if worker.id != made.node.id:
@@ -289,21 +289,21 @@ class Cluster:
     def falls_silent(self, worker: Worker) -> None:
         """The node is declared gone; its engines run on."""
         worker.is_reachable = False
-        services.fell_silent([worker.id], limit=-3600, actor=actors.CONTROLLER, now=clock.now())
+        lifecycle.mark_silent([worker.id], limit=-3600, actor=actors.CONTROLLER, now=clock.now())
 
     def deregisters(self, worker: Worker) -> None:
         """An admin removes the node; its worker ends with its engines and registers as a new node later."""
-        services.deregister(worker.id, actor=ROOT, now=clock.now())
+        lifecycle.deregister(worker.id, actor=ROOT, now=clock.now())
         worker.crash()
         worker.is_reachable = False
 
     def drains(self, worker: Worker) -> None:
         """An admin drains the node."""
-        services.drain(worker.id, actor=ROOT, now=clock.now(), deadline=30)
+        lifecycle.drain(worker.id, actor=ROOT, now=clock.now(), deadline=30)
 
     def resumes(self, worker: Worker) -> None:
         """An admin resumes the node."""
-        services.resume(worker.id, actor=ROOT, now=clock.now())
+        lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
 
 
 def slots_started(slot: Slot, attempt: AttemptId) -> bool:

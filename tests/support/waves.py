@@ -8,7 +8,7 @@ from localai_cluster.kit import clock
 from nodes.backends import admission, intents
 from nodes.backends.backend_requests import UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Intent
-from nodes.backends.wave_plan import Options
+from nodes.backends.waves import Options
 from nodes.models import BackendNode
 from operations.models import Operation, OperationTarget
 from tests.support import hot
@@ -24,7 +24,7 @@ def fleet(*names: str) -> list[BackendNode]:
 def asked(nodes: Sequence[BackendNode], **options: Any) -> Operation:
     """An upgrade of echo in waves."""
     wanted = Asked(nodes, actor="ann", waves=Options(**options))
-    return admission.ask(ECHO, wanted, now=clock.now()).operation
+    return admission.admit(ECHO, wanted, now=clock.now()).operation
 
 
 def claimed(owner: str = "controller", *, now: datetime | None = None) -> dict[str, Intent]:

@@ -12,12 +12,14 @@ def test_a_failure_is_named_last_and_stops_nothing(
         steps.Step("good", ("python", "-c", "print('not worth reading')")),
         steps.Step("bad", ("python", "-c", "print('what is wrong'); raise SystemExit(3)")),
         steps.Step("late", ("python", "-c", "pass")),
+        steps.Step("figures", ("python", "-c", "print('modules 7')"), is_shown=True),
     )
     monkeypatch.setitem(steps.TARGETS, "check", planted)
     assert steps.main(["check"]) == 1
     printed = capfd.readouterr().out
     assert "what is wrong" in printed
     assert "not worth reading" not in printed
+    assert "        modules 7\n" in printed
     assert [printed.count(f"ok      {name}") for name in ("good", "late")] == [1, 1]
     assert printed.splitlines()[-1].startswith("check: failed: bad in ")
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.automatic_rules import BackendPlace, Verdict, identity, plan, verdict
-from nodes.backends.installed import Build
-from nodes.backends.upgrade_rules import Offered
+from nodes.backends.automatic import BackendPlace, Verdict, identity, plan, verdict
+from nodes.backends.installed import Build, Offered
 
 OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 TWO = Offered("2", "/srv/2")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from localai_cluster import gallery_index
-from localai_cluster.kit import cluster_settings
+from localai_cluster.kit import conf
 from localai_cluster.messaging.messages import Gallery
-from nodes.backends.install import GalleryOffer, is_loopback, offer
+from nodes.backends.node_commands import GalleryOffer, is_loopback, offer
 from tests.support.hostile_yaml import documents
 
 WEB = Gallery("https://example.com/index.yaml", "web")
@@ -104,10 +104,10 @@ def test_a_cluster_url_names_a_file_of_the_folder_and_nothing_else(name: str, tm
 def test_a_cluster_gallery_needs_its_folder() -> None:
     """The error names the setting and what to do."""
     galleries = {"LOCALAI_BACKEND_GALLERIES": '[{"name":"a","url":"cluster:index.yaml"}]'}
-    settings, read = cluster_settings.load(galleries)
+    settings, read = conf.load(galleries)
     (problem,) = read.problems
     assert (problem.setting, "CLUSTER_GALLERY_DIR" in problem.hint) == ("LOCALAI_BACKEND_GALLERIES", True)
-    settings, read = cluster_settings.load({**galleries, "CLUSTER_GALLERY_DIR": "gallery"})
+    settings, read = conf.load({**galleries, "CLUSTER_GALLERY_DIR": "gallery"})
     assert (read.problems, settings.gallery_dir) == ([], Path("gallery").absolute())
 
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import orjson
 import pytest
 
-from nodes.backends import images
+from nodes.backends import upgrade_check
 
 INDEX = orjson.dumps({"manifests": [{"digest": f"sha256:{'1' * 64}"}, {"digest": "no digest"}, "x"]})
 PLAIN = orjson.dumps({"config": {}})
@@ -36,7 +36,12 @@ class Registry(BaseHTTPRequestHandler):
             return self._send(401, b"", **{"WWW-Authenticate": 'Bearer realm="http://other.test/token"'})
         if tag == "silent":
             self.gate.wait(30)
-        bodies = {"index": INDEX, "plain": PLAIN, "locked": PLAIN, "long": b"x" * (images.MANIFEST_LIMIT + 1)}
+        bodies = {
+            "index": INDEX,
+            "plain": PLAIN,
+            "locked": PLAIN,
+            "long": b"x" * (upgrade_check.MANIFEST_LIMIT + 1),
+        }
         return self._send(200 if tag in bodies else 404, bodies.get(tag, b"{}"))
 
     def _send(self, status: int, body: bytes, **headers: str) -> None:
@@ -65,7 +70,7 @@ def registry() -> Iterator[str]:
 async def test_the_digest_of_a_tag_and_of_its_builds(registry: str) -> None:
     """With `oci://` before it or not; a registry that wants a token gets the one that it names."""
     asked = [f"{registry}:index", f"oci://{registry}:plain", f"{registry}:locked"]
-    assert await images.digests(asked) == {
+    assert await upgrade_check.image_digests(asked) == {
         f"{registry}:index": (digest(INDEX), f"sha256:{'1' * 64}"),
         f"oci://{registry}:plain": (digest(PLAIN),),
         f"{registry}:locked": (digest(PLAIN),),
@@ -83,20 +88,24 @@ async def test_what_cannot_be_found_out_is_left_out(registry: str) -> None:
         "no image",
         "",
     ]
-    assert await images.digests([*odd, f"{registry}:plain"]) == {f"{registry}:plain": (digest(PLAIN),)}
+    assert await upgrade_check.image_digests([*odd, f"{registry}:plain"]) == {
+        f"{registry}:plain": (digest(PLAIN),)
+    }
 
 
 async def test_a_silent_registry_costs_its_own_time_only(
     registry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "WITHIN", 0.5)
-    found = await images.digests([f"{registry}:silent", f"{registry}:plain"])
+    monkeypatch.setattr(upgrade_check, "DIGESTS_WITHIN", 0.5)
+    found = await upgrade_check.image_digests([f"{registry}:silent", f"{registry}:plain"])
     assert list(found) == [f"{registry}:plain"]
 
 
 async def test_the_number_of_looks_is_bounded(registry: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MOST", 1)
-    assert list(await images.digests([f"{registry}:index", f"{registry}:plain"])) == [f"{registry}:index"]
+    monkeypatch.setattr(upgrade_check, "MOST", 1)
+    assert list(await upgrade_check.image_digests([f"{registry}:index", f"{registry}:plain"])) == [
+        f"{registry}:index"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,5 +122,5 @@ async def test_the_number_of_looks_is_bounded(registry: str, monkeypatch: pytest
     ],
 )
 def test_an_image_is_a_host_a_path_and_a_tag_or_digest(uri: str, manifest: str | None) -> None:
-    found = images.parse(uri)
+    found = upgrade_check.parse(uri)
     assert (found.manifest if found else None) == manifest

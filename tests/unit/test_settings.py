@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from django.core.checks import run_checks
 
-from localai_cluster.kit import cluster_settings, env
+from localai_cluster.kit import conf, env
 from localai_cluster.kit.env import weak_secret
 
 WRONG = {
@@ -33,7 +33,7 @@ WRONG = {
 @pytest.mark.parametrize("name", [name for name in WRONG if name not in ("LOG_LEVEL", "SECRET_KEY_FILE")])
 def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
     """The setting, what is wrong, what to do; in words, not in the library's."""
-    _, found = cluster_settings.load({name: WRONG[name]})
+    _, found = conf.load({name: WRONG[name]})
     (problem,) = found.problems
     assert problem.setting == name
     assert problem.hint
@@ -55,13 +55,11 @@ def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
 def test_further_hosts_of_nodes_are_checked(text: str, says: str) -> None:
     """The message names the node and the host."""
     with pytest.raises(ValueError, match=says):
-        cluster_settings.parse_node_hosts(text)
+        conf.parse_node_hosts(text)
 
 
 def test_further_hosts_of_nodes_are_read_in_one_spelling() -> None:
-    found, _ = cluster_settings.load(
-        {"CLUSTER_NODE_HOSTS": '{"gpu-1": ["GPU-1.lan.", "[0::1]", "10.0.0.5"], "b": []}'}
-    )
+    found, _ = conf.load({"CLUSTER_NODE_HOSTS": '{"gpu-1": ["GPU-1.lan.", "[0::1]", "10.0.0.5"], "b": []}'})
     assert found.node_hosts == {"gpu-1": {"gpu-1.lan", "::1", "10.0.0.5"}, "b": set()}
 
 
@@ -142,7 +140,7 @@ def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
 @pytest.mark.rule("R3.2", "C41", "C42", "C43", "C44", "T-PFX-1")
 def test_routing_by_prefix_is_on_and_has_the_references_bounds() -> None:
     """All but the threshold of pressure, which is 20 instead of 1 (review R18)."""
-    cluster, environment = cluster_settings.load({})
+    cluster, environment = conf.load({})
     assert not environment.problems
     found = (cluster.prefix_cache, cluster.prefix_match, cluster.prefix_ttl, cluster.prefix_pressure)
     assert found == (True, 0.3, 300.0, 20)
@@ -164,7 +162,7 @@ def test_routing_by_prefix_is_on_and_has_the_references_bounds() -> None:
 def test_the_bounds_of_routing_by_prefix(name: str, wrong: list[str], right: str) -> None:
     """R3.2: what is wrong keeps the process from starting, with the setting's name and what to do."""
     for text in wrong:
-        (problem,) = cluster_settings.load({name: text})[1].problems
+        (problem,) = conf.load({name: text})[1].problems
         assert problem.setting == name
         assert problem.hint.startswith("Use ")
-    assert not cluster_settings.load({name: right})[1].problems
+    assert not conf.load({name: right})[1].problems

@@ -8,7 +8,7 @@ import pytest
 
 from localai_cluster.kit.disk import DiskUsage
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
-from nodes.registry.mass_silence import Held
+from nodes.registry.mass_silence import CurrentHold
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 GIB = 2**30
@@ -76,7 +76,7 @@ def test_all_is_well_and_nothing_asks_for_anything() -> None:
         ),
         (
             "workers",
-            {"held": Held(ago(20), NOW + timedelta(minutes=5), 6, 9), "workers": {"healthy": 9}},
+            {"held": CurrentHold(ago(20), NOW + timedelta(minutes=5), 6, 9), "workers": {"healthy": 9}},
             "error",
             "9 healthy; 6 of 9 nodes fell silent at once; kept until 10:05 UTC",
             ago(20),

@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.gallery_index import GalleryEntry
-from nodes.backends.installed import InstalledBackend, InstalledOn, merge
+from nodes.backends.installed import (
+    InstalledBackend,
+    InstalledOn,
+    Offered,
+    Upgrade,
+    is_image,
+    merge,
+    upgrades,
+)
 from nodes.backends.upgrade_check import offered
-from nodes.backends.upgrade_rules import Offered, Upgrade, is_image, upgrades
 
 OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 IMAGE = "oci://images.test/backends/minilm:latest"

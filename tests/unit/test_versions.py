@@ -3,7 +3,7 @@
 import pytest
 
 from localai_cluster import __version__
-from nodes.registry.node_rows import STOCK, skew
+from nodes.registry.node_rows import STOCK, version_skew
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from nodes.registry.node_rows import STOCK, skew
     ],
 )
 def test_what_is_odd_about_a_version(node_type: str, version: str, weak: bool, said: str) -> None:
-    assert skew(node_type, version, weak=weak) == said
+    assert version_skew(node_type, version, weak=weak) == said

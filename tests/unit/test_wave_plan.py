@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.wave_plan import CANARY, Member, Options, plan
+from nodes.backends.waves import CANARY, Member, Options, plan
 
 members = st.lists(
     st.builds(

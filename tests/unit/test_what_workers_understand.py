@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from localai_cluster.gallery_index import name_of
 from localai_cluster.messaging.codec import decode, encode_galleries
 from localai_cluster.messaging.messages import Gallery, InstallRequest, ProgressEvent, UpgradeRequest
-from nodes.commands.backend_names import understood
-from nodes.commands.layer_progress import Layers
+from nodes.commands.commands import understood
+from nodes.commands.progress_reports import Layers
 
 RECORDED = Path(__file__).parent.parent / "data" / "nats" / "install-progress.jsonl"
 TWO = encode_galleries((Gallery("http://a", "one"), Gallery("http://b", "two")))

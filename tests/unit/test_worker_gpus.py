@@ -14,8 +14,7 @@ import pynvml
 import pytest
 
 from localai_cluster.worker import hardware
-from localai_cluster.worker.config import build
-from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.hardware import (
     Gpu,
     GpuReader,

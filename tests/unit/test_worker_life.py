@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import __version__
+from localai_cluster.kit.addresses import split_host_port
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
 from localai_cluster.worker import hardware, identity
-from localai_cluster.worker.config import Config, build, host_port
-from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
 from localai_cluster.worker.progress import ProgressStream, Tick, event
@@ -78,7 +78,7 @@ def test_an_address_that_was_given_is_never_replaced() -> None:
 @pytest.mark.parametrize("text", ["", "h", "h:", "h:0", "h:65536", "h:x", "::1:5", "h:²"])
 def test_what_is_not_host_and_port(text: str) -> None:
     with pytest.raises(ValueError, match="not host:port"):
-        host_port(text)
+        split_host_port(text)
 
 
 def test_secrets_from_files_and_never_in_repr(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import serving
 from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
-from localai_cluster.worker.config import build
-from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
 from localai_cluster.worker.files.keys import Folders

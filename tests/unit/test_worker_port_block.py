@@ -9,8 +9,7 @@ from threading import Barrier
 
 import pytest
 
-from localai_cluster.worker.config import Config, build
-from localai_cluster.worker.config_table import InvalidSettings
+from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.ports import BLOCK, open_probe_listener
 
 BASE = 21051

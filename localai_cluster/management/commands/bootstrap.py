@@ -26,7 +26,7 @@ from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.resources import write_private
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.env import Environment
-from nodes.registry import identity, joining, services
+from nodes.registry import claims, identity, joining, lifecycle
 from nodes.scheduling import rules, store
 from nodes.scheduling.rules import Rule
 
@@ -81,7 +81,7 @@ class Command(BaseCommand):
             return
         if wanted.copied:
             reason = "the data folder was copied; no worker has reported to this cluster yet"
-            services.lose_contact(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
+            lifecycle.mark_all_silent(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
         self._admin(wanted.password, generated=wanted.generated)
         self._node(wanted.node, wanted.secret)
         if wanted.rules:
@@ -112,7 +112,7 @@ class Command(BaseCommand):
             fingerprint = identity.check_node_secret(secret)
         except errors.InvalidInput as error:
             raise CommandError("CLUSTER_ENROL_SECRET must be 64 lower-case hex digits.") from error
-        services.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
+        claims.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
         self.stdout.write(f"node {name!r} enrolled")
 
     @staticmethod

@@ -26,15 +26,14 @@ from nodes.api.cluster_backends import (
     ExternalSerializer,
     NodesSerializer,
     UpgradeSerializer,
-    body_of,
-    started,
+    admit_command,
+    started_body,
 )
-from nodes.api.installed import installed_list
-from nodes.api.node_backends import SAID, bare_name, install_wish
+from nodes.api.installed import installed_rows
+from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
-from nodes.backends.installed import InstalledBackend
-from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import following, lookup
 from nodes.models import BackendNode, NodeModel
 
@@ -104,7 +103,7 @@ def list_backends(options: Options) -> str:
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]
     if options["json"]:
-        return as_json(installed_list(upgrade_check.Picture(backends, picture.upgrades)))
+        return as_json(installed_rows(upgrade_check.Picture(backends, picture.upgrades)))
     rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
     return table(_LIST, rows) if rows else "no backends"
 
@@ -138,7 +137,7 @@ def install(options: Options) -> str:
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
         )
-    wish, nodes = install_wish(fields, force=options["force"]), _nodes(options)
+    wish, nodes = install_request(fields, force=options["force"]), _nodes(options)
     if options["force"] and not options["yes"]:
         nodes = nodes or everywhere(wish)[0]
         if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend).exists():
@@ -148,7 +147,7 @@ def install(options: Options) -> str:
 
 def upgrade(options: Options) -> str:
     """Upgrade in waves if there are several nodes or an option of waves is given."""
-    wish = Wish(UPGRADE, bare_name(options["name"]))
+    wish = Wish(UPGRADE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
     several = len(nodes or everywhere(wish)[0]) > 1
@@ -161,7 +160,7 @@ def upgrade(options: Options) -> str:
 
 
 def delete(options: Options) -> str:
-    wish = Wish(DELETE, bare_name(options["name"]))
+    wish = Wish(DELETE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
         _confirm("delete", wish, nodes or everywhere(wish)[0])
@@ -213,8 +212,8 @@ def _problem(errors_by_field: Any) -> str:
 
 def _request(options: Options, wish: Wish, fields: dict[str, Any]) -> str:
     """Create the operation, or join it, and follow it."""
-    result = started(Asked((), actor=str(current_actor())), wish, fields)
-    body, id = body_of(result, SAID[wish.kind]), result.operation.id
+    result = admit_command(Asked((), actor=str(current_actor())), wish, fields)
+    body, id = started_body(result, COMMAND_TEXTS[wish.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:
             options["out"].write(f"{body['message']}: operation {id}")

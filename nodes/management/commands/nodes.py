@@ -23,11 +23,13 @@ from localai_cluster.accounts.command_line import (
 )
 from localai_cluster.kit import clock, conf, env, errors
 from localai_cluster.kit.env import parse_duration
-from nodes.api.join import rows
+from nodes.api import join
 from nodes.backends import node_stop
 from nodes.management import lookup, node_texts
 from nodes.models import BackendNode, JoinToken, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
-from nodes.registry import actions, bulk, joining, listing, node_rows, services
+from nodes.registry import actions, bulk, joining, lifecycle, listing, node_rows
+from nodes.registry.claims import accept_conflict, refuse_conflict
+from nodes.registry.labels import edit_labels
 from nodes.registry.shape import CONFLICT
 from nodes.replicas import unload_requests
 
@@ -139,13 +141,13 @@ def _duration(text: str) -> float:
 def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
     given = {name: options[name] for name in filters if options[name] is not None}
-    rows = node_rows.elements(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
+    rows = node_rows.list_rows(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
     return as_json(rows) if options["json"] else node_texts.nodes(rows, clock.now())
 
 
 def show(options: Options) -> str:
     node = lookup.node(options["node"])
-    row = node_rows.detail(node.id)
+    row = node_rows.detail_row(node.id)
     if row is None:
         raise errors.NotFound(f"the node {node.name!r} has just been removed")
     if options["json"]:
@@ -171,19 +173,19 @@ def approve(options: Options) -> str:
     if len(nodes) > 1:
         return _approve_many(options, nodes)
     with lookup.hint_on_refusal("approve", nodes[0]):
-        approved = services.approve(nodes[0].id, actor=current_actor(), now=clock.now())
+        approved = lifecycle.approve(nodes[0].id, actor=current_actor(), now=clock.now())
     if options["json"]:
-        return as_json(node_rows.approved(approved))
+        return as_json(node_rows.approval_body(approved))
     shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
     return _summary(approved.node, actions.APPROVE.message) + shown_once
 
 
 def _approve_many(options: Options, nodes: list[BackendNode]) -> str:
     ids = list(dict.fromkeys(node.id for node in nodes))
-    results = services.approve_many(ids, actor=current_actor(), now=clock.now())
+    results = lifecycle.approve_many(ids, actor=current_actor(), now=clock.now())
     failed = sum(bool(result.error) for result in results)
     if options["json"]:
-        text = as_json(node_rows.outcomes(results))
+        text = as_json(node_rows.approvals_body(results))
     else:
         names = {node.id: node.name for node in nodes}
         text = "\n".join(
@@ -253,7 +255,7 @@ def label(options: Options) -> str:
     labels_to_set, dropped = _labels(options["labels"])
     if labels_to_set or dropped:
         now, actor = clock.now(), current_actor()
-        labels = services.edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
+        labels = edit_labels(node.id, labels_to_set, drop=dropped, actor=actor, now=now)
     else:
         labels = dict(node.label_set.order_by("key").values_list("key", "value"))
     if options["json"]:
@@ -273,8 +275,8 @@ def _labels(texts: list[str]) -> tuple[dict[str, str], list[str]]:
 def decide_conflict(options: Options) -> str:
     """Accept or refuse the claim to be a node."""
     action, decide = {
-        "accept": (actions.ACCEPT, services.accept_conflict),
-        "refuse": (actions.REFUSE, services.refuse_conflict),
+        "accept": (actions.ACCEPT, accept_conflict),
+        "refuse": (actions.REFUSE, refuse_conflict),
     }[options["verb"]]
     node = decide(lookup.conflict(options["conflict"]).id, actor=current_actor(), now=clock.now())
     return _answer(options, node, action.message)
@@ -307,7 +309,7 @@ def make_join_token(options: Options) -> str:
     command = join_script.command(url, plain, wheel)
     warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
     if options["json"]:
-        (row,) = rows([token], clock.now())
+        (row,) = join.token_rows([token], clock.now())
         return as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
     expires = moment(token.expires_at)
     shown = "".join(f"warning: {warning}\n" for warning in warnings)
@@ -317,7 +319,7 @@ def make_join_token(options: Options) -> str:
 
 
 def list_join_tokens(options: Options) -> str:
-    tokens = rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
+    tokens = join.token_rows(JoinToken.objects.all()[:TOKENS_SHOWN], clock.now())
     if options["json"]:
         return as_json(tokens)
     lines = [

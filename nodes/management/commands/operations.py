@@ -13,7 +13,7 @@ from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand
 from localai_cluster.kit import clock, errors
 from nodes.api import operation_verbs
-from nodes.api.cluster_backends import body_of
+from nodes.api.cluster_backends import started_body
 from nodes.api.operations import entry_of, live
 from nodes.backends import wave_requests
 from nodes.backends.backend_requests import Asked
@@ -140,7 +140,7 @@ def retry(options: Options) -> str:
     nodes = [lookup.node(text).id for text in options["node"]]
     result = operation_verbs.again(operation, nodes, Asked((), actor=str(command_line.current_actor())))
     if options["json"]:
-        return command_line.as_json(body_of(result, operation_verbs.AGAIN))
+        return command_line.as_json(started_body(result, operation_verbs.AGAIN))
     if result.operation.id == operation.id:
         return f"operation {operation.id}: {operation_verbs.AGAIN.joined}"
     now = result.operation.id

@@ -23,7 +23,7 @@ from localai_cluster.accounts.command_line import (
 )
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import translate_error
-from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
+from nodes.api.placement import PlacementPlanRequestSerializer, make_plan
 from nodes.loading import load_explanation
 from nodes.models import PlacementRecord
 from nodes.reconcilers import decision_replay
@@ -140,7 +140,7 @@ def plan(options: Options) -> str:
         body["selector"] = dict(options["selector"])
     checked = PlacementPlanRequestSerializer(data=body)
     checked.is_valid(raise_exception=True)
-    row = plan_of(checked.validated_data, clock.now())
+    row = make_plan(checked.validated_data, clock.now())
     if options["json"]:
         return as_json(row)
     return _rule_text(row) if "rule" in row else _plan_text(row)

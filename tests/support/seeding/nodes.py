@@ -17,8 +17,8 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import errors
 from localai_cluster.kit import names as node_names
 from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
-from nodes.registry import services
-from nodes.registry.services import Registration
+from nodes.registry import lifecycle, overrides
+from nodes.registry.registration import Registration, register
 from tests.support.replicas import columns
 from tests.support.seeding import hostile
 
@@ -146,12 +146,12 @@ def _live(rows: Sequence[BackendNode], now: datetime) -> None:
     """What happened to some of them, and strangers who claim to be two of them."""
     task = actors.task("liveness")
     verbs: dict[int, Callable[[BackendNode], object]] = {
-        3: lambda row: services.drain(row.id, actor=ANNA, now=now, reason="new memory"),
-        8: lambda row: services.mark_unhealthy(
+        3: lambda row: lifecycle.drain(row.id, actor=ANNA, now=now, reason="new memory"),
+        8: lambda row: lifecycle.mark_unhealthy(
             row.id, actor=task, now=now, reason="its engines do not answer"
         ),
-        13: lambda row: services.deactivate(row.id, now=now),
-        17: lambda row: services.set_replica_cap(row.id, 4, actor=ANNA, now=now),
+        13: lambda row: lifecycle.deactivate(row.id, now=now),
+        17: lambda row: overrides.set_replica_cap(row.id, 4, actor=ANNA, now=now),
     }
     for number, row in enumerate(rows):
         verb = verbs.get(number % 25)
@@ -164,7 +164,7 @@ def _live(rows: Sequence[BackendNode], now: datetime) -> None:
 def _claim(row: BackendNode, now: datetime) -> None:
     registration = Registration(name=row.name, address="192.0.2.66:50051")
     try:
-        services.register(
+        register(
             registration,
             secret=principals.hash_secret(OTHER_SECRET + row.name),
             source_address="192.0.2.66",

@@ -1,77 +1,71 @@
-"""Events of nodes, conflicts about their identity, and revoked secrets.
-
-`NodeEvent` is append-only and has no foreign key: it outlives its node by the retention. Events are written
-by the transaction that makes the change, so a change and its event exist together or not at all.
-"""
+"""Identity of nodes: join tokens, bus credentials, conflicts and revoked secrets."""
 
 import uuid
 
 from django.db import models
-from django.db.models import Q
+from django.db.models import F, Q
 
 from localai_cluster.kit import clock
 from nodes.models.node import BackendNode
 
 
-class NodeEvent(models.Model):
-    """One event of a node: kind, actor, cause, and the status before and after."""
+class JoinToken(models.Model):
+    """A token that admits `max_uses` new nodes until it expires or is revoked; only its hash is stored."""
 
-    class Kind(models.TextChoices):
-        """The kind of an event."""
-
-        REGISTERED = "registered"
-        APPROVED = "approved"
-        REJECTED = "rejected"
-        DRAINED = "drained"
-        DRAIN_ENDED = "drain_ended"
-        RESUMED = "resumed"
-        DEACTIVATED = "deactivated", "shut down"
-        FELL_SILENT = "fell_silent", "lost contact"
-        HEARD_AGAIN = "heard_again", "back online"
-        SILENCE_HELD = "silence_held", "kept while silent"
-        MARKED_UNHEALTHY = "marked_unhealthy"
-        MARKED_HEALTHY = "marked_healthy"
-        DEREGISTERED = "deregistered"
-        OVERRIDE = "override"
-        LABELS = "labels"
-        CONFLICT = "conflict"
-        CONFLICT_ACCEPTED = "conflict_accepted"
-        CONFLICT_REFUSED = "conflict_refused"
-        ROTATION_REQUESTED = "rotation_requested"
-        ROTATED = "rotated"
-        REVOKED = "revoked"
-        ADDRESS_REFUSED = "address_refused"
-
-    id = models.BigAutoField(primary_key=True)
-    node_id = models.UUIDField()
-    node_name = models.CharField(max_length=255)
-    kind = models.CharField(max_length=24, choices=Kind)
-    at = models.DateTimeField()
-    last_at = models.DateTimeField()
-    """Time of the last repetition of a conflict; otherwise equal to `at`."""
-    count = models.IntegerField(default=1)
-    """Repetitions of a conflict within the minute; otherwise 1."""
-    actor_kind = models.CharField(max_length=16)
-    actor = models.CharField(max_length=150)
-    cause = models.CharField(max_length=255, blank=True, default="")
-    status_before = models.CharField(max_length=16, blank=True, default="")
-    status_after = models.CharField(max_length=16, blank=True, default="")
-    detail = models.JSONField(default=dict, blank=True)
-    request_id = models.CharField(max_length=64, blank=True, default="")
-    repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
-    """Node, kind, cause and minute of an event that is counted instead of repeated; null for all others."""
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    token_hash = models.CharField(max_length=64, unique=True, editable=False)
+    """SHA-256 (hex) of the token."""
+    note = models.CharField(max_length=200, blank=True, default="")
+    created_at = models.DateTimeField(default=clock.now)
+    created_by = models.CharField(max_length=150)
+    expires_at = models.DateTimeField()
+    max_uses = models.IntegerField(default=1)
+    uses = models.IntegerField(default=0)
+    """Number of new nodes that it has admitted."""
+    revoked_at = models.DateTimeField(null=True, blank=True)
+    revoked_by = models.CharField(max_length=150, blank=True, default="")
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    last_used_by = models.CharField(max_length=255, blank=True, default="")
+    """Name of the last node that joined."""
 
     class Meta:
-        db_table = "node_events"
-        verbose_name, verbose_name_plural = "node event", "node events"
-        ordering = ("-id",)
-        indexes = [
-            models.Index(fields=["node_id", "-id"], name="node_event_of"),
-            models.Index(fields=["at"], name="node_event_at"),
+        db_table = "join_tokens"
+        verbose_name, verbose_name_plural = "join token", "join tokens"
+        ordering = ("-created_at", "id")
+        constraints = [
+            models.CheckConstraint(
+                name="join_token_uses_within_limit", condition=Q(uses__gte=0, uses__lte=F("max_uses"))
+            )
         ]
+        indexes = [models.Index(fields=["expires_at"], name="join_token_expires")]
 
     def __str__(self) -> str:
-        return f"{self.node_name}: {self.kind}"
+        return self.note or str(self.pk)[:8]
+
+
+class BusCredential(models.Model):
+    """A user of the bus: a node until its credentials are revoked. Each registration returns a new JWT.
+
+    JWT and seed are not stored; the seed is derived from the account's key, node and salt. There is no
+    foreign key: the credentials of a node that was removed must stay revoked until they expire.
+    """
+
+    public_key = models.CharField(max_length=56, primary_key=True)
+    """The user (`U…`)."""
+    node_id = models.UUIDField(db_index=True)
+    salt = models.CharField(max_length=32)
+    """A new salt after a revocation makes the node another user."""
+    issued_at = models.DateTimeField()
+    expires_at = models.DateTimeField(db_index=True)
+    """Expiry of the last JWT."""
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        db_table = "bus_credentials"
+        verbose_name, verbose_name_plural = "bus credential", "bus credentials"
+
+    def __str__(self) -> str:
+        return self.public_key
 
 
 class NodeConflict(models.Model):

@@ -1,0 +1,72 @@
+"""`tests/checks/words.py`, `modules.py` and `trip.py`: planted modules are counted, and only what counts."""
+
+import ast
+import sys
+from pathlib import Path
+
+from tests.checks import modules, trip, words
+
+SOURCE = '''"""Whether this opens badly, and says so."""
+
+LIMIT = 3
+"""Return is fine."""
+
+
+def made(one, nodes, *, self=None):
+    """Return the nodes."""
+    found = nodes  # what is found
+    return found
+
+
+class Node:
+    def label(self):
+        return "told"
+'''
+
+
+def test_words_of_docstrings_and_bound_names() -> None:
+    """Three of seven names, one of three docstrings, one of twelve words."""
+    counted = words.Words()
+    counted.add("a.py", ast.parse(SOURCE))
+    assert (counted.openers, counted.docstrings, counted.speech) == (1, 3, 1)
+    assert counted.odd_names == {"made": 1, "one": 1, "found": 1}
+    assert counted.names == 6
+    assert counted.per_file == {"a.py": 5}
+    assert "furthest off: a.py 5" in words.report(counted)
+
+
+def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
+    assert modules.code_lines(SOURCE) == 7
+    assert modules.code_lines("x = (\n    1,\n    # why\n    2,\n)\n") == 4
+
+
+def test_sizes_of_a_planted_tree(tmp_path: Path) -> None:
+    package = tmp_path / "nodes"
+    (package / "migrations").mkdir(parents=True)
+    files = {"__init__": "", "a": "import nodes.b\n", "b": "x = 1\n\n\n", "c": "import nodes.b\n"}
+    for name, text in {**files, "d": "import nodes.a\n", "migrations/e": "import nodes.a\n"}.items():
+        (package / f"{name}.py").write_text(text)
+    sizes = modules.measure(tmp_path)
+    assert sizes == modules.Sizes(modules=4, median_length=1, single_importer=1, code_lines=4)
+    assert modules.report(sizes)[2].split()[-8:-6] == ["25", "%"]
+
+
+def test_a_recording_has_functions_files_and_mutual_pairs() -> None:
+    """Functions of tests and of libraries are left out."""
+    recording = trip.Recording()
+    sys.setprofile(recording.profile)
+    try:
+        from localai_cluster.kit import names
+
+        names.key("Node")
+    finally:
+        sys.setprofile(None)
+    assert recording.files == ["localai_cluster/kit/names.py"]
+    assert ("localai_cluster/kit/names.py", "key") in recording.functions
+    recording.calls.update({("a", "b"): None, ("b", "a"): None, ("b", "c"): None})
+    assert recording.mutual_pairs == [("a", "b")]
+
+
+def test_the_tests_of_all_trips_exist_once() -> None:
+    for test in (test for planned in trip.TRIPS for test in planned.tests):
+        assert trip.find_test(test).endswith(f"::{test}")
