@@ -33,7 +33,7 @@ from localai_cluster.web.openapi import Operation, RawRoute, json_body, refusals
 from localai_cluster.web.policy import CSP, policy
 from nodes.api import openapi as api
 from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
-from nodes.dialects.openapi import ROUTES, error_answers
+from nodes.dialects import openapi as inference
 from nodes.live import shapes as live
 from nodes.live import shapes as messages
 
@@ -235,7 +235,7 @@ METRICS: Operation = {
             "description": "The figures, in the text format of Prometheus 0.0.4.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
         },
-        **error_answers(401, 403, 429, 503),
+        **inference.error_answers(401, 403, 429, 503),
     },
 }
 
@@ -250,10 +250,7 @@ RAW_ROUTES: list[RawRoute] = [
 
 def raw_routes() -> list[RawRoute]:
     """Return every route that Django's resolver does not know, such as heartbeats and inference."""
-    inference = [
-        (method, path, operation) for path, methods in ROUTES.items() for method, operation in methods.items()
-    ]
-    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference
+    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference.operations()
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:

@@ -14,18 +14,11 @@ from django.urls import re_path
 from localai_cluster.accounts.sessions import PrincipalMiddleware
 from localai_cluster.kit import database_pool
 from localai_cluster.scraping import MetricsApplication, RowReader
-from localai_cluster.web import wire
 from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
-from nodes.dialects import anthropic, audio_transcriptions, images, models, ollama, retrieval, text
-from nodes.dialects.audio_speech import speech
-from nodes.dialects.models import MODEL_PREFIX, list_models, show_model
-from nodes.dialects.openai_common import LARGEST_BODY
-from nodes.dialects.retrieval import embed, rerank
-from nodes.dialects.tokens import count_tokens, detokenize, tokenize
-from nodes.gateway.endpoint import Endpoint, Handler
+from nodes.dialects import routes as inference
 from nodes.live import watch as nodes
 from nodes.live import worker_logs
 from nodes.registry import heartbeats
@@ -68,54 +61,8 @@ class RawRoute:
     app: Any
 
 
-def _anthropic(handler: Handler) -> Endpoint:
-    return Endpoint("POST", handler, LARGEST_BODY, refused=anthropic.render_error)
-
-
-def _ollama(method: str, handler: Handler, limit: int | None = None) -> Endpoint:
-    return Endpoint(method, handler, limit, refused=ollama.render_error)
-
-
-_embeddings = Endpoint("POST", embed)
-_models = Endpoint("GET", list_models)
-_TEXT = {
-    "/chat/completions": Endpoint("POST", text.chat, LARGEST_BODY),
-    "/completions": Endpoint("POST", text.completions, LARGEST_BODY),
-    "/responses": Endpoint("POST", text.openai_responses, LARGEST_BODY),
-    "/messages": _anthropic(text.messages),
-    "/messages/count_tokens": _anthropic(count_tokens),
-    "/tokenize": Endpoint("POST", tokenize, LARGEST_BODY),
-    "/detokenize": Endpoint("POST", detokenize, LARGEST_BODY),
-    "/rerank": Endpoint("POST", rerank, LARGEST_BODY),
-}
-_MEDIA = {
-    "/audio/transcriptions": Endpoint(
-        "POST", audio_transcriptions.transcribe, audio_transcriptions.LARGEST_BODY, form=True
-    ),
-    "/audio/speech": Endpoint("POST", speech(tells_node=True), wire.MAX_BODY),
-    "/images/generations": Endpoint("POST", images.generate, wire.MAX_BODY),
-}
-
 ROUTES: tuple[RawRoute, ...] = (
-    *(
-        RawRoute("POST", prefix + path, app)
-        for path, app in (_TEXT | _MEDIA).items()
-        for prefix in ("/v1", "")
-    ),
-    RawRoute("POST", "/tts", Endpoint("POST", speech(tells_node=False), wire.MAX_BODY)),
-    RawRoute("POST", "/api/chat", _ollama("POST", text.ollama_chat, LARGEST_BODY)),
-    RawRoute("POST", "/api/generate", _ollama("POST", text.ollama_generate, LARGEST_BODY)),
-    RawRoute("POST", "/api/embed", _ollama("POST", retrieval.ollama_embed)),
-    RawRoute("POST", "/api/embeddings", _ollama("POST", retrieval.ollama_embed_one)),
-    RawRoute("POST", "/api/show", _ollama("POST", models.show)),
-    RawRoute("GET", "/api/tags", _ollama("GET", models.tags)),
-    RawRoute("GET", "/api/ps", _ollama("GET", models.running)),
-    RawRoute("GET", "/api/version", _ollama("GET", models.version)),
-    RawRoute("POST", "/v1/embeddings", _embeddings),
-    RawRoute("POST", "/embeddings", _embeddings),
-    RawRoute("GET", "/v1/models", _models),
-    RawRoute("GET", "/models", _models),
-    RawRoute("GET", MODEL_PREFIX + "{model}", Endpoint("GET", show_model)),
+    *(RawRoute(route.method, path, route.endpoint) for path, route in inference.ROUTES.items()),
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),

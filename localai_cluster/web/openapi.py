@@ -121,17 +121,33 @@ def json_body(schema: Operation, example: Any = None) -> Operation:
 
 def schema_of(body: type[msgspec.Struct]) -> Operation:
     """Return the schema of a raw route's body, in the dialect of OpenAPI 3.0, with its components inlined."""
-    _, components = msgspec.json.schema_components([body])
-    schema: Operation = _in_3_0(components[body.__name__], components)
-    schema.pop("title", None)
-    return schema
+    return _in_3_0(*_components(body))
+
+
+def response_schema_of(body: type[msgspec.Struct]) -> Operation:
+    """Return the schema of a raw route's response: every field is present unless its type admits `UNSET`."""
+    schema, components = _components(body)
+    for component in (schema, *components.values()):
+        component["required"] = [
+            name
+            for name, value in component["properties"].items()
+            if name in component["required"] or "default" in value
+        ]
+        for value in component["properties"].values():
+            value.pop("default", None)
+    return _in_3_0(schema, components)
+
+
+def _components(body: type[msgspec.Struct]) -> tuple[Operation, dict[str, Operation]]:
+    (reference,), components = msgspec.json.schema_components([body])
+    return components.pop(reference["$ref"].rpartition("/")[2]), components
 
 
 def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation:
     """Return a part of a schema with its references inlined; null is neither a type nor a default."""
     if "$ref" in schema:
-        inner = components[schema["$ref"].rpartition("/")[2]]
-        return _in_3_0({name: value for name, value in inner.items() if name != "title"}, components)
+        described = {name: value for name, value in schema.items() if name != "$ref"}
+        return {**_in_3_0(components[schema["$ref"].rpartition("/")[2]], components), **described}
     base = _without_alternatives(schema, components)
     if "anyOf" not in schema:
         return base
@@ -147,7 +163,9 @@ def _in_3_0(schema: Operation, components: Mapping[str, Operation]) -> Operation
 
 def _without_alternatives(schema: Operation, components: Mapping[str, Operation]) -> Operation:
     """Return a part of a schema without its alternatives."""
-    result = {name: value for name, value in schema.items() if name not in ("anyOf", "discriminator")}
+    result = {
+        name: value for name, value in schema.items() if name not in ("anyOf", "discriminator", "title")
+    }
     if result.get("default", ...) is None:
         del result["default"]
     if result.get("required") == []:

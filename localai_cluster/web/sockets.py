@@ -64,7 +64,7 @@ class LiveSocket(AsyncWebsocketConsumer):
     for a socket that was opened.
     """
 
-    channel_layer_alias = "none"  # `operations.changes.fanout` subscribes once for the whole process
+    channel_layer_alias = "none"  # `operations.changes.topics` subscribes once for the whole process
 
     def __init__(
         self,

@@ -1,12 +1,13 @@
 """Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, InvalidInput
@@ -20,6 +21,7 @@ Header = tuple[bytes, bytes]
 MAX_BODY = 4 * 1024 * 1024
 """Bytes of a request's body; documented in the OpenAPI description."""
 
+Int64 = Annotated[int, msgspec.Meta(extra_json_schema={"format": "int64"})]
 T = TypeVar("T", bound=msgspec.Struct)
 
 _LONGEST_PROBLEM = 200
@@ -37,6 +39,49 @@ class Answer:
     status: int = 200
     headers: tuple[Header, ...] = ()
     kind: bytes = b"application/json"
+
+
+class ResponseBody(msgspec.Struct):
+    """Base of the JSON objects in responses of raw routes; a field that may be absent has `UnsetType`."""
+
+
+class LoadProgress(ResponseBody):
+    """Where the load stands, when the wait for it is over but the load goes on."""
+
+    model: str | UnsetType = UNSET
+    state: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                extra_json_schema={"enum": ["pending", "installing", "staging", "loading", "failed"]}
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    node: str | UnsetType = UNSET
+    progress: float | UnsetType = UNSET
+    bytes_sent: Int64 | UnsetType = UNSET
+    total_bytes: Int64 | UnsetType = UNSET
+    file_index: int | UnsetType = UNSET
+    total_files: int | UnsetType = UNSET
+    eta_seconds: int | UnsetType = UNSET
+
+
+class ErrorDetail(ResponseBody):
+    message: str
+    type: str
+    param: Annotated[str | None, msgspec.Meta(description="The field it is about.")]
+    code: str
+
+
+class ErrorBody(ResponseBody):
+    error: ErrorDetail
+    loading: LoadProgress | UnsetType = UNSET
+
+
+def json_answer(body: ResponseBody, status: int = 200, headers: Iterable[Header] = ()) -> Answer:
+    """Return a response with this object as JSON."""
+    return Answer(msgspec.json.encode(body), status, tuple(headers))
 
 
 def client_of(scope: Scope) -> str:
@@ -114,24 +159,27 @@ def message_with_field(error: ClusterError) -> str:
     return error.message if named else f"{error.field}: {error.message}"
 
 
-def error_answer(error: ClusterError) -> Answer:
-    """Return the nested envelope in OpenAI's form: message, type, param, code (§0.4)."""
+def error_body(error: ClusterError) -> ErrorBody:
+    """Return the nested envelope in OpenAI's form (§0.4)."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     loading = error.data.get("loading")
-    body: dict[str, Any] = {
-        "error": {
-            "message": error.message,
-            "type": error.code if loading else kind,
-            "param": error.field,
-            "code": error.code,
-        }
-    }
-    if loading:
-        body["loading"] = loading
-    return Answer(orjson.dumps(body), error.status, tuple(_headers(error)))
+    return ErrorBody(
+        error=ErrorDetail(
+            message=error.message,
+            type=error.code if loading else kind,
+            param=error.field,
+            code=error.code,
+        ),
+        loading=msgspec.convert(loading, LoadProgress) if loading else UNSET,
+    )
 
 
-def _headers(error: ClusterError) -> list[Header]:
+def error_answer(error: ClusterError) -> Answer:
+    """Return the error response in OpenAI's form."""
+    return json_answer(error_body(error), error.status, error_headers(error))
+
+
+def error_headers(error: ClusterError) -> list[Header]:
     if error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
     if (seconds := getattr(error, "retry_after", None)) is not None:

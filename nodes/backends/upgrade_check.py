@@ -25,6 +25,7 @@ from django.db import Error as DatabaseError
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.names import plain
+from localai_cluster.kit.periodic_task import PeriodicTask
 from nodes.backends import automatic, catalogue, installed, node_commands, upgrade_state
 from nodes.backends.installed import OCI, Offered, Upgrade, is_image, upgrades
 from nodes.models import NodeBackend
@@ -226,30 +227,25 @@ def _names() -> set[str]:
     return {folded(name) for name in rows.values_list("name", flat=True).distinct()}
 
 
-class UpgradeChecker:
+class UpgradeChecker(PeriodicTask):
     """Periodic task that makes the due checks; a claim gives each check to one controller."""
 
     def __init__(self, owner: str, *, first_after: float = FIRST_AFTER, rest: float = REST) -> None:
+        super().__init__("upgrade check", self._check_and_follow, interval=LOOK_EVERY, gather=_GATHER)
         self._owner = owner
         self._first_after, self._rest = first_after, rest
-        self._wakeup = asyncio.Event()
-
-    def wake(self) -> None:
-        """Check now if a check is due."""
-        self._wakeup.set()
 
     async def run(self) -> None:
         """Poll after each wake-up and every `LOOK_EVERY` seconds, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._first())
-            while True:
-                self._wakeup.clear()
-                done = await self.check()
-                await self.follow()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY):
-                        await self._wakeup.wait()
-                await asyncio.sleep(self._rest if done else _GATHER)
+            await super().run()
+
+    async def _check_and_follow(self) -> None:
+        done = await self.check()
+        await self.follow()
+        if done:
+            await asyncio.sleep(self._rest)
 
     async def _first(self) -> None:
         await asyncio.sleep(self._first_after)

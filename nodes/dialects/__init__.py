@@ -1,7 +1,6 @@
-"""The OpenAI-compatible edge: raw ASGI applications in front of Django.
+"""The dialects of inference, raw ASGI routes in front of Django (`routes` is their table).
 
-A request moves like this: `endpoint` checks the credential and reads the body -> a surface (`embeddings`,
-`models`) checks the content -> `gateway` picks a replica or waits for a load, calls the engine, counts the
-request out again -> the surface renders the answer. `wire` knows the envelopes, `openapi` describes the
-routes. Sound and images lie in files on the worker of the replica meanwhile (`worker_files`).
+`nodes/gateway/endpoint.py` checks the credential and reads the body, a dialect parses it, `nodes/gateway`
+picks a replica or waits for a load and calls the engine, and the dialect renders the response. Dialects of
+text are pure.
 """

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer, field_error
+from localai_cluster.web.wire import Answer, ResponseBody, field_error
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
@@ -213,6 +213,55 @@ class OutputConfig(msgspec.Struct, frozen=True):
     format: OutputFormat | None = None
 
 
+class TextContent(ResponseBody, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingContent(ResponseBody, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class CallContent(ResponseBody, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+OutputBlock = TextContent | ThinkingContent | CallContent
+
+
+class MessageUsage(ResponseBody):
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: (
+        Annotated[int, msgspec.Meta(description="What the engine remembered, if it says so.")] | UnsetType
+    ) = UNSET
+
+
+class MessageResponse(ResponseBody, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[OutputBlock]
+    stop_reason: Annotated[
+        str, msgspec.Meta(extra_json_schema={"enum": ["end_turn", "max_tokens", "tool_use"]})
+    ]
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class ErrorDetail(ResponseBody):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(ResponseBody, kw_only=True):
+    type: Literal["error"] = "error"
+    error: ErrorDetail
+
+
 class CountBody(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request to count tokens."""
 
@@ -310,56 +359,46 @@ _TYPES = {
 """Error types by HTTP status; every other status is an `api_error`."""
 
 
-def _error(error: ClusterError) -> dict[str, Any]:
+def _error(error: ClusterError) -> AnthropicErrorBody:
     """Return the error envelope. It has no attribute for the field, so the text names it."""
     kind = _TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": wire.message_with_field(error)}}
+    return AnthropicErrorBody(error=ErrorDetail(kind, wire.message_with_field(error)))
 
 
 def render_error(error: ClusterError) -> Answer:
     """Return the error response in Anthropic's envelope."""
-    return Answer(orjson.dumps(_error(error)), error.status, wire.error_answer(error).headers)
+    return wire.json_answer(_error(error), error.status, wire.error_headers(error))
 
 
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
-    content = [_render_block(head, block) for block in blocks.collect_blocks(deltas)]
+    content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
     reason = next((delta.finish for delta in deltas if delta.finish), "stop")
-    return orjson.dumps(_render_message(head, content, _reason(reason), _render_usage(total(deltas, 1))))
+    return msgspec.json.encode(_render_message(head, content, _reason(reason), total(deltas, 1)))
 
 
-def _render_message(
-    head: Head, content: Sequence[Any], reason: str | None, usage: Mapping[str, int]
-) -> dict[str, Any]:
-    return {
-        "id": f"msg_{head.id}",
-        "type": "message",
-        "role": "assistant",
-        "model": head.generation.model,
-        "content": content,
-        "stop_reason": reason,
-        "stop_sequence": None,
-        "usage": usage,
-    }
+def _render_message(head: Head, content: list[OutputBlock], reason: str, usage: Usage) -> MessageResponse:
+    return MessageResponse(
+        id=f"msg_{head.id}",
+        model=head.generation.model,
+        content=content,
+        stop_reason=reason,
+        usage=_render_usage(usage),
+    )
 
 
 def _reason(finish: str) -> str:
     return _REASONS.get(finish, "end_turn")
 
 
-def _render_usage(usage: Usage) -> dict[str, int]:
+def _render_usage(usage: Usage) -> MessageUsage:
     """Return the usage in Anthropic's form.
 
     Cached tokens are excluded from the prompt's, and present only if the engine reported them.
     """
-    fields = {"input_tokens": usage.prompt - (usage.cached or 0), "output_tokens": usage.completion}
-    return fields if usage.cached is None else fields | {"cache_read_input_tokens": usage.cached}
-
-
-def _render_block(head: Head, block: Block) -> dict[str, Any]:
-    if block.kind is BlockKind.CALL:
-        return _opening(head, block) | {"input": blocks.parse_arguments(block.content)}
-    return _opening(head, block) | {_FIELDS[block.kind]: block.content}
+    return MessageUsage(
+        usage.prompt - (usage.cached or 0), usage.completion, UNSET if usage.cached is None else usage.cached
+    )
 
 
 _FIELDS = {BlockKind.THOUGHT: "thinking", BlockKind.TEXT: "text", BlockKind.CALL: "partial_json"}
@@ -370,19 +409,19 @@ _DELTAS = {
 }
 
 
-def _opening(head: Head, block: Block) -> dict[str, Any]:
-    """Return the empty form of a block, which opens it."""
+def _render_block(head: Head, block: Block, content: str) -> OutputBlock:
+    """Return the block with this content; "" for the empty form that opens it."""
     if block.kind is BlockKind.THOUGHT:
-        return {"type": "thinking", "thinking": "", "signature": ""}
+        return ThinkingContent(content)
     if block.kind is BlockKind.TEXT:
-        return {"type": "text", "text": ""}
+        return TextContent(content)
     call = block.call
     identity = call.id or f"toolu_{head.id[:24]}_{call.index}"
-    return {"type": "tool_use", "id": identity, "name": call.name, "input": {}}
+    return CallContent(identity, call.name, blocks.parse_arguments(content))
 
 
 def _render_event(kind: str, **content: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **content}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **content}))
 
 
 class MessageEvents:
@@ -401,11 +440,8 @@ class MessageEvents:
         events = []
         if not self._has_started:
             self._has_started = True
-            events.append(
-                _render_event(
-                    "message_start", message=_render_message(self._head, [], None, _render_usage(Usage()))
-                )
-            )
+            message = msgspec.to_builtins(_render_message(self._head, [], "", Usage()))
+            events.append(_render_event("message_start", message=message | {"stop_reason": None}))
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
@@ -416,7 +452,7 @@ class MessageEvents:
         index, kind = step.block.number, step.block.kind
         if step.change is BlockChange.OPENED:
             return _render_event(
-                "content_block_start", index=index, content_block=_opening(self._head, step.block)
+                "content_block_start", index=index, content_block=_render_block(self._head, step.block, "")
             )
         if step.change is BlockChange.CLOSED:
             return _render_event("content_block_stop", index=index)
@@ -425,7 +461,7 @@ class MessageEvents:
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
-        return b"event: error\ndata: " + orjson.dumps(_error(error)) + b"\n\n"
+        return b"event: error\ndata: " + msgspec.json.encode(_error(error)) + b"\n\n"
 
 
 DIALECT = Dialect(

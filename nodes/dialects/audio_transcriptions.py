@@ -6,12 +6,12 @@ nanoseconds, as the reference's do.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
@@ -20,7 +20,7 @@ from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
 from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult, TranscriptSegment
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import Upload
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
@@ -33,19 +33,30 @@ _SECOND = 1_000_000_000
 _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
 
 
+class TranscriptResponse(ResponseBody, kw_only=True):
+    """All but `text` is of `verbose_json`."""
+
+    task: str | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
+    text: str
+    words: list[dict[str, Any]] | UnsetType = UNSET
+    segments: list[dict[str, Any]] | UnsetType = UNSET
+
+
 def render_transcript(
     form: str, result: TranscriptResult, words: bool, segments: bool
 ) -> tuple[bytes, bytes]:
     """Return the body and its content type. `words` and `segments` select the lists in `verbose_json`."""
     if form == "verbose_json":
-        return orjson.dumps(_verbose(result, words, segments)), _JSON
+        return msgspec.json.encode(_verbose(result, words, segments)), _JSON
     if form == "text":
         return transcript_text(result).encode() + b"\n", _PLAIN
     if form == "srt":
         return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
     if form == "vtt":
         return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
-    return orjson.dumps({"text": transcript_text(result)}), _JSON
+    return msgspec.json.encode(TranscriptResponse(text=transcript_text(result))), _JSON
 
 
 def transcript_text(result: TranscriptResult) -> str:
@@ -53,25 +64,23 @@ def transcript_text(result: TranscriptResult) -> str:
     return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
 
 
-def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Mapping[str, Any]:
-    document: dict[str, Any] = {
-        "task": "transcribe",
-        "language": result.language,
-        "duration": result.duration or _seconds(max((part.end for part in result.segments), default=0)),
-        "text": transcript_text(result),
-    }
-    if words:
-        document["words"] = [
-            {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
-            for part in result.segments
-            for word in part.words
-        ]
-    if segments:
-        document["segments"] = [_segment(part) for part in result.segments]
-    return document
+def _verbose(result: TranscriptResult, words: bool, segments: bool) -> TranscriptResponse:
+    word_list = [
+        {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
+        for part in result.segments
+        for word in part.words
+    ]
+    return TranscriptResponse(
+        task="transcribe",
+        language=result.language,
+        duration=result.duration or _seconds(max((part.end for part in result.segments), default=0)),
+        text=transcript_text(result),
+        words=word_list if words else UNSET,
+        segments=[_segment(part) for part in result.segments] if segments else UNSET,
+    )
 
 
-def _segment(part: TranscriptSegment) -> Mapping[str, Any]:
+def _segment(part: TranscriptSegment) -> dict[str, Any]:
     document = {
         "id": part.id,
         "start": _seconds(part.start),

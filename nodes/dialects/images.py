@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import InvalidInput
@@ -15,7 +14,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import GenerateImageRequest
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
@@ -83,6 +82,16 @@ class ImagesBody(msgspec.Struct, kw_only=True, frozen=True):
         if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
             raise InvalidInput(f"size: each side has {SMALLEST} to {LARGEST} pixels", field="size")
         return width, height
+
+
+class ImageBody(ResponseBody):
+    b64_json: str
+
+
+class ImagesResponse(ResponseBody):
+    id: str
+    created: int
+    data: list[ImageBody]
 
 
 async def generate(request: InferenceRequest) -> Answer:
@@ -155,5 +164,5 @@ async def _draw_images(
 
 def render_response(identifier: str, created: int, images: Sequence[bytes]) -> bytes:
     """Return the response body."""
-    data = [{"b64_json": base64.b64encode(image).decode()} for image in images]
-    return orjson.dumps({"id": identifier, "created": created, "data": data})
+    data = [ImageBody(b64_json=base64.b64encode(image).decode()) for image in images]
+    return msgspec.json.encode(ImagesResponse(id=identifier, created=created, data=data))

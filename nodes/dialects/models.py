@@ -1,15 +1,15 @@
 """Lists of models: OpenAI's `/v1/models`; Ollama's `/api/tags`, `/api/show`, `/api/ps`, `/api/version`."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 from django.db import DatabaseError
 from django.db.models import Sum
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
@@ -24,36 +24,101 @@ MODEL_PREFIX = "/v1/models/"
 """Path prefix of one model; the name after it may contain `/`."""
 
 
+_NEVER = "9999-12-31T00:00:00Z"
+
+
+class ModelBody(ResponseBody, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: Annotated[int, msgspec.Meta(description="When the definition's file was written.")]
+    owned_by: str = "localai"
+    warnings: (
+        Annotated[
+            list[str],
+            msgspec.Meta(description="What of the model's definition is not followed; absent if all is."),
+        ]
+        | UnsetType
+    ) = UNSET
+
+
+class ModelsResponse(ResponseBody, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelBody]
+
+
+class ModelDetails(ResponseBody, kw_only=True):
+    parent_model: str = ""
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(ResponseBody, kw_only=True):
+    name: str
+    model: str
+    size: int = 0
+    """0 for a defined model, because its files are not measured for a list."""
+    digest: str
+    details: ModelDetails
+
+
+class DefinedModel(OllamaModel, kw_only=True):
+    modified_at: str
+
+
+class LoadedModel(OllamaModel, kw_only=True):
+    size_vram: int
+    expires_at: str = _NEVER
+
+
+class TagsResponse(ResponseBody):
+    models: list[DefinedModel]
+
+
+class RunningResponse(ResponseBody):
+    models: list[LoadedModel]
+
+
+class VersionResponse(ResponseBody):
+    version: str
+
+
+class ShowResponse(ResponseBody, kw_only=True):
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    data = [_entry(definition) for definition in await folder.list_definitions()]
-    return Answer(orjson.dumps({"object": "list", "data": data}))
+    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in await folder.list_definitions()]))
 
 
 async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
     definition = await defined(request.path.removeprefix(MODEL_PREFIX))
-    return Answer(orjson.dumps(_entry(definition)))
+    return wire.json_answer(_entry(definition))
 
 
-def _entry(definition: Definition) -> dict[str, Any]:
+def _entry(definition: Definition) -> ModelBody:
     """Return one model in OpenAI's form, with the warnings of its definition."""
-    entry: dict[str, Any] = {
-        "id": definition.name,
-        "object": "model",
-        "created": definition.changed,
-        "owned_by": "localai",
-    }
-    if definition.generation.warnings:
-        entry["warnings"] = list(definition.generation.warnings)
-    return entry
+    return ModelBody(
+        id=definition.name,
+        created=definition.changed,
+        warnings=list(definition.generation.warnings) or UNSET,
+    )
 
 
 VERSION = "0.12.0"
 """The implemented version of Ollama's API; clients refuse older versions."""
-_NEVER = "9999-12-31T00:00:00Z"
 
 
 class ShowBody(msgspec.Struct, frozen=True):
@@ -66,17 +131,17 @@ class ShowBody(msgspec.Struct, frozen=True):
 async def version(request: InferenceRequest) -> Answer:
     """Respond with the version."""
     await confirm(request)
-    return Answer(orjson.dumps({"version": VERSION}))
+    return wire.json_answer(VersionResponse(version=VERSION))
 
 
 async def tags(request: InferenceRequest) -> Answer:
     """Respond with all models that have a definition."""
     await confirm(request)
     models = [
-        _ollama_entry(definition) | {"modified_at": format_time(definition.changed)}
+        DefinedModel(**_identity(definition), modified_at=format_time(definition.changed))
         for definition in await folder.list_definitions()
     ]
-    return Answer(orjson.dumps({"models": models}))
+    return wire.json_answer(TagsResponse(models=models))
 
 
 async def running(request: InferenceRequest) -> Answer:
@@ -87,12 +152,11 @@ async def running(request: InferenceRequest) -> Answer:
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
-        _ollama_entry(definition)
-        | {"size": loaded[definition.name], "size_vram": loaded[definition.name], "expires_at": _NEVER}
+        LoadedModel(**_identity(definition), size=loaded[definition.name], size_vram=loaded[definition.name])
         for definition in await folder.list_definitions()
         if definition.name in loaded
     ]
-    return Answer(orjson.dumps({"models": models}))
+    return wire.json_answer(RunningResponse(models=models))
 
 
 def _loaded_memory() -> dict[str, int]:
@@ -107,17 +171,13 @@ async def show(request: InferenceRequest) -> Answer:
     body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
     definition = await defined(body.model or body.name or "")
     context = definition.options.get("ContextSize")
-    return Answer(
-        orjson.dumps(
-            {
-                "modelfile": "",
-                "parameters": "",
-                "template": definition.generation.template,
-                "details": _ollama_entry(definition)["details"],
-                "model_info": {"general.context_length": context} if context else {},
-                "capabilities": _capabilities(definition),
-                "modified_at": format_time(definition.changed),
-            }
+    return wire.json_answer(
+        ShowResponse(
+            template=definition.generation.template,
+            details=_details(definition),
+            model_info={"general.context_length": context} if context else {},
+            capabilities=_capabilities(definition),
+            modified_at=format_time(definition.changed),
         )
     )
 
@@ -128,19 +188,18 @@ def _capabilities(definition: Definition) -> list[str]:
     return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
 
 
-def _ollama_entry(definition: Definition) -> dict[str, Any]:
-    """Return one model. Its size is 0, because its files are not measured for a list."""
+def _identity(definition: Definition) -> dict[str, Any]:
     return {
         "name": definition.name,
         "model": definition.name,
-        "size": 0,
         "digest": definition.revision,
-        "details": {
-            "parent_model": "",
-            "format": definition.model.rpartition(".")[2] if "." in definition.model else "",
-            "family": definition.backend,
-            "families": [definition.backend],
-            "parameter_size": "",
-            "quantization_level": "",
-        },
+        "details": _details(definition),
     }
+
+
+def _details(definition: Definition) -> ModelDetails:
+    return ModelDetails(
+        format=definition.model.rpartition(".")[2] if "." in definition.model else "",
+        family=definition.backend,
+        families=[definition.backend],
+    )

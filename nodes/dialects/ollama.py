@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, Int64, ResponseBody
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.openai_common import Fraction, NonNegativeInt, Penalty, Stop, Text
 from nodes.dialects.openai_messages import (
@@ -89,6 +89,51 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     tool_calls: Annotated[list[OllamaCall], msgspec.Meta(max_length=128)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
+
+
+class CallFunction(ResponseBody):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCallBody(ResponseBody):
+    id: str
+    function: CallFunction
+
+
+class OllamaMessageBody(ResponseBody, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCallBody] | UnsetType = UNSET
+
+
+class LastLine(ResponseBody, kw_only=True):
+    model: str
+    created_at: str
+    done: bool = True
+    done_reason: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length"]})]
+    total_duration: Int64
+    load_duration: Int64
+    prompt_eval_count: Int64
+    prompt_eval_duration: Int64
+    eval_count: Int64
+    eval_duration: Int64
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class OllamaChatResponse(LastLine, kw_only=True):
+    message: OllamaMessageBody
+
+
+class OllamaGenerateResponse(LastLine, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+class OllamaErrorBody(ResponseBody):
+    error: str
 
 
 class _Body(msgspec.Struct, kw_only=True, frozen=True):
@@ -225,32 +270,25 @@ def _schema(format: str | dict[str, Any] | None) -> str:
 
 KIND = b"application/x-ndjson"
 
-Calls = list[dict[str, Any]]
-Renderer = Callable[[str, str, Calls], dict[str, Any]]
+Renderer = Callable[[str, str, list[OllamaCallBody]], dict[str, Any]]
 """Renders text, thoughts and tool calls in the form of a route."""
 
 
-def _as_message(text: str, thought: str, calls: Calls) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if thought:
-        message["thinking"] = thought
-    if calls:
-        message["tool_calls"] = calls
-    return {"message": message}
+def _as_message(text: str, thought: str, calls: list[OllamaCallBody]) -> dict[str, Any]:
+    return {
+        "message": OllamaMessageBody(content=text, thinking=thought or UNSET, tool_calls=calls or UNSET),
+    }
 
 
-def _as_response(text: str, thought: str, _: Calls) -> dict[str, Any]:
+def _as_response(text: str, thought: str, _: list[OllamaCallBody]) -> dict[str, Any]:
     return {"response": text, **({"thinking": thought} if thought else {})}
-
-
-def error_body(error: ClusterError) -> bytes:
-    """Return the error envelope, which has a text only."""
-    return orjson.dumps({"error": wire.message_with_field(error)})
 
 
 def render_error(error: ClusterError) -> Answer:
     """Return the error response in Ollama's envelope."""
-    return Answer(error_body(error), error.status, wire.error_answer(error).headers)
+    return wire.json_answer(
+        OllamaErrorBody(wire.message_with_field(error)), error.status, wire.error_headers(error)
+    )
 
 
 def _render_line(head: Head, content: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -271,7 +309,6 @@ def _render_end(last: TextDelta) -> dict[str, Any]:
     """Return the finish reason, the durations and the token counts."""
     durations, usage = last.took or Took(), generation.total([last], 1)
     return {
-        "done": True,
         "done_reason": "length" if last.finish == "length" else "stop",
         "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
         "load_duration": to_nanoseconds(durations.load),
@@ -282,54 +319,52 @@ def _render_end(last: TextDelta) -> dict[str, Any]:
     }
 
 
-def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> Calls:
+def _render_calls(head: Head, pieces: Sequence[ToolPiece]) -> list[OllamaCallBody]:
     return [
-        {
-            "id": piece.id or f"call_{head.id[:24]}_{piece.index}",
-            "function": {
-                "index": index,
-                "name": piece.name,
-                "arguments": blocks.parse_arguments(piece.arguments),
-            },
-        }
+        OllamaCallBody(
+            piece.id or f"call_{head.id[:24]}_{piece.index}",
+            CallFunction(index, piece.name, blocks.parse_arguments(piece.arguments)),
+        )
         for index, piece in enumerate(pieces)
     ]
 
 
-def response_renderer(render: Renderer) -> Callable[[Head, Sequence[TextDelta]], bytes]:
+def response_renderer(
+    response: type[LastLine], render: Renderer
+) -> Callable[[Head, Sequence[TextDelta]], bytes]:
     """Return a function that renders a complete response in this form."""
 
-    def render_whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
         choice: FoldedChoice = generation.folded(deltas, 1)[0]
         last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-        document = _render_line(
-            head,
-            render(choice.text, choice.reasoning, _render_calls(head, choice.tools)),
-            **_render_end(last),
-        )
-        return orjson.dumps(document | ({"logprobs": choice.logprobs} if choice.logprobs else {}))
+        content = render(choice.text, choice.reasoning, _render_calls(head, choice.tools))
+        fields = _render_line(head, content, **_render_end(last), logprobs=choice.logprobs or UNSET)
+        return msgspec.json.encode(response(**fields))
 
-    return render_whole
+    return render_response
 
 
 class OllamaLines:
     """The stream of one response."""
 
-    def __init__(self, head: Head, render: Renderer) -> None:
+    def __init__(self, head: Head, response: type[LastLine], render: Renderer) -> None:
+        self._response = response
         self._head = head
         self._render = render
         self._calls: list[ToolPiece] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the lines of these deltas."""
-        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._render_delta(delta))
+        return b"".join(
+            msgspec.json.encode(line) + b"\n" for delta in deltas for line in self._render_delta(delta)
+        )
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return the line that ends a failed response."""
-        return error_body(error) + b"\n"
+        return render_error(error).body + b"\n"
 
-    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
-        lines = []
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any] | LastLine]:
+        lines: list[dict[str, Any] | LastLine] = []
         self._calls.extend(delta.tools)
         if delta.text or delta.reasoning or delta.logprobs:
             logprobs = {"logprobs": delta.logprobs} if delta.logprobs else {}
@@ -339,15 +374,22 @@ class OllamaLines:
             if calls := generation.joined(self._calls):
                 calls_piece = self._render("", "", _render_calls(self._head, calls))
                 lines.append(_render_line(self._head, calls_piece, done=False))
-            lines.append(_render_line(self._head, self._render("", "", []), **_render_end(delta)))
+            fields = _render_line(self._head, self._render("", "", []), **_render_end(delta))
+            lines.append(self._response(**fields))
         return lines
 
 
-def _dialect(read: Callable[[Mapping[str, Any]], generation.Generation], render: Renderer) -> Dialect:
+def _dialect(
+    read: Callable[[Mapping[str, Any]], generation.Generation], response: type[LastLine], render: Renderer
+) -> Dialect:
     return Dialect(
-        read, lambda head: OllamaLines(head, render), response_renderer(render), kind=KIND, keep_alive=b" "
+        read,
+        lambda head: OllamaLines(head, response, render),
+        response_renderer(response, render),
+        kind=KIND,
+        keep_alive=b" ",
     )
 
 
-CHAT = _dialect(parse_chat, _as_message)
-GENERATE = _dialect(parse_generate, _as_response)
+CHAT = _dialect(parse_chat, OllamaChatResponse, _as_message)
+GENERATE = _dialect(parse_generate, OllamaGenerateResponse, _as_response)

@@ -4,12 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
+from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
-from nodes.dialects.openai_common import DONE, Chunks, PositiveInt, SamplingBody, render_event
+from nodes.dialects.openai_common import (
+    DONE,
+    Chunks,
+    FinishReason,
+    PositiveInt,
+    SamplingBody,
+    UsageBody,
+    render_event,
+)
 from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
 from nodes.gateway import generation, schemas
 from nodes.gateway.generation import (
@@ -59,6 +68,41 @@ class ChatBody(SamplingBody, kw_only=True, frozen=True):
     parallel_tool_calls: bool | None = None
     response_format: AnyText | AnyJson | JsonOfSchema | None = None
     modalities: list[Literal["text"]] | None = None
+
+
+class CallArguments(ResponseBody):
+    name: str
+    arguments: str
+
+
+class CallBody(ResponseBody, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CallArguments
+
+
+class MessageBody(ResponseBody, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class ChatChoice(ResponseBody):
+    index: int
+    message: MessageBody
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatResponse(ResponseBody, kw_only=True):
+    id: Annotated[str, msgspec.Meta(description="The request's id, as in X-Correlation-ID.")]
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
 
 
 REFUSED = {
@@ -122,45 +166,36 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     request = head.generation
     choices = [
-        {
-            "index": index,
-            "message": _message(head, index, choice),
-            "logprobs": {"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
-            "finish_reason": choice.finish,
-        }
+        ChatChoice(
+            index=index,
+            message=_message(head, index, choice),
+            logprobs={"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
+            finish_reason=choice.finish,
+        )
         for index, choice in enumerate(generation.folded(deltas, request.choices))
     ]
-    return orjson.dumps(
-        {
-            "id": head.id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": request.model,
-            "choices": choices,
-            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
-        }
+    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    return msgspec.json.encode(
+        ChatResponse(id=head.id, created=head.created, model=request.model, choices=choices, usage=usage)
     )
 
 
-def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
-    # As in OpenAI's API, a response with tool calls only has no content.
-    content = None if choice.tools and not choice.text else choice.text
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
-    if choice.tools:
-        message["tool_calls"] = [
-            {
-                "id": piece.id or _call_id(head, index, piece),
-                "type": "function",
-                "function": {
-                    "name": piece.name,
-                    "arguments": piece.arguments or _default_arguments(choice.finish),
-                },
-            }
-            for piece in choice.tools
-        ]
-    return message
+def _message(head: Head, index: int, choice: FoldedChoice) -> MessageBody:
+    calls = [
+        CallBody(
+            id=piece.id or _call_id(head, index, piece),
+            function=CallArguments(
+                name=piece.name, arguments=piece.arguments or _default_arguments(choice.finish)
+            ),
+        )
+        for piece in choice.tools
+    ]
+    return MessageBody(
+        # As in OpenAI's API, a response with tool calls only has no content.
+        content=None if calls and not choice.text else choice.text,
+        reasoning_content=choice.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
@@ -244,7 +279,7 @@ class ChatChunks(Chunks):
         usage = generation.total(self._ended, self._head.generation.n)
         return self._chunk([], openai_common.render_usage(usage))
 
-    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[Any], usage: UsageBody | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "chat.completion.chunk",

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
+from localai_cluster.web.wire import ResponseBody
 from nodes.gateway import schemas
 from nodes.gateway.generation import Sampling, TextDelta, Usage
 
@@ -34,6 +35,26 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
 Stop = Text | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
+
+
+FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
+
+
+class PromptTokens(ResponseBody):
+    cached_tokens: int
+
+
+class UsageBody(ResponseBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: (
+        Annotated[
+            PromptTokens,
+            msgspec.Meta(description="What of the prompt the engine remembered; only if it says so."),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -106,16 +127,14 @@ def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None
             raise InvalidInput(f"{name}: {reason}", field=name)
 
 
-def render_usage(tokens: Usage) -> dict[str, Any]:
+def render_usage(tokens: Usage) -> UsageBody:
     """Return the usage in OpenAI's form, with cached tokens only if the engine reported them."""
-    fields: dict[str, Any] = {
-        "prompt_tokens": tokens.prompt,
-        "completion_tokens": tokens.completion,
-        "total_tokens": tokens.prompt + tokens.completion,
-    }
-    if tokens.cached is not None:
-        fields["prompt_tokens_details"] = {"cached_tokens": tokens.cached}
-    return fields
+    return UsageBody(
+        prompt_tokens=tokens.prompt,
+        completion_tokens=tokens.completion,
+        total_tokens=tokens.prompt + tokens.completion,
+        prompt_tokens_details=UNSET if tokens.cached is None else PromptTokens(cached_tokens=tokens.cached),
+    )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -123,7 +142,7 @@ DONE = b"data: [DONE]\n\n"
 
 def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one event."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Chunks(ABC):

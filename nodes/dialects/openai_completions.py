@@ -1,21 +1,23 @@
 """OpenAI's legacy completions, `POST /v1/completions`: the model continues a prompt. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web import wire
+from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import (
     DONE,
     MOST_CHOICES,
     Chunks,
+    FinishReason,
     NonNegativeInt,
     SamplingBody,
     Text,
+    UsageBody,
     render_event,
 )
 from nodes.gateway import generation
@@ -42,6 +44,22 @@ class CompletionBody(SamplingBody, kw_only=True, frozen=True):
         ),
     ]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+class CompletionChoice(ResponseBody):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class CompletionResponse(ResponseBody, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
 
 
 REFUSED = {
@@ -95,23 +113,19 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     request = head.generation
     choices = [
-        {
-            "index": index,
-            "text": choice.text,
-            "logprobs": _logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
-            "finish_reason": choice.finish,
-        }
+        CompletionChoice(
+            index=index,
+            text=choice.text,
+            logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
+            finish_reason=choice.finish,
+        )
         for index, choice in enumerate(generation.folded(deltas, request.choices))
     ]
-    return orjson.dumps(
-        {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": request.model,
-            "choices": choices,
-            "usage": openai_common.render_usage(generation.total(deltas, request.n)),
-        }
+    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    return msgspec.json.encode(
+        CompletionResponse(
+            id=head.id, created=head.created, model=request.model, choices=choices, usage=usage
+        )
     )
 
 
@@ -161,7 +175,7 @@ class CompletionChunks(Chunks):
                 events.append(self._chunk([], openai_common.render_usage(usage)))
         return events
 
-    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choices: list[Any], usage: UsageBody | None = None) -> bytes:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "text_completion",

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import field_error
+from localai_cluster.web.wire import ResponseBody, field_error
 from nodes.dialects import blocks, openai_common, openai_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import Fraction, PositiveInt, Text
@@ -189,6 +188,18 @@ class TextConfig(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
 
 
+class ResponseObject(ResponseBody, kw_only=True):
+    """OpenAI's `response`, which also repeats what the request said."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["completed", "incomplete"]})]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
 
@@ -299,7 +310,7 @@ _EVENT_NAMES = {
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return orjson.dumps(_final_response(head, blocks.collect_blocks(deltas), last))
+    return msgspec.json.encode(_final_response(head, blocks.collect_blocks(deltas), last))
 
 
 def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
@@ -394,12 +405,12 @@ class ResponseEvents:
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return an `error` event, which clients raise, and the response with the content so far."""
-        error_fields = orjson.loads(wire.error_answer(error).body)["error"]
+        error_fields = wire.error_body(error).error
         events = [self._start_events()] if not self._number else []
-        flat_fields = {name: error_fields[name] for name in ("code", "message", "param")}
+        flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
         items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
-        reason = {"code": "server_error", "message": error_fields["message"]}
+        reason = {"code": "server_error", "message": error_fields.message}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
         )
@@ -445,7 +456,7 @@ class ResponseEvents:
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        content_json = orjson.dumps({"type": kind, "sequence_number": self._number, **content})
+        content_json = msgspec.json.encode({"type": kind, "sequence_number": self._number, **content})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import orjson
+from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import InvalidInput
@@ -22,7 +22,7 @@ from localai_cluster.rpc.messages import (
     RerankResult,
 )
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
@@ -46,6 +46,26 @@ Tokens = Annotated[list[NonNegativeInt], msgspec.Meta(min_length=1)]
 Texts = Annotated[list[Text | NonNegativeInt | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 Input = str | tuple[int, ...]
 """A text, or its token ids."""
+
+
+class EmbeddingBody(ResponseBody, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Annotated[
+        list[float] | str, msgspec.Meta(description="Numbers, or base64 of little-endian float32.")
+    ]
+
+
+class EmbeddingsUsage(ResponseBody):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(ResponseBody, kw_only=True):
+    object: Literal["list"] = "list"
+    model: str
+    data: list[EmbeddingBody]
+    usage: EmbeddingsUsage
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -168,16 +188,16 @@ def _check_result(result: EmbeddingResult, dimensions: int | None) -> None:
 def render_response(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     """Return the response body."""
     tokens = count_tokens(results)
-    form: Callable[[Sequence[float]], object] = (
-        _encode_base64 if body.encoding_format == "base64" else to_float32
-    )
+    is_base64 = body.encoding_format == "base64"
     data = [
-        {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
+        EmbeddingBody(
+            index=index,
+            embedding=_encode_base64(result.embeddings) if is_base64 else vector_json(result.embeddings),
+        )
         for index, result in enumerate(results)
     ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "data": data, "model": body.model, "usage": usage}
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+    usage = EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return msgspec.json.encode(EmbeddingsResponse(model=body.model, data=data, usage=usage))
 
 
 def count_tokens(results: Sequence[EmbeddingResult]) -> int:
@@ -185,17 +205,30 @@ def count_tokens(results: Sequence[EmbeddingResult]) -> int:
     return sum(result.prompt_tokens or result.tokens for result in results)
 
 
-def to_float32(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
-    """Return the vector in single precision, as the engine sent it.
+def vector_json(numbers: Sequence[float]) -> Any:
+    """Return the vector as JSON, in single precision, as the engine sent it.
 
     It prints in the fewest digits that parse to the same number.
     """
-    return np.array(numbers, dtype=np.float32)
+    vector = np.array(numbers, dtype=np.float32)
+    return msgspec.Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _encode_base64(numbers: Sequence[float]) -> str:
     """Return base64 of little-endian float32, as the openai client decodes it."""
-    return base64.b64encode(to_float32(numbers).astype("<f4").tobytes()).decode()
+    return base64.b64encode(np.array(numbers, dtype="<f4").tobytes()).decode()
+
+
+class EmbedResponse(ResponseBody, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OlderEmbedResponse(ResponseBody):
+    embedding: list[float]
 
 
 class EmbedBody(msgspec.Struct, frozen=True):
@@ -219,14 +252,13 @@ async def ollama_embed(request: InferenceRequest) -> Answer:
     body = wire.parse_struct(wire.parse_json_object(request.body), EmbedBody)
     fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
     results = await compute_embeddings(request, parse_request(fields))
-    answer = {
-        "model": body.model,
-        "embeddings": [to_float32(result.embeddings) for result in results],
-        "total_duration": to_nanoseconds(clock.monotonic() - started_at),
-        "load_duration": 0,
-        "prompt_eval_count": count_tokens(results),
-    }
-    return _ollama_answer(request, answer)
+    response = EmbedResponse(
+        model=body.model,
+        embeddings=[vector_json(result.embeddings) for result in results],
+        total_duration=to_nanoseconds(clock.monotonic() - started_at),
+        prompt_eval_count=count_tokens(results),
+    )
+    return wire.json_answer(response, headers=node_header(request))
 
 
 async def ollama_embed_one(request: InferenceRequest) -> Answer:
@@ -237,12 +269,9 @@ async def ollama_embed_one(request: InferenceRequest) -> Answer:
     except InvalidInput as error:
         raise InvalidInput(error.message, field="prompt") from error
     (result,) = await compute_embeddings(request, body_for_vectors)
-    return _ollama_answer(request, {"embedding": to_float32(result.embeddings)})
-
-
-def _ollama_answer(request: InferenceRequest, document: dict[str, Any]) -> Answer:
-    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Answer(body, headers=tuple(node_header(request)))
+    return wire.json_answer(
+        OlderEmbedResponse(embedding=vector_json(result.embeddings)), headers=node_header(request)
+    )
 
 
 MOST_DOCUMENTS = 2048
@@ -252,6 +281,27 @@ class RerankDocument(msgspec.Struct, frozen=True):
     """A document."""
 
     text: str
+
+
+class RankedDocument(ResponseBody):
+    text: str
+
+
+class RankedEntry(ResponseBody):
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class RerankUsage(ResponseBody):
+    total_tokens: int
+    prompt_tokens: int
+
+
+class RerankResponse(ResponseBody):
+    model: str
+    usage: RerankUsage
+    results: list[RankedEntry]
 
 
 class RerankBody(msgspec.Struct, frozen=True):
@@ -282,17 +332,20 @@ async def rerank(request: InferenceRequest) -> Answer:
         return await engine.rerank(call, request.deadline - clock.monotonic())
 
     result = await gateway.current().run(request, work)
-    return Answer(orjson.dumps(render_ranking(body, result)), headers=tuple(node_header(request)))
+    return wire.json_answer(render_ranking(body, result), headers=node_header(request))
 
 
-def render_ranking(body: RerankBody, result: RerankResult) -> dict[str, Any]:
+def render_ranking(body: RerankBody, result: RerankResult) -> RerankResponse:
     """Return the response: the best documents first, at most `top_n` even if the engine sends more."""
     best = sorted(result.results, key=lambda document: document.relevance_score, reverse=True)
-    entries = []
-    for document in best[: body.top_n]:
-        entry: dict[str, Any] = {"index": document.index, "relevance_score": document.relevance_score}
-        if body.return_documents is not False:
-            entry["document"] = {"text": document.text}
-        entries.append(entry)
-    usage = {"total_tokens": result.usage.total_tokens, "prompt_tokens": result.usage.prompt_tokens}
-    return {"model": body.model, "usage": usage, "results": entries}
+    has_documents = body.return_documents is not False
+    entries = [
+        RankedEntry(
+            document.index,
+            document.relevance_score,
+            RankedDocument(document.text) if has_documents else UNSET,
+        )
+        for document in best[: body.top_n]
+    ]
+    usage = RerankUsage(result.usage.total_tokens, result.usage.prompt_tokens)
+    return RerankResponse(body.model, usage, entries)

@@ -5,17 +5,15 @@ renders. Without a template the engine also receives the conversation and may us
 the reference's engines count the plain texts.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import orjson
 
 from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.anthropic import CountBody
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
@@ -38,9 +36,21 @@ class DetokenizeBody(msgspec.Struct, frozen=True):
     tokens: Annotated[list[NonNegativeInt], msgspec.Meta(max_length=1_000_000)]
 
 
+class TokensResponse(ResponseBody):
+    tokens: list[int]
+
+
+class TextResponse(ResponseBody):
+    content: str
+
+
+class CountResponse(ResponseBody):
+    input_tokens: int
+
+
 async def tokenize(request: InferenceRequest) -> Answer:
     """Respond with the token ids of a text."""
-    body = wire.parse_struct(_fields(request), TokenizeBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), TokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
@@ -48,12 +58,12 @@ async def tokenize(request: InferenceRequest) -> Answer:
     async def work(engine: BackendClient) -> list[int]:
         return list((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
 
-    return Answer(orjson.dumps({"tokens": await gateway.current().run(request, work)}))
+    return wire.json_answer(TokensResponse(tokens=await gateway.current().run(request, work)))
 
 
 async def detokenize(request: InferenceRequest) -> Answer:
     """Respond with the text of token ids."""
-    body = wire.parse_struct(_fields(request), DetokenizeBody)
+    body = wire.parse_struct(wire.parse_json_object(request.body), DetokenizeBody)
     definition = await defined(body.model)
     request.model = definition.name
     call = DetokenizeRequest(tokens=body.tokens)
@@ -61,11 +71,7 @@ async def detokenize(request: InferenceRequest) -> Answer:
     async def work(engine: BackendClient) -> str:
         return (await engine.detokenize(call, request.deadline - clock.monotonic())).content
 
-    return Answer(orjson.dumps({"content": await gateway.current().run(request, work)}))
-
-
-def _fields(request: InferenceRequest) -> Mapping[str, Any]:
-    return wire.parse_json_object(request.body)
+    return wire.json_answer(TextResponse(content=await gateway.current().run(request, work)))
 
 
 async def count_tokens(request: InferenceRequest) -> Answer:
@@ -82,4 +88,4 @@ async def count_tokens(request: InferenceRequest) -> Answer:
     async def work(engine: BackendClient) -> int:
         return len((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
 
-    return Answer(orjson.dumps({"input_tokens": await gateway.current().run(request, work)}))
+    return wire.json_answer(CountResponse(input_tokens=await gateway.current().run(request, work)))

@@ -28,8 +28,7 @@ from localai_cluster.kit import clock, conf, disk
 from localai_cluster.kit.database_pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
-from nodes.gateway.prefix_statement import EXCHANGE_BY_PREFIX
-from nodes.gateway.request import InferenceRequest, PickWish, Replica
+from nodes.gateway.request import InferenceRequest, PickRequest, Replica
 from nodes.models import PhaseReason
 from nodes.registry import dial_targets
 from nodes.replicas import statements, terminations
@@ -90,6 +89,70 @@ Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
 def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
     """Return no weights: picks ignore prefixes."""
     return ()
+
+
+class _Exchange:
+    """The requests of one statement, its document, and the numbers under which their replicas return.
+
+    Equal pick requests have one number, `ask`. Those of one scope (model and allowed nodes) that a rule
+    routes without prefixes are spread together under the number of the scope, which is below 0.
+    """
+
+    def __init__(self, requests: list[InferenceRequest], released: Counter[UUID]) -> None:
+        self.requests = requests
+        self._released = released
+        self._asks: dict[PickRequest, int] = {}
+        self._scopes: dict[tuple[str, frozenset[UUID] | None], int] = {}
+        self._picks: Counter[tuple[int, str]] = Counter()
+        self.numbers: list[tuple[int, ...]] = []
+        """The numbers under which a replica may return, for each request."""
+        for request in requests:
+            if not request.model:
+                self.numbers.append(())
+                continue
+            pick_request = request.pick_request
+            ask = self._asks.setdefault(pick_request, len(self._asks))
+            scope = self._scopes.setdefault(pick_request.scope, -1 - len(self._scopes))
+            self._picks[ask, request.key_hash] += 1
+            self.numbers.append((ask,) if pick_request.cached_ratio is None else (ask, scope))
+
+    def document(self, weights: Weights) -> dict[str, Any]:
+        """Return the statement's document; the prefix weights only if a pick has a prompt."""
+        pick_requests = list(self._asks)
+        document = {
+            "keys": list({request.key_hash for request in self.requests if request.key_hash}),
+            "picks": [
+                self._pick(pick_requests[ask], ask) | {"key": key, "n": n}
+                for (ask, key), n in self._picks.items()
+            ],
+            "releases": [{"id": replica, "n": n} for replica, n in self._released.items()],
+        }
+        models = {ask.model for ask in pick_requests if ask.cached_ratio is not None}
+        if not models:
+            return document
+        cluster = conf.cluster()
+        return document | {
+            "thresholds": {
+                "match": cluster.prefix_match,
+                "abs": cluster.prefix_balance_abs,
+                "rel": cluster.prefix_balance_rel,
+            },
+            "weights": {
+                model: {f"{node}/{index}": weight for (node, index), weight in weights(model)}
+                for model in models
+            },
+        }
+
+    def _pick(self, pick_request: PickRequest, ask: int) -> dict[str, Any]:
+        return {
+            "ask": ask,
+            "scope": self._scopes[pick_request.scope],
+            "model": pick_request.model,
+            "nodes": None if pick_request.candidates is None else list(pick_request.candidates),
+            "node": pick_request.preferred and pick_request.preferred[0],
+            "index": pick_request.preferred and pick_request.preferred[1],
+            "ratio": pick_request.cached_ratio,
+        }
 
 
 class Picker:
@@ -237,37 +300,17 @@ class Picker:
         released, self._released = self._released, Counter()
         if not requests and not released:
             return
-        pick_numbers = _PickNumbers(requests)
-        document = _exchange_document(requests, pick_numbers, released)
-        statement = statements.EXCHANGE
-        if pick_numbers.by_prefix:
-            statement = EXCHANGE_BY_PREFIX
-            document |= self._prefix_parameters(pick_numbers)
-        values = (str(self.process_id), clock.now().isoformat(), orjson.dumps(document).decode())
+        exchange = _Exchange(requests, released)
+        document = orjson.dumps(exchange.document(self._weights)).decode()
+        values = (str(self.process_id), clock.now().isoformat(), document)
         try:
-            rows = await self._connection.rows(statement, values)
+            rows = await self._connection.rows(statements.EXCHANGE, values)
         except (*_REPEATABLE, *UNREACHABLE) as error:
             # The statement may have taken effect: a settlement comes before the next exchange.
             self._unsettled = True
             self._waiting = [*self._retryable(requests, error), *self._waiting]
         else:
-            self._distribute(requests, pick_numbers, rows)
-
-    def _prefix_parameters(self, pick_numbers: "_PickNumbers") -> dict[str, Any]:
-        cluster = conf.cluster()
-        models = dict.fromkeys(pick_request.model for pick_request in pick_numbers.by_prefix)
-        return {
-            "thresholds": {
-                "match": cluster.prefix_match,
-                "abs": cluster.prefix_balance_abs,
-                "rel": cluster.prefix_balance_rel,
-            },
-            "weights": [
-                {"model": model, "node": node, "index": index, "weight": weight}
-                for model in models
-                for (node, index), weight in self._weights(model)
-            ],
-        }
+            self._distribute(exchange, rows)
 
     def _retryable(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
@@ -280,31 +323,27 @@ class Picker:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.picked.done()]
 
-    def _distribute(
-        self, requests: list[InferenceRequest], pick_numbers: "_PickNumbers", rows: list[tuple[Any, ...]]
-    ) -> None:
+    def _distribute(self, exchange: _Exchange, rows: list[tuple[Any, ...]]) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
-        remembered: dict[int, bool | None] = {}
-        for replica, node, name, text, number, flag, token, pick_number, index, *prefix_flags in rows:
+        is_cached: dict[int, bool | None] = {}
+        for replica, node, name, text, number, flag, token, ask, index, has_prefix in rows:
             if replica is None:
                 owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
                 picked = Replica(replica, node, index, name, text, dial_targets.bearer(token, flag))
-                replicas.setdefault(pick_number, []).extend([picked] * number)
-                remembered[pick_number] = prefix_flags[0] if prefix_flags else None
-        for request in requests:
+                replicas.setdefault(ask, []).extend([picked] * number)
+                is_cached[ask] = has_prefix
+        for request, numbers in zip(exchange.requests, exchange.numbers, strict=True):
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 self.confirmed_keys.discard(request.key_hash)
                 _fail(request, WrongKey())
                 continue
-            pick_number = next(
-                (pick_number for pick_number in pick_numbers.of(request) if replicas.get(pick_number)), None
-            )
-            request.remembered = remembered.get(pick_number) if pick_number is not None else None
-            self._answer(request, owner, replicas[pick_number].pop() if pick_number is not None else None)
+            ask = next((number for number in numbers if replicas.get(number)), None)
+            request.is_prefix_cached = is_cached.get(ask) if ask is not None else None
+            self._answer(request, owner, replicas[ask].pop() if ask is not None else None)
 
     def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
         if request.picked.done():
@@ -329,68 +368,6 @@ class Picker:
 def _fail(request: InferenceRequest, error: Exception) -> None:
     if not request.picked.done():
         request.picked.set_exception(error)
-
-
-class _PickNumbers:
-    """The distinct pick requests of one exchange, numbered.
-
-    A request with a cached prefix ratio (`share`) has a second number below 0. Requests that differ only in
-    their prompts share that number.
-    """
-
-    def __init__(self, requests: Iterable[InferenceRequest]) -> None:
-        pick_requests = dict.fromkeys(request.wish for request in requests if request.model)
-        self.by_prefix = [pick_request for pick_request in pick_requests if pick_request.share is not None]
-        promptless = dict.fromkeys(pick_request.whichever for pick_request in self.by_prefix)
-        self._numbers = {pick_request: number for number, pick_request in enumerate(pick_requests)}
-        self._promptless_numbers = {
-            pick_request: -1 - number for number, pick_request in enumerate(promptless)
-        }
-
-    def number(self, pick_request: PickWish) -> int:
-        """Return the request's own number."""
-        return self._numbers[pick_request]
-
-    def promptless_number(self, pick_request: PickWish) -> int | None:
-        """Return the number shared by requests that differ only in their prompts, or None."""
-        return None if pick_request.share is None else self._promptless_numbers[pick_request.whichever]
-
-    def of(self, request: InferenceRequest) -> tuple[int, ...]:
-        """Return the numbers under which the exchange may have returned a replica for the request."""
-        if not request.model:
-            return ()
-        pick_request = request.wish
-        own_number, promptless_number = self._numbers[pick_request], self.promptless_number(pick_request)
-        return (own_number,) if promptless_number is None else (own_number, promptless_number)
-
-
-def _exchange_document(
-    requests: Iterable[InferenceRequest], pick_numbers: _PickNumbers, released: Counter[UUID]
-) -> dict[str, Any]:
-    picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
-    return {
-        "keys": list({request.key_hash for request in requests if request.key_hash}),
-        "picks": [
-            _pick(pick_request, pick_numbers) | {"key": key, "n": n}
-            for (pick_request, key), n in picks.items()
-        ],
-        "releases": [{"id": replica, "n": n} for replica, n in released.items()],
-    }
-
-
-def _pick(pick_request: PickWish, pick_numbers: _PickNumbers) -> dict[str, Any]:
-    pick = {
-        "ask": pick_numbers.number(pick_request),
-        "model": pick_request.model,
-        "nodes": None if pick_request.candidates is None else list(pick_request.candidates),
-        "node": pick_request.preferred and pick_request.preferred[0],
-        "index": pick_request.preferred and pick_request.preferred[1],
-    }
-    return (
-        pick
-        if pick_request.share is None
-        else pick | {"share": pick_request.share, "plainly": pick_numbers.promptless_number(pick_request)}
-    )
 
 
 HEARTBEATS_PER_LIMIT = 3

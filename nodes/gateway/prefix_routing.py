@@ -86,20 +86,20 @@ class Prefixes:
             return
         match = self._affinity.match(request.model, request.chain, clock.monotonic())
         request.preferred = None if match is None else match.place
-        request.share = 0.0 if match is None else match.depth / len(request.chain)
+        request.cached_ratio = 0.0 if match is None else match.depth / len(request.chain)
 
     def landed(self, request: InferenceRequest) -> None:
         """Record the result of the request's pick (R3.17, R3.18)."""
         replica = request.replica
-        if replica is None or request.remembered is None:
+        if replica is None or request.is_prefix_cached is None:
             return
         place, chain, model = (replica.node_id, replica.index), request.chain, request.model
-        kept_away = request.remembered and place != request.preferred
+        kept_away = request.is_prefix_cached and place != request.preferred
         if kept_away:
             self._pressure.record(model, clock.now())
             self._unreported.add(model)
-        cached_ratio = request.share if request.remembered and not kept_away else 0.0
-        metrics.prefix_picked(model, request.remembered, kept_away, len(chain), cached_ratio or 0.0)
+        cached_ratio = request.cached_ratio if request.is_prefix_cached and not kept_away else 0.0
+        metrics.prefix_picked(model, request.is_prefix_cached, kept_away, len(chain), cached_ratio or 0.0)
         if self._affinity.observe(model, chain, place, clock.monotonic()):
             self._publish(Given(model, chain, *place))
 

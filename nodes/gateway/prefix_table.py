@@ -4,10 +4,11 @@ A chain has one hash per block of a prompt, over the block and everything before
 have equal hashes at a position if and only if they are equal up to there. Every process computes equal hashes
 for equal prompts, because processes exchange them (R3.3, R3.4).
 
-So the tree of R3.8 is a flat table per model: hash -> the replica and the time. Entries are in order of use.
-Expired and excess entries are dropped from the front. The entries of a removed replica stay in the table and
-are skipped, because the replica is flagged. Each replica's weight is updated incrementally: nothing here
-iterates over all entries. Not thread-safe.
+The tree of R3.8 is a radix tree per model: a node has consecutive blocks that were always used together. So a
+further prompt with a known beginning costs as much as the nodes on its path, not as its blocks. Nodes are in
+order of use; expired and excess blocks are dropped from the front. The blocks of a removed replica stay in
+the table and are skipped, because the replica is flagged. Each replica's weight is updated incrementally:
+nothing here iterates over all blocks. Not thread-safe.
 """
 
 from collections import OrderedDict
@@ -63,9 +64,9 @@ def _message_bytes(conversation: Conversation) -> bytes:
 
 
 HALF_LIFE = 120.0
-"""Seconds in which an entry loses half of its weight (C43)."""
+"""Seconds in which a block loses half of its weight (C43)."""
 MOST_ENTRIES = 131_072
-"""Limit on the entries of all models, about 25 MB: 2,048 prompts of the maximum length."""
+"""Limit on the blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
 MOST_HOMES = 4096
 """Limit on the replicas of one model in the table."""
 
@@ -82,97 +83,159 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Owner:
-    """A replica as the owner of entries; `weight` is their total weight at the time `at`."""
+    """A replica as the owner of blocks; `weight` is their total weight at the time `at`."""
 
     place: Place
     at: float
     weight: float = 0.0
-    entries: int = 0
+    blocks: int = 0
     removed: bool = False
 
-    def age(self, now: float, half_life: float) -> None:
-        """Decay the weight to its value at `now`."""
-        self.weight *= _decay_factor(now - self.at, half_life)
+    def add(self, count: int, now: float, half_life: float) -> None:
+        """Add blocks that were used now."""
+        self.weight = self.weight * _decay_factor(now - self.at, half_life) + count
         self.at = now
+        self.blocks += count
 
-    def lose(self, used_at: float, now: float, half_life: float) -> None:
-        """Remove one entry, which has a new owner or was dropped."""
-        self.age(now, half_life)
-        self.entries -= 1
-        # Without entries the weight is exactly 0, despite rounding errors.
-        self.weight = max(self.weight - _decay_factor(now - used_at, half_life), 0.0) if self.entries else 0.0
+    def subtract(self, count: int, used_at: float, now: float, half_life: float) -> None:
+        """Subtract blocks that have a new owner or were dropped."""
+        self.blocks -= count
+        # Without blocks the weight is exactly 0, despite rounding errors.
+        weight = self.weight * _decay_factor(now - self.at, half_life)
+        weight -= count * _decay_factor(now - used_at, half_life)
+        self.weight = max(weight, 0.0) if self.blocks else 0.0
+        self.at = now
 
 
 def _decay_factor(age: float, half_life: float) -> float:
-    return float(0.5 ** (age / half_life)) if half_life else 1.0
+    return float(0.5 ** (age / half_life)) if half_life and age else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _PrefixNode:
+    """Consecutive blocks that were always used together, after those of `parent`: a node of the radix tree.
+
+    A block is used whenever one after it is, so a node was never used before the nodes below it, and the
+    blocks of a chain that the table has are the beginning of the chain.
+    """
+
+    parent: "_PrefixNode | None"
+    start: int
+    """Number of blocks before the first of this node."""
+    blocks: Chain
+    owner: _Owner
+    used_at: float
 
 
 class _Table:
-    """The prefix entries of one model."""
+    """The prefix tree of one model."""
 
     def __init__(self, ttl: float, half_life: float) -> None:
-        self.entries: OrderedDict[int, tuple[_Owner, float]] = OrderedDict()
+        self.nodes: dict[int, _PrefixNode] = {}
+        """The node of each block."""
         self.owners: dict[Place, _Owner] = {}
+        self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
+        """All nodes, the least recently used first; of one chain the last comes first."""
         self._ttl = ttl
         self._half_life = half_life
 
     def expire(self, now: float) -> None:
-        """Drop expired entries (R3.10)."""
-        while self.entries:
-            _, used_at = next(iter(self.entries.values()))
-            if now - used_at <= self._ttl:
+        """Drop expired nodes (R3.10)."""
+        while self._order:
+            node = next(iter(self._order))
+            if now - node.used_at <= self._ttl:
                 return
-            self.drop_oldest(now)
+            self._drop(node, len(node.blocks), now)
 
-    def drop_oldest(self, now: float) -> None:
-        """Drop the least recently used entry; within one prompt the last blocks go first."""
-        _, (owner, used_at) = self.entries.popitem(last=False)
-        self._remove_from(owner, used_at, now)
+    def shrink(self, count: int, now: float) -> None:
+        """Drop the least recently used blocks; within one prompt the last blocks go first."""
+        while count > 0 and self._order:
+            node = next(iter(self._order))
+            dropped = min(count, len(node.blocks))
+            self._drop(node, dropped, now)
+            count -= dropped
 
-    def match(self, chain: Chain, now: float) -> Match | None:
-        """Return the deepest live entry of the chain, or None."""
-        for depth in range(len(chain), 0, -1):
-            entry = self.entries.get(chain[depth - 1])
-            if entry is not None and not entry[0].removed and now - entry[1] <= self._ttl:
-                return Match(entry[0].place, depth)
-        return None
+    def depth(self, chain: Chain) -> int:
+        """Return the number of blocks of the chain that the table has.
 
-    def put(self, chain: Chain, place: Place, now: float) -> None:
-        """Make the replica the owner of every block (R3.9)."""
+        Another process may send a chain that is none: its blocks count only at the depth where they are.
+        """
+        nodes = self.nodes
+        for position in range(len(chain) - 1, -1, -1):
+            block = chain[position]
+            if (node := nodes.get(block)) is not None:
+                index = position - node.start
+                if 0 <= index < len(node.blocks) and node.blocks[index] == block:
+                    return position + 1
+        return 0
+
+    def match(self, chain: Chain, depth: int, now: float) -> Match | None:
+        """Return the deepest live block of the chain, of which the table has `depth` blocks, or None."""
+        node = self.nodes[chain[depth - 1]] if depth else None
+        while node is not None and (node.owner.removed or now - node.used_at > self._ttl):
+            depth, node = node.start, node.parent
+        return None if node is None else Match(node.owner.place, depth)
+
+    def put(self, chain: Chain, depth: int, place: Place, now: float) -> None:
+        """Make the replica the owner of every block (R3.9), of which the table has `depth`."""
         owner = self.owners.get(place)
         if owner is None:
             if len(self.owners) >= MOST_HOMES:
                 return
             owner = self.owners[place] = _Owner(place, now)
-        owner.age(now, self._half_life)
-        owner.entries += len(chain)
-        owner.weight += len(chain)
-        # In reverse order, so that the first blocks, which most prompts share, are dropped last.
-        for block in reversed(chain):
-            previous = self.entries.get(block)
-            if previous is not None:
-                self.entries.move_to_end(block)
-            self.entries[block] = (owner, now)
-            if previous is not None:
-                self._remove_from(*previous, now)
+        parent = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
+        owner.add(len(chain), now, self._half_life)
+        # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
+        if depth < len(chain):
+            leaf = _PrefixNode(parent, depth, chain[depth:], owner, now)
+            self.nodes.update(dict.fromkeys(leaf.blocks, leaf))
+            self._order[leaf] = None
+        node = parent
+        while node is not None:
+            previous, used_at = node.owner, node.used_at
+            node.owner, node.used_at = owner, now
+            self._order.move_to_end(node)
+            self._subtract(previous, len(node.blocks), used_at, now)
+            node = node.parent
 
     def forget(self, node: UUID, index: int) -> None:
-        """Skip this replica's entries from now on (R3.22); below 0, those of all its node's replicas."""
+        """Skip this replica's blocks from now on (R3.22); below 0, those of all its node's replicas."""
         places = [place for place in self.owners if place[0] == node] if index < 0 else [(node, index)]
         for place in places:
             if (owner := self.owners.pop(place, None)) is not None:
                 owner.removed = True
 
     def weights(self, now: float) -> Iterator[tuple[Place, float]]:
-        """Yield each replica's weight (R3.12). Expired entries must have been dropped before."""
+        """Yield each replica's weight (R3.12). Expired nodes must have been dropped before."""
         for owner in self.owners.values():
             yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
 
-    def _remove_from(self, owner: _Owner, used_at: float, now: float) -> None:
+    def _split(self, node: _PrefixNode, depth: int) -> _PrefixNode:
+        """Return the node that ends after `depth` blocks; the rest of `node` stays below it."""
+        count = depth - node.start
+        if count == len(node.blocks):
+            return node
+        head = _PrefixNode(node.parent, node.start, node.blocks[:count], node.owner, node.used_at)
+        node.parent, node.start, node.blocks = head, depth, node.blocks[count:]
+        self.nodes.update(dict.fromkeys(head.blocks, head))
+        self._order[head] = None
+        return head
+
+    def _drop(self, node: _PrefixNode, count: int, now: float) -> None:
+        """Drop the last `count` blocks of a node without nodes below it."""
+        for block in node.blocks[-count:]:
+            if self.nodes.get(block) is node:
+                del self.nodes[block]
+        node.blocks = node.blocks[:-count]
+        if not node.blocks:
+            del self._order[node]
+        self._subtract(node.owner, count, node.used_at, now)
+
+    def _subtract(self, owner: _Owner, count: int, used_at: float, now: float) -> None:
         if owner.removed:
             return
-        owner.lose(used_at, now, self._half_life)
-        if not owner.entries:
+        owner.subtract(count, used_at, now, self._half_life)
+        if not owner.blocks:
             del self.owners[owner.place]
 
 
@@ -186,8 +249,8 @@ class Affinity:
         self._tables: dict[str, _Table] = {}
 
     def __len__(self) -> int:
-        """Return the number of entries, including those of removed replicas."""
-        return sum(len(table.entries) for table in list(self._tables.values()))
+        """Return the number of blocks, including those of removed replicas."""
+        return sum(len(table.nodes) for table in list(self._tables.values()))
 
     def observe(self, model: str, chain: Chain, place: Place, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
@@ -198,18 +261,19 @@ class Affinity:
             return False
         table = self._tables.setdefault(model, _Table(self._ttl, self._half_life))
         table.expire(now)
-        previous_match = table.match(chain, now)
-        table.put(chain, place, now)
+        depth = table.depth(chain)
+        previous_match = table.match(chain, depth, now)
+        table.put(chain, depth, place, now)
         self._shrink(now)
         return previous_match != Match(place, len(chain))
 
     def match(self, model: str, chain: Chain, now: float) -> Match | None:
         """Return the replica that last received the longest cached prefix of this prompt (R3.11), or None."""
         table = self._tables.get(model)
-        return None if table is None else table.match(chain, now)
+        return None if table is None else table.match(chain, table.depth(chain), now)
 
     def weights(self, model: str, now: float) -> list[tuple[Place, float]]:
-        """Return the weights of all replicas with entries; every other replica weighs 0."""
+        """Return the weights of all replicas with blocks; every other replica weighs 0."""
         table = self._tables.get(model)
         if table is None:
             return []
@@ -222,20 +286,18 @@ class Affinity:
             table.forget(node, index)
 
     def clear(self) -> None:
-        """Drop all entries."""
+        """Drop all blocks."""
         self._tables.clear()
 
     def sweep(self, now: float) -> None:
-        """Drop expired entries and empty tables (R3.10)."""
+        """Drop expired blocks and empty tables (R3.10)."""
         for model, table in list(self._tables.items()):
             table.expire(now)
-            if not table.entries:
+            if not table.nodes:
                 del self._tables[model]
 
     def _shrink(self, now: float) -> None:
-        """Drop entries of the model with the most entries until the limit holds."""
+        """Drop blocks of the model with the most blocks until the limit holds."""
         excess = len(self) - self._most
         if excess > 0:
-            largest = max(self._tables.values(), key=lambda table: len(table.entries))
-            for _ in range(min(excess, len(largest.entries))):
-                largest.drop_oldest(now)
+            max(self._tables.values(), key=lambda table: len(table.nodes)).shrink(excess, now)

@@ -13,6 +13,7 @@ from uuid import UUID
 
 import msgspec
 
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
@@ -78,36 +79,32 @@ def read(subject: str, payload: bytes) -> News | None:
     )
 
 
-class Outbox:
+class Outbox(PeriodicTask):
     """Queue of this process's outgoing prefix updates. Bound to the event loop of its bus."""
 
     def __init__(self, bus: Bus) -> None:
+        super().__init__("prefix updates", self._publish_queued, interval=None)
         self._bus = bus
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[News] = deque(maxlen=MOST_WAITING)
-        self._woken = asyncio.Event()
 
     def tell(self, update: News) -> None:
         """Queue an update for best-effort delivery. Call it on the event loop only."""
         self._waiting.append(update)
-        self._woken.set()
+        self.wake()
 
     def removed(self, replica: RemovedReplica) -> None:
         """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
         update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
         self._loop.call_soon_threadsafe(self.tell, update)
 
-    async def run(self) -> None:
-        """Publish queued updates until cancelled."""
-        while True:
-            await self._woken.wait()
-            self._woken.clear()
-            while self._waiting:
-                update = self._waiting.popleft()
-                try:
-                    await self._bus.publish(_SUBJECTS[type(update)], msgspec.json.encode(update))
-                except BusError:
-                    self._waiting.clear()
+    async def _publish_queued(self) -> None:
+        while self._waiting:
+            update = self._waiting.popleft()
+            try:
+                await self._bus.publish(_SUBJECTS[type(update)], msgspec.json.encode(update))
+            except BusError:
+                self._waiting.clear()
 
 
 async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:

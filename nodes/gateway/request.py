@@ -28,18 +28,18 @@ class Replica:
     """Bearer token for calls to the replica."""
 
 
-class PickWish(NamedTuple):
+class PickRequest(NamedTuple):
     """The requirements of one pick. Equal pick requests are distributed over the replicas together."""
 
     model: str
     candidates: frozenset[UUID] | None
     preferred: tuple[UUID, int] | None
-    share: float | None = None
+    cached_ratio: float | None
 
     @property
-    def whichever(self) -> "PickWish":
-        """The pick request without its prefix preference."""
-        return PickWish(self.model, self.candidates, None, 0.0)
+    def scope(self) -> tuple[str, frozenset[UUID] | None]:
+        """The model and the allowed nodes."""
+        return self.model, self.candidates
 
 
 @dataclass(slots=True, eq=False)
@@ -60,16 +60,16 @@ class InferenceRequest:
     candidates: frozenset[UUID] | None = None
     """The allowed nodes; None means all nodes that the model's rule allows."""
     preferred: tuple[UUID, int] | None = None
-    """Node and index of the preferred replica. Without a `share` the preference holds at any load (R1.80);
-    with one, only if the replica is not overloaded (R3.14).
+    """Node and index of the preferred replica. Without a `cached_ratio` the preference holds at any load
+    (R1.80); with one, only if the replica is not overloaded (R3.14).
     """
     chain: Chain = ()
     """Block hashes of the prompt; empty if the request is not routed by prefix."""
-    share: float | None = None
+    cached_ratio: float | None = None
     """Cached prefix ratio of the preferred replica, from 0 to 1; 0 without such a replica, None without a
     chain.
     """
-    remembered: bool | None = None
+    is_prefix_cached: bool | None = None
     """True if the latest pick matched a replica with a sufficient cached prefix; None if prefixes did not
     count.
     """
@@ -91,16 +91,16 @@ class InferenceRequest:
     """Number of failed statements during the latest pick."""
 
     @property
-    def wish(self) -> PickWish:
+    def pick_request(self) -> PickRequest:
         """The requirements of the next pick."""
-        return PickWish(self.model, self.candidates, self.preferred, self.share)
+        return PickRequest(self.model, self.candidates, self.preferred, self.cached_ratio)
 
     def route_plainly(self) -> None:
         """Exclude prefixes from the next picks."""
-        self.chain, self.preferred, self.share = (), None, None
+        self.chain, self.preferred, self.cached_ratio = (), None, None
 
     def begin_pick(self) -> "asyncio.Future[None]":
         """Start a first or further pick; return a future that completes when the picker has decided."""
-        self.replica, self.remembered, self.pick_attempts = None, None, 0
+        self.replica, self.is_prefix_cached, self.pick_attempts = None, None, 0
         self.picked = asyncio.get_running_loop().create_future()
         return self.picked

@@ -1,24 +1,221 @@
-"""Follows an operation at the command line until it ends, and ends the command as the operation ended.
+"""Follow an operation at the command line until it ends, and ends the command as the operation ended.
 
 Its row is read again when a NOTIFY names it, and every few seconds, because a NOTIFY may be lost. The loop
 that listens runs only between two reads, so rows are read in the command's own thread, and Ctrl-C ends both.
+
+How an operation that is followed is shown: bars on a terminal, otherwise one line a change.
+
+Both are told the whole operation whenever it was read, and show what differs.
 """
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Iterable
+from types import TracebackType
+from typing import IO, Any, Protocol, Self, cast
 from uuid import UUID
 
 from django.core.management.base import CommandError, OutputWrapper
 from django.db import InterfaceError, OperationalError, connection
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
 from localai_cluster.accounts import command_line
+from localai_cluster.accounts.command_line import printable
 from nodes.api.operations import entry_of
 from nodes.management import operation_texts as texts
-from nodes.management.bars import MOST_LINES, Display, Silent, display_on
-from nodes.management.operation_texts import Entry
+from nodes.management.operation_texts import Entry, Part
 from operations.changes import events
 from operations.models import TERMINAL, Status, TargetStatus, Waves
+
+MOST_LINES = 20
+"""What a terminal shows of an operation; parts without a line of their own are counted in the last one."""
+_STEP = 10
+"""Percent between two lines about one download."""
+_FIRST = (
+    TargetStatus.DOWNLOADING,
+    TargetStatus.RUNNING_ON_WORKER,
+    TargetStatus.ERROR,
+    TargetStatus.QUEUED,
+)
+"""What is worth a line, the most interesting first."""
+
+
+class Display(Protocol):
+    """Shows an operation while it goes on."""
+
+    def show(self, entry: Entry) -> None:
+        """As it is now."""
+
+    def __enter__(self) -> Self:
+        """Begins."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends; what was shown last stays."""
+
+
+class Silent:
+    """Shows nothing: the caller prints how it ended."""
+
+    def show(self, entry: Entry) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Lines(Silent):
+    """One line for each change of a part, and each tenth of a download."""
+
+    def __init__(self, out: OutputWrapper) -> None:
+        self._out = out
+        self._said: dict[str, tuple[object, ...]] = {}
+
+    def show(self, entry: Entry) -> None:
+        """Prints what has changed."""
+        parts = entry.get("nodes", ())
+        for part in parts:
+            tenths = part["percentage"] // _STEP if part["status"] == TargetStatus.DOWNLOADING else 0
+            self._say(part["node_id"], (texts.state(part), tenths, texts.reason(part)), texts.line(part))
+        if len(parts) != 1:
+            self._say("", (entry["message"],), printable(entry["message"]))
+
+    def _say(self, about: str, now: tuple[object, ...], line: str) -> None:
+        if self._said.get(about) != now:
+            self._said[about] = now
+            self._out.write(line)
+
+
+class _Picture(Progress):
+    """A head, the bars, and what has none."""
+
+    head = rest = Text()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """From above."""
+        yield self.head
+        yield self.make_tasks_table(self.tasks)
+        if self.rest.plain:
+            yield self.rest
+
+
+class _Left(TimeRemainingColumn):
+    """The time left of what is measured in bytes."""
+
+    def render(self, task: Task) -> Text:
+        """Empty where nothing is downloaded."""
+        return super().render(task) if task.fields["measured"] and not task.finished else Text("")
+
+
+class Bars:
+    """A bar a part, drawn again in place."""
+
+    def __init__(self, out: OutputWrapper, console: Console) -> None:
+        self._out, self._ending = out, out.ending
+        self._progress = _Picture(
+            _text("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            _text("{task.fields[size]}"),
+            _Left(compact=True),
+            _text("{task.fields[said]}"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        # The stream of a command ends everything that is written with a new line.
+        self._out.ending = ""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._out.ending = self._ending
+
+    def show(self, entry: Entry) -> None:
+        """Draws the parts that are worth a line, and counts the others."""
+        parts = list(entry.get("nodes", ())) or [_whole(entry)]
+        ordered = sorted(parts, key=_interest)
+        room = MOST_LINES - 1  # below the head
+        shown = ordered if len(parts) <= room else ordered[: room - 1]
+        chosen = {part["node_id"] for part in shown}
+        left = [part for part in ordered if part["node_id"] not in chosen]
+        progress = self._progress
+        progress.disable = True  # a bar that comes would draw all of them
+        for gone in self._tasks.keys() - chosen:
+            progress.remove_task(self._tasks.pop(gone))
+        for part in shown:
+            self._draw(part)
+        progress.disable = False
+        progress.head = _line(f"{texts.what(entry)} of {entry['id']}: {entry['message']}")
+        progress.rest = _line(f"and {len(left)} more: {texts.counts(left)}" if left else "")
+        progress.refresh()
+
+    def _draw(self, part: Part) -> None:
+        total = part.get("total_bytes", 0)
+        downloads = bool(total) and part["status"] == TargetStatus.DOWNLOADING
+        values: dict[str, Any] = {
+            "description": printable(part["node_name"]),
+            "total": total if downloads else 100,
+            "completed": part.get("current_bytes", 0) if downloads else part["percentage"],
+            "size": texts.size(part),
+            "measured": downloads,
+            "said": printable(f"{texts.state(part)}: {texts.reason(part)}".removesuffix(": ")),
+        }
+        known = self._tasks.get(part["node_id"])
+        if known is None:
+            self._tasks[part["node_id"]] = self._progress.add_task(**values)
+        else:
+            self._progress.update(known, **values)
+
+
+def display_on(out: OutputWrapper) -> Display:
+    """What suits the stream: bars need a terminal that can move its cursor."""
+    console = Console(file=cast(IO[str], out), highlight=False)
+    return Bars(out, console) if out.isatty() and not console.is_dumb_terminal else Lines(out)
+
+
+def _text(template: str) -> TextColumn:
+    """A column that takes texts of workers as they are, in one line."""
+    return TextColumn(template, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+
+
+def _line(text: str) -> Text:
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
+
+
+def _interest(part: Part) -> tuple[int, str]:
+    place = _FIRST.index(part["status"]) if part["status"] in _FIRST else len(_FIRST)
+    return place, str(part["node_name"])
+
+
+def _whole(entry: Entry) -> Part:
+    """An operation without parts as the one part that it is."""
+    return {
+        "node_id": "",
+        "node_name": entry.get("nodeName", ""),
+        "status": TargetStatus.RUNNING_ON_WORKER,
+        "percentage": entry["progress"],
+        "phase": entry.get("phase", ""),
+    }
+
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from django.db.models import Exists, OuterRef
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import Lock, try_lock
-from nodes.backends import intents, node_commands, offline_limits, waves
+from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
 from nodes.replicas import drains
@@ -51,8 +51,8 @@ def _end_hopeless(now: datetime) -> int:
     for intent in resting.select_related("node"):
         if reason := node_commands.refusal(intent.node):
             ended[intent.id] = Ended(error=f"given up: {reason}")
-        elif (until := offline_limits.gives_up_at(intent.node)) is None or until <= now:
-            ended[intent.id] = Ended(error=offline_limits.reason_to_give_up(intent.node))
+        elif (until := intents.gives_up_at(intent.node)) is None or until <= now:
+            ended[intent.id] = Ended(error=intents.reason_to_give_up(intent.node))
     return intents.end(ended, now=now)
 
 
@@ -115,9 +115,7 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
             continue
         intent = intents_by_id[id]
         absent = intent.node.status != "healthy"
-        expected = (
-            offline_limits.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
-        )
+        expected = intents.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
         if waits != absent or (absent and reason != expected):
             changes[id] = target_changes.rest(
                 expected, until=None if absent else intent.next_retry_at, node=absent

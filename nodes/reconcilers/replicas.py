@@ -228,7 +228,9 @@ class ReplicaPass(PeriodicTask):
     """Runs the pass in a controller as soon as a node or a rule changes; the schedule is the safety net."""
 
     def __init__(self) -> None:
-        super().__init__("replicas", self._run_step, interval=None, gather=GATHER, retry_on=(DatabaseError,))
+        super().__init__(
+            "replica pass", self._run_step, interval=None, gather=GATHER, retry_on=(DatabaseError,)
+        )
 
     async def _run_step(self) -> None:
         if not await in_thread(run_pass, tick=False):

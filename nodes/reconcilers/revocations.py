@@ -7,7 +7,6 @@ two controllers that push at once end with the state of the rows.
 """
 
 import asyncio
-import contextlib
 import logging
 
 from django.db import Error as DatabaseError
@@ -16,6 +15,7 @@ from localai_cluster import bus_access
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import KeyPair
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import revocations_of, revoking_token
 from localai_cluster.metrics import passes
@@ -30,16 +30,19 @@ _INBOX = "_INBOX.revocations"
 _PUSHES = 5
 
 
-class Revocations:
+class Revocations(PeriodicTask):
     """Periodic task of a controller; without the operator's key it logs a warning and does nothing."""
 
     def __init__(self) -> None:
+        super().__init__(
+            "revoked credentials of the message bus",
+            self._run_pass,
+            interval=LOOK_EVERY,
+            # It must not end this task: without it nothing is revoked any more.
+            retry_on=(ClusterError, DatabaseError, ValueError),
+        )
         self._operator = bus_access.operator()
-        self._look = asyncio.Event()
-
-    def wake(self) -> None:
-        """Run a pass now, as credentials were revoked."""
-        self._look.set()
+        self._bus: NatsBus | None = None
 
     async def run(self) -> None:
         """Run passes until cancelled."""
@@ -52,23 +55,28 @@ class Revocations:
             )
             await asyncio.Event().wait()
             return
-        bus = NatsBus(bus_access.system("revocations"), name="revocations")
-        bus.start()
+        self._bus = NatsBus(bus_access.system("revocations"), name="revocations")
+        self._bus.start()
         try:
-            while True:
-                generation = await bus.wait_connected()
-                self._look.clear()
-                try:
-                    with passes.counted("revocations"):
-                        await self.run_pass(bus, self._operator)
-                except (ClusterError, DatabaseError, ValueError) as error:
-                    # It must not end this loop: without it nothing is revoked any more.
-                    log.warning("revoked credentials: not told to the NATS server yet: %s", error)
-                await self._next_look(bus, generation)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow_reconnects(self._bus))
+                await super().run()
         finally:
-            await bus.close()
+            await self._bus.close()
 
-    async def run_pass(self, bus: NatsBus, operator: KeyPair) -> int:
+    async def _follow_reconnects(self, bus: NatsBus) -> None:
+        generation = await bus.wait_connected()
+        while True:
+            generation = await bus.wait_connected(after=generation)
+            self.wake()
+
+    async def _run_pass(self) -> None:
+        if self._bus is not None and self._operator is not None:
+            await self._bus.wait_connected()
+            with passes.counted("revocations"):
+                await self.compare(self._bus, self._operator)
+
+    async def compare(self, bus: NatsBus, operator: KeyPair) -> int:
         """Make the server's revocations equal to the rows; return the number of pushes.
 
         Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.
@@ -86,14 +94,3 @@ class Revocations:
                 raise ValueError(f"the NATS server refused the account: {reply[:200]!r}")
             log.info("revoked credentials of the message bus: %d", len(expected))
         raise ValueError("another controller keeps changing them")
-
-    async def _next_look(self, bus: NatsBus, generation: int) -> None:
-        waits = {
-            asyncio.create_task(self._look.wait()),
-            asyncio.create_task(bus.wait_connected(after=generation)),
-        }
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_EVERY):
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in waits:
-            task.cancel()

@@ -15,6 +15,7 @@ from itertools import groupby
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock, conf
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.probe_results import Sign
@@ -37,27 +38,24 @@ _GATHER = 0.1
 """Hints of so many seconds are one look."""
 
 
-class StatePass:
-    """A controller's part."""
+class StatePass(PeriodicTask):
+    """The periodic task of a controller that checks suspect engines. Passes may overlap."""
 
     def __init__(self, bus: Bus) -> None:
+        super().__init__("state pass", self._begin_pass, interval=None)
         self._bus = bus
-        self._look = asyncio.Event()
+        self._passes = asyncio.TaskGroup()
         self._nodes = asyncio.Semaphore(NODES_AT_ONCE)
         self._ports = asyncio.Semaphore(PORTS_AT_ONCE)
 
-    def wake(self) -> None:
-        """Engines may be in question; look now."""
-        self._look.set()
-
     async def run(self) -> None:
-        """Looks when it is told, until cancelled. A look does not wait for the one before it."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await self._look.wait()
-                self._look.clear()
-                group.create_task(self._run_pass(), name="look at engines")
-                await asyncio.sleep(_GATHER)
+        """Begin a pass after each wake-up, until cancelled."""
+        async with self._passes:
+            await super().run()
+
+    async def _begin_pass(self) -> None:
+        self._passes.create_task(self._run_pass(), name="state pass")
+        await asyncio.sleep(_GATHER)
 
     async def _run_pass(self) -> None:
         """The claims of a look that failed run out, and the schedule asks again."""

@@ -106,13 +106,8 @@ def prune_timeline() -> None:
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
-    prunes.append(
-        (
-            snapshot_log.prune,
-            _latest(snapshots_before, snapshot_log.fitting_since(cluster.decision_space)),
-        )
-    )
+    for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
+        prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
             pass

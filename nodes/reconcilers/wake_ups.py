@@ -5,8 +5,6 @@ a bounded number of passes. The present state of the node decides, not the fact 
 of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation also polls.
 """
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
 from dataclasses import replace
 from datetime import datetime
@@ -15,8 +13,9 @@ from uuid import UUID
 from django.db import Error as DatabaseError
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.metrics import passes
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import load_request, needs
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
@@ -25,8 +24,6 @@ from nodes.reconcilers import intents
 from operations.executor.work import in_thread
 from operations.ledger import attempts
 from operations.models import Operation, Status
-
-log = logging.getLogger(__name__)
 
 GATHER = 0.2
 """Seconds for which changes are gathered into one pass."""
@@ -63,7 +60,7 @@ def _loads(changed: Changed) -> list[UUID]:
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        fleet_queries.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_cache.read_fleet("", selector=Selector("", labels), only=changed),
         fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()
@@ -97,14 +94,17 @@ def _could_take(
     )
 
 
-class NodeWakeUps:
-    """Periodic task of a controller: one pass for all changes of a moment."""
+class NodeWakeUps(PeriodicTask):
+    """The periodic task of a controller that wakes waiting work: one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            "wakes", self._run_pass, interval=CLEAN_EVERY, gather=GATHER, retry_on=(DatabaseError,)
+        )
         self._then = then
         self._changed: set[UUID] = set()
         self._any = False
-        self._heard = asyncio.Event()
+        self._clean_at = clock.monotonic()
 
     def changed(self, node_id: str) -> None:
         """Add a changed node; any text that is no id means that any node may have changed."""
@@ -112,32 +112,21 @@ class NodeWakeUps:
             self._changed.add(UUID(node_id))
         except ValueError:
             self._any = True
-        self._heard.set()
+        self.wake()
 
-    async def run(self) -> None:
-        """Run a pass after each gathered change, until cancelled."""
-        clean_at = clock.monotonic()
-        while True:
-            try:
-                if clock.monotonic() >= clean_at:
-                    # A schedule does the same, but this must not depend on the process that runs schedules.
-                    clean_at = clock.monotonic() + CLEAN_EVERY
-                    await in_thread(intents.clean, now=clock.now())
-                async with asyncio.timeout(CLEAN_EVERY):
-                    await self._heard.wait()
-            except TimeoutError:
-                continue
-            except DatabaseError as error:
-                log.warning("cannot look for work that has no future: %s", error)
-                await asyncio.sleep(GATHER)
-                continue
-            await asyncio.sleep(GATHER)
-            self._heard.clear()
-            changed = None if self._any else frozenset(self._changed)
-            self._changed, self._any = set(), False
-            try:
-                with passes.counted("wakes"):
-                    await in_thread(wake, changed)
-                    await self._then()
-            except DatabaseError as error:
-                log.warning("cannot see what a change of nodes wakes: %s", error)
+    async def _run_pass(self) -> None:
+        if clock.monotonic() >= self._clean_at:
+            # A schedule does the same, but this must not depend on the process that runs schedules.
+            await in_thread(intents.clean, now=clock.now())
+            self._clean_at = clock.monotonic() + CLEAN_EVERY
+        if not self._any and not self._changed:
+            return
+        changed = None if self._any else frozenset(self._changed)
+        self._changed, self._any = set(), False
+        try:
+            with passes.counted("wakes"):
+                await in_thread(wake, changed)
+                await self._then()
+        except DatabaseError:
+            self._any = True
+            raise

@@ -23,19 +23,13 @@ SPARE = 64
 """Number of replicas of a model that are locked beyond the number of requests. All replicas are compared
 before; among the locked ones the choice is exact, whatever other processes have counted meanwhile."""
 
-ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NULL OR NOT EXISTS (
-               SELECT FROM jsonb_each(a.labels) AS wanted(key, value) WHERE NOT EXISTS (
+ALLOWED = """(s.nodes IS NULL OR s.nodes ? r.node_id::text) AND (s.labels IS NULL OR NOT EXISTS (
+               SELECT FROM jsonb_each(s.labels) AS wanted(key, value) WHERE NOT EXISTS (
                    SELECT FROM node_labels l
                     WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
                )
            ))"""
-"""Condition: the pick `a` may get the replica `r`, by its candidates and by the rule of its model."""
-
-LABELS = """CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN NULLIF(c.node_selector, '{}')
-                           ELSE '{"unreadable": []}' END"""
-"""Labels that the rule `c` requires of a node; null if none."""
-
-ADMITTED = "a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)"
+"""Condition: picks of the scope `s` may get the replica `r`, by their nodes and by the rule of the model."""
 
 OWNERS = f"""owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
@@ -44,11 +38,56 @@ OWNERS = f"""owners AS MATERIALIZED (
        AND {VALID_SQL}
 )"""
 
+ASKED = """asked AS MATERIALIZED (
+    SELECT a.ask, a.scope, a.model, a.nodes, a.node, a.index, a.ratio, sum(a.n)::int AS n
+      FROM jsonb_to_recordset($3::jsonb -> 'picks') AS a(
+               ask int, scope int, model text, key text, n int, nodes jsonb, node uuid, index int,
+               ratio float8
+           )
+     WHERE a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)
+     GROUP BY a.ask, a.scope, a.model, a.nodes, a.node, a.index, a.ratio
+), scopes AS MATERIALIZED (
+    SELECT a.*, c.labels, a.prompts > 0 AND c.route_policy IS DISTINCT FROM 'round_robin' AS by_prefix,
+           COALESCE(c.match, ($3::jsonb -> 'thresholds' ->> 'match')::float8) AS match,
+           COALESCE(c.abs, ($3::jsonb -> 'thresholds' ->> 'abs')::int) AS abs,
+           COALESCE(c.rel, ($3::jsonb -> 'thresholds' ->> 'rel')::float8) AS rel
+      FROM (
+          SELECT scope, model, nodes, sum(n)::int AS n,
+                 (sum(n) FILTER (WHERE ratio IS NOT NULL))::int AS prompts
+            FROM asked GROUP BY scope, model, nodes
+      ) a LEFT JOIN LATERAL (
+          SELECT route_policy, NULLIF(min_prefix_match, 0) AS match, NULLIF(balance_abs_threshold, 0) AS abs,
+                 NULLIF(balance_rel_threshold, 0) AS rel,
+                 CASE WHEN jsonb_typeof(node_selector) = 'object' THEN NULLIF(node_selector, '{}')
+                      ELSE '{"unreadable": []}' END AS labels
+            FROM model_scheduling_configs WHERE model_name = a.model OFFSET 0
+      ) c ON true
+)"""
+"""The picks with a valid key or none, and their scopes with the rule of their model."""
+
 RELEASED = """released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
 )"""
 
-COUNTED = """locked AS MATERIALIZED (
+NEAREST = f"""nearest AS MATERIALIZED (
+    SELECT near.id FROM scopes s CROSS JOIN LATERAL (
+        SELECT r.id FROM node_models r CROSS JOIN LATERAL (
+                   SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
+               ) n
+         WHERE r.state = 'loaded' AND r.model_name = s.model
+           AND n.status = 'healthy' AND n.node_type = 'backend' AND {ALLOWED}
+         ORDER BY r.in_flight, r.last_used, n.available_vram DESC, r.id
+         LIMIT s.n + {SPARE}
+    ) near
+     UNION ALL
+    SELECT r.id FROM asked a CROSS JOIN LATERAL (
+        SELECT id FROM node_models
+         WHERE node_id = a.node AND model_name = a.model AND replica_index = a.index OFFSET 0
+    ) r WHERE a.node IS NOT NULL
+)"""
+"""The least busy replicas of each scope, and those that picks prefer."""
+
+COUNTED = f"""locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.node_id, r.replica_index, r.in_flight, r.last_used, n.available_vram,
            n.weak_identity, n.engine_token,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
@@ -64,27 +103,79 @@ COUNTED = """locked AS MATERIALIZED (
       FROM locked l
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
       LEFT JOIN released g ON g.id = l.id
+), choices AS MATERIALIZED (
+    SELECT s.scope, r.id, r.node_id, r.replica_index, r.in_flight - r.less AS load, r.last_used,
+           r.available_vram
+      FROM counted r JOIN scopes s ON s.model = r.model_name
+     WHERE r.serving AND {ALLOWED}
 )"""
-"""The replicas to choose from and to release, with the requests that this process holds there."""
+"""The replicas to choose from and to release, with the requests that this process holds there; `choices` are
+the replicas of each scope."""
 
-PLACES = f"""ranked AS (
+PLACES = """ranked AS (
     SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
            row_number() OVER (
                PARTITION BY a.ask
                ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE,
-                        r.in_flight - r.less, r.last_used, r.available_vram DESC, r.id
+                        r.load, r.last_used, r.available_vram DESC, r.id
            )::int AS rank
-      FROM counted r JOIN asked a ON a.model = r.model_name
-     WHERE r.serving AND {ALLOWED}
+      FROM choices r JOIN (
+               SELECT ask, scope, node, index, n FROM asked WHERE ratio IS NULL
+                UNION ALL
+               SELECT scope, scope, NULL, NULL, prompts FROM scopes WHERE prompts > 0 AND NOT by_prefix
+           ) a USING (scope)
 ), places AS (
     SELECT r.ask, r.id, r.n, row_number() OVER (
                PARTITION BY r.ask
-               ORDER BY NOT r.preferred, r.in_flight - r.less + j,
+               ORDER BY NOT r.preferred, r.load + j,
                         CASE j WHEN 0 THEN r.last_used ELSE $2::timestamptz END, r.available_vram DESC, r.id
            ) AS place
       FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
 )"""
-"""The replicas for the requests of each `ask`, spread by R1.78."""
+"""The replicas for the picks of each `ask`, spread by R1.78."""
+
+WALK = """walk AS (
+    SELECT t.asks, t.hots, s.abs, s.rel, l.ids, l.loads, 0 AS turn, NULL::int AS k
+      FROM scopes s CROSS JOIN LATERAL (
+               SELECT array_agg(id ORDER BY weight, node_id, replica_index) AS ids,
+                      array_agg(load ORDER BY weight, node_id, replica_index) AS loads,
+                      array_agg(slot ORDER BY weight, node_id, replica_index) AS slots
+                 FROM (
+                     SELECT r.*, r.node_id || '/' || r.replica_index AS slot, COALESCE(
+                                ($3::jsonb #>> ARRAY['weights', s.model, r.node_id || '/' || r.replica_index]
+                            )::float8, 0) AS weight
+                       FROM choices r WHERE r.scope = s.scope
+                 ) r
+           ) l CROSS JOIN LATERAL (
+               SELECT array_agg(a.ask ORDER BY a.ask) AS asks,
+                      array_agg(
+                          CASE WHEN a.ratio >= s.match
+                               THEN array_position(l.slots, a.node || '/' || a.index) END
+                          ORDER BY a.ask
+                      ) AS hots
+                 FROM asked a CROSS JOIN LATERAL generate_series(1, a.n)
+                WHERE a.scope = s.scope AND a.ratio IS NOT NULL
+           ) t
+     WHERE s.by_prefix
+     UNION ALL
+    SELECT asks, hots, abs, rel, ids, loads[:k - 1] || (loads[k] + 1) || loads[k + 1:], turn, k
+      FROM (
+          SELECT w.asks, w.hots, w.abs, w.rel, w.ids, w.loads, w.turn + 1 AS turn,
+                 COALESCE(
+                     CASE WHEN w.loads[w.hots[w.turn + 1]] <= m.most THEN w.hots[w.turn + 1] END,
+                     (SELECT min(o.k)::int FROM unnest(w.loads) WITH ORDINALITY AS o(load, k)
+                       WHERE o.load <= m.most),
+                     1
+                 ) AS k
+            FROM walk w CROSS JOIN LATERAL (
+                     SELECT LEAST(min(load) + w.abs, min(load) * w.rel + 1) AS most
+                       FROM unnest(w.loads) AS load
+                 ) m
+           WHERE w.turn < cardinality(w.asks) OFFSET 0
+      ) step
+)"""
+"""The picks with a prompt, one step for each: `loads` are the requests of the replicas in the order of their
+weights, `hots` the place of each pick's own replica in that order, `k` the place that the step takes."""
 
 MOVED = """moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
@@ -104,61 +195,56 @@ MOVED = """moves AS MATERIALIZED (
     RETURNING r.id, r.node_id, r.model_name, r.replica_index, r.address, m.weak_identity, m.engine_token
 )"""
 
-CHOSEN_COLUMNS = """m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask,
-       m.replica_index"""
-OWNER_COLUMNS = "NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL"
-
 EXCHANGE = f"""
-WITH {OWNERS}, asked AS MATERIALIZED (
-    SELECT a.ask, a.model, a.nodes, a.node, a.index, sum(a.n)::int AS n, (
-               SELECT {LABELS}
-                 FROM model_scheduling_configs c WHERE c.model_name = a.model
-           ) AS labels
-      FROM jsonb_to_recordset($3::jsonb -> 'picks')
-           AS a(ask int, model text, key text, n int, nodes jsonb, node uuid, index int)
-     WHERE {ADMITTED}
-     GROUP BY a.ask, a.model, a.nodes, a.node, a.index
-), {RELEASED}, nearest AS MATERIALIZED (
-    SELECT near.id FROM asked a CROSS JOIN LATERAL (
-        SELECT r.id FROM node_models r CROSS JOIN LATERAL (
-                   SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
-               ) n
-         WHERE r.state = 'loaded' AND r.model_name = a.model
-           AND n.status = 'healthy' AND n.node_type = 'backend' AND {ALLOWED}
-         ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE, r.in_flight, r.last_used,
-                  n.available_vram DESC, r.id
-         LIMIT a.n + {SPARE}
-    ) near
-), {COUNTED}, {PLACES}, chosen AS MATERIALIZED (
-    SELECT ask, id, count(*)::int AS n FROM places WHERE place <= n GROUP BY ask, id
+WITH RECURSIVE {OWNERS}, {ASKED}, {RELEASED}, {NEAREST}, {COUNTED}, {PLACES}, {WALK}, chosen AS MATERIALIZED (
+    SELECT ask, id, count(*)::int AS n, NULL::bool AS is_cached FROM places WHERE place <= n GROUP BY ask, id
+     UNION ALL
+    SELECT asks[turn], ids[k], count(*)::int, hots[turn] IS NOT NULL FROM walk
+     WHERE ids[k] IS NOT NULL GROUP BY 1, 2, 4
 ), {MOVED}
-SELECT {CHOSEN_COLUMNS}
+SELECT m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask,
+       m.replica_index, c.is_cached
   FROM moved m JOIN chosen c ON c.id = m.id
  UNION ALL
-SELECT {OWNER_COLUMNS} FROM owners
+SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL, NULL FROM owners
 """
 """All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
 ones.
 
 `releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
-declared dead cannot subtract a second time. Each of `picks` ({ask, model, key, n, nodes, node, index}) is
-then spread over the model's loaded replicas by R1.78 and counted in: those on nodes that its rule's selector
-chooses (R2.10) and, unless `nodes` is null, on one of these. The replica `index` on `node` is taken whenever
-it is among them, however busy it is (R1.80); null prefers none. Equal wishes have the same number `ask`;
-different ones of one model do not see what the same statement gives to the others. `keys` are API key hashes;
-`key` is one of them or empty, and only picks with a valid key or none count. Counting out moves neither
-`last_used` nor `updated_at` (R1.60), but `last_released_at`.
+declared dead cannot subtract a second time. Counting out moves neither `last_used` nor `updated_at` (R1.60),
+but `last_released_at`. `keys` are API key hashes; the `key` of a pick is one of them or empty, and only picks
+with a valid key or none count.
+
+`picks` are {ask, scope, model, key, n, nodes, node, index, ratio}. Equal ones have the same number `ask`, and
+those of one model and the same `nodes` the same number `scope`, which is no `ask`. They are chosen among the
+model's loaded replicas on nodes that its rule's selector chooses (R2.10) and, unless `nodes` is null, on one
+of these, and counted in:
+
+- A pick without a `ratio` goes by R1.78. The replica `index` on `node` is taken whenever it is among them,
+  however busy it is (R1.80); null prefers none. Different asks of one scope do not see what the same
+  statement gives to each other.
+- A pick with a `ratio` has a prompt, of which that fraction was last given to the replica `index` on `node`.
+  It gets this replica if the ratio is sufficient and the replica is not overloaded, else the replica with the
+  least weight that is not (R3.14). These picks of a scope follow each other in the order of their asks, and
+  each sees what the ones before it took, so the guard (R3.13) holds across all web processes. `thresholds`
+  ({match, abs, rel}) are the cluster's, for rules without their own; `weights` map model and "node/index" to
+  the weight of each replica that has one.
+- If the model's rule is `round_robin`, the picks with a ratio are spread by R1.78 as one ask, whose number
+  is their scope.
 
 Returns one row for each replica chosen for an ask (id, node, model, address, how many, its node's
-`weak_identity` and `engine_token`, ask, index) and one for each valid key (null, null, hash, user's name,
-user's id, whether an admin, and nulls).
+`weak_identity` and `engine_token`, ask, index, true if a replica with a sufficient ratio was there (R3.18) or
+null without a ratio) and one for each valid key (null, null, hash, user's name, user's id, whether an admin,
+and nulls).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
 after that pass the insert fails on the missing process.
 
 Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
 `OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
-before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared."""
+before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared. Most
+of what a statement with a ratio costs beyond one without is the walk: one step for each such pick."""
 
 ANNOUNCE = """
 INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)

@@ -1,16 +1,23 @@
-"""The history of operations that have ended (`contract/http-api.md` §3.6, O94 to O100), and the inbox.
+"""The history of operations that have ended (`contract/http-api.md` §3.6, O94 to O100), inbox and export.
 
 A failure that is not dismissed is in the inbox, not in the history. Pages use keyset pagination in the order
-(finish, id), so a page stays correct while operations end.
+(finish, id), so a page stays correct while operations end. The export (O100) has one JSON object or one CSV
+line per entry, the newest first. It is read and sent in chunks, as fast as the client reads them, so a long
+one needs no more memory than a short one. Between two chunks no database connection is held.
 """
 
 import base64
-from collections.abc import Callable, Mapping
+import csv
+import io
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+import orjson
 from django.db.models import Q
+from django.http import StreamingHttpResponse
+from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -21,6 +28,7 @@ from localai_cluster.kit import errors
 from localai_cluster.web.openapi import flat_refusals
 from operations.api import serializers as shapes
 from operations.changes import feed
+from operations.executor.work import in_thread
 from operations.ledger import retention
 from operations.models import Operation, Status
 
@@ -204,3 +212,98 @@ def entry(operation: Operation) -> dict[str, Any]:
         "startedAt": (operation.started_at or operation.created_at).isoformat(),
         "taskType": "deletion" if ended["isDeletion"] else "installation",
     }
+
+
+AT_ONCE = 100
+"""Entries of one chunk."""
+NDJSON, CSV = "ndjson", "csv"
+_TYPES = {NDJSON: "application/x-ndjson", CSV: "text/csv; charset=utf-8"}
+_COLUMNS = (
+    "jobID",
+    "kind",
+    "fullName",
+    "nodes",
+    "outcome",
+    "actor",
+    "clientAddress",
+    "requestID",
+    "createdAt",
+    "startedAt",
+    "finishedAt",
+    "error",
+    "message",
+    "dismissedBy",
+    "dismissedComment",
+)
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""Prefixes that a spreadsheet evaluates as a formula; some texts come from workers."""
+
+Entry = Mapping[str, Any]
+Written = Callable[[Sequence[Entry]], bytes]
+
+
+class _Asked(Filters):
+    """What is exported, and how."""
+
+    format = serializers.ChoiceField(choices=(NDJSON, CSV), required=False, default=NDJSON)
+
+
+class ExportView(APIView):
+    """`/api/operations/history/export`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_history_export",
+        summary="Export operations that have ended",
+        tags=["operations"],
+        parameters=[_Asked],
+        responses={
+            (200, "application/x-ndjson"): OpenApiTypes.STR,
+            (200, "text/csv"): OpenApiTypes.STR,
+            **flat_refusals(400),
+        },
+    )
+    def get(self, request: Request) -> StreamingHttpResponse:
+        """The whole record, with the filters of the list. A line of NDJSON is an entry of that list."""
+        filters = checked(_Asked, request.query_params)
+        kind = filters["format"]
+        first = _chunk(filters, None)  # an outage can still become an error response here
+        response = StreamingHttpResponse(_chunks(filters, first), content_type=_TYPES[kind])
+        response["Content-Disposition"] = f'attachment; filename="operations.{kind}"'
+        return response
+
+
+_Chunk = tuple[bytes, Position | None]
+
+
+def _chunk(filters: dict[str, Any], position: Position | None) -> _Chunk:
+    rows, last = after(matching(filters), position, AT_ONCE)
+    entries = [entry(row) for row in rows]
+    if filters["format"] == NDJSON:
+        return b"".join(orjson.dumps(entry) + b"\n" for entry in entries), last
+    return _lines(entries, with_header=position is None), last
+
+
+async def _chunks(filters: dict[str, Any], first: _Chunk) -> AsyncIterator[bytes]:
+    chunk, last = first
+    yield chunk
+    while last is not None:
+        chunk, last = await in_thread(_chunk, filters, last)
+        yield chunk
+
+
+def _lines(entries: Sequence[Entry], *, with_header: bool) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if with_header:
+        writer.writerow(_COLUMNS)
+    for entry in entries:
+        names = [part["node_name"] for part in entry.get("nodes", ())] or [entry.get("nodeName", "")]
+        values = {**entry, "nodes": "; ".join(names)}
+        writer.writerow([_cell(str(values.get(column, ""))) for column in _COLUMNS])
+    return text.getvalue().encode()
+
+
+def _cell(text: str) -> str:
+    return f"'{text}" if text.startswith(_FORMULAS) else text

@@ -1,6 +1,7 @@
-"""State of single operations under the reference's URLs: one job, its raw status, and the recent jobs.
+"""Single operations under the reference's URLs: one job, its raw status, the recent jobs, and dismissals.
 
-`contract/http-api.md` §3.7 and §3.9, O62, O63. An id works under each URL, for backends and models alike.
+`contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. An id works under each URL, for backends and models
+alike. Authentication and the admin check are the project's defaults; errors are flat on these routes.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from rest_framework.views import APIView
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import mapping, reference
 from operations import targets
 from operations.api import serializers as shapes
@@ -158,3 +160,27 @@ def status_of(operation: Operation) -> dict[str, Any]:
         "cancellable": operation.cancellable,
         **{name: value for name, value in optional.items() if value},
     }
+
+
+class DismissView(APIView):
+    """`/api/operations/:jobID/dismiss`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_dismiss",
+        summary="Dismiss a failed operation",
+        tags=["operations"],
+        request=shapes.DismissSerializer,
+        responses={
+            200: shapes.DoneSerializer,
+            **flat_refusals(404, 409),
+        },
+    )
+    def post(self, request: Request, job_id: str) -> Response:
+        """Removes a failure from the live list for all users; its record stays (O52)."""
+        job = found(job_id).id
+        user: Any = request.user
+        comment = validate_body(shapes.DismissSerializer, request).get("comment", "")
+        admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment)
+        return Response({"success": True, "message": "operation dismissed"})

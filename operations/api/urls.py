@@ -3,10 +3,8 @@
 from django.urls import path
 
 from operations.api.audit import AuditView
-from operations.api.export import ExportView
-from operations.api.history import HistoryView, InboxView
-from operations.api.jobs import JobView, ModelJobView
-from operations.api.views import DismissView
+from operations.api.history import ExportView, HistoryView, InboxView
+from operations.api.jobs import DismissView, JobView, ModelJobView
 
 urlpatterns = [
     path("audit", AuditView.as_view()),

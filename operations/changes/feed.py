@@ -3,9 +3,13 @@
 The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own fields. `since(n)` returns
 every operation that changed after n, in order; several changes of one operation between two reads are one
 entry.
+
+A partial change holds only the changed targets of an operation. It applies to readers that have all changes
+up to the number before it. So a change of one target has the size of one target, regardless of the number of
+nodes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +18,8 @@ from typing import Any
 from django.db import connection, transaction
 
 from localai_cluster.messaging.messages import human_bytes
-from operations.models import Operation, OperationTarget, Sequence, Status, TargetStatus
+from operations import models
+from operations.models import Operation, OperationTarget, Status, TargetStatus
 
 TASK_TYPES = ("installation", "upgrade", "deletion", "staging")
 _DELETIONS, _UPGRADES, _UNLOADS = "_delete", "_upgrade", "_unload"
@@ -151,7 +156,7 @@ def _rows(operations: Iterable[Operation]) -> list[dict[str, Any]]:
 
 def current_seq() -> int:
     """Return the number of the last committed change."""
-    return Sequence.objects.values_list("value", flat=True).first() or 0
+    return models.Sequence.objects.values_list("value", flat=True).first() or 0
 
 
 @contextmanager
@@ -177,3 +182,40 @@ def since(seq: int) -> Feed:
         latest = current_seq()
         changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")
         return Feed(latest, _rows(changed))
+
+
+PARTIAL = "partial"
+"""Key of a change whose `nodes` has only the changed targets; the others are unchanged."""
+
+
+def change_of(
+    operation: Operation,
+    targets: Sequence[OperationTarget],
+    moved: Collection[OperationTarget] | None = None,
+) -> dict[str, Any]:
+    """Return the change for readers that have the previous state; `moved` has the changed targets.
+
+    With `moved` the unchanged targets are omitted, and the change is marked `partial`.
+    """
+    if moved is None or len(moved) == len(targets):
+        return as_dict(operation, targets)
+    nodes = [part_as_dict(target) for target in moved]
+    return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
+
+
+def folded(changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the changes to one per operation, in the order of each operation's last change."""
+    last: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        before = last.pop(change["jobID"], None)
+        last[change["jobID"]] = change if before is None or PARTIAL not in change else _over(before, change)
+    return list(last.values())
+
+
+def _over(before: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Merge a partial change into an earlier change, which may be complete."""
+    nodes = {part["node_id"]: part for part in (*before.get("nodes", ()), *change["nodes"])}
+    merged = {**change, "nodes": list(nodes.values())}
+    if PARTIAL not in before:
+        del merged[PARTIAL]
+    return merged

@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db import connection, transaction
 
 from operations import targets
-from operations.changes import events, partial
+from operations.changes import events, feed
 from operations.models import Operation, OperationTarget
 
 
@@ -32,7 +32,7 @@ def announce(
     events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
     moved_by_id = None if moved is None else _by_operation(moved)
     changes = [
-        partial.change_of(
+        feed.change_of(
             operation,
             parts_by_id.get(operation.id, ()),
             None if moved_by_id is None or operation.waves else moved_by_id.get(operation.id, ()),

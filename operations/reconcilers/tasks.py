@@ -1,4 +1,4 @@
-"""Short, idempotent tasks for the ledger, run by django-q2 and by every controller's executor."""
+"""Recurring tasks: short and idempotent, run by django-q2 and by every controller's executor."""
 
 import logging
 from datetime import timedelta
@@ -6,7 +6,16 @@ from datetime import timedelta
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
+from localai_cluster.kit.periodic import Recurring
 from operations.ledger import attempts, retention
+
+SCHEDULES = [
+    Recurring(
+        "operations: expired leases", "operations.reconcilers.tasks.reap_expired_leases", "* * * * * */5"
+    ),
+    Recurring("operations: record", "operations.reconcilers.tasks.prune_record", "23 * * * * 0"),
+]
+
 
 log = logging.getLogger(__name__)
 

@@ -96,7 +96,7 @@ async def picker(
     async def pair(caller: int) -> None:
         request = InferenceRequest(model=model)
         if by_prefix:
-            request.chain = (*range(caller * BLOCKS, (caller + 1) * BLOCKS - 1), next(ends))
+            request.chain = (*beginnings[caller], next(ends))
         prefixes.advise(request)
         replica = await ours.acquire(request)
         prefixes.landed(request)
@@ -104,6 +104,7 @@ async def picker(
         ours.release(replica)
 
     pool, connection, ends = Pool(url), Counting(url), itertools.count(10**9)
+    beginnings = [tuple(range(number * BLOCKS, (number + 1) * BLOCKS - 1)) for number in range(64)]
     await pool.open()
     prefixes = Prefixes(300.0, lambda news: None)
     ours = Picker(pool, connection, prefixes.weights)

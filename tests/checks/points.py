@@ -26,7 +26,6 @@ ROOMS = (
     "nodes/replicas/slots.py",
     "nodes/replicas/unload.py",
     "nodes/replicas/unload_requests.py",
-    "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")
 HELPERS = ("localai_cluster/kit/failpoints.py", "localai_cluster/kit/commit_hooks.py")

@@ -13,7 +13,7 @@ from asgiref.sync import async_to_sync
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from operations.api import export, history
+from operations.api import history
 from operations.models import Operation, OperationTarget
 from tests.integration.test_api_document import document, fits
 from tests.support import api
@@ -218,7 +218,7 @@ def test_csv_has_a_line_an_operation_and_nothing_that_calculates() -> None:
 @pytest.mark.parametrize("form", ["ndjson", "csv"])
 def test_the_export_is_read_piece_by_piece_as_it_is_taken(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read ahead, so a long record costs no memory; all of it comes, once, with one head."""
-    monkeypatch.setattr(export, "AT_ONCE", 2)
+    monkeypatch.setattr(history, "AT_ONCE", 2)
     rows, read, real = [ended(minute) for minute in range(5)], [], history.after
 
     def after(*asked: Any) -> Any:

@@ -22,7 +22,7 @@ from nodes.backends import admission, intents, upgrade_state
 from nodes.backends.backend_requests import INSTALL, Asked, Wish
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended, Failed
-from nodes.management import bars, following
+from nodes.management import following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.changes import events
 from operations.ledger.progress import Tick
@@ -291,7 +291,7 @@ def test_a_terminal_shows_twenty_lines_at_most_and_counts_the_rest() -> None:
     said = refused("install", "echo", screen=screen)
     assert "cancelled by ann" in said
     drawn = screen.getvalue().split("backend install of echo")[1]
-    assert drawn.count("node-") == bars.MOST_LINES - 2
+    assert drawn.count("node-") == following.MOST_LINES - 2
 
 
 def begin_all() -> None:

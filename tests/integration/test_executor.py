@@ -17,7 +17,7 @@ from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
-from operations.reconcilers.schedules import SCHEDULES
+from operations.reconcilers.tasks import SCHEDULES
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

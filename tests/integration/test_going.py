@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries, reserved_memory
+from nodes.decisions import fleet_cache, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.loading.load_placement import find_eviction
@@ -162,7 +162,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -179,7 +179,7 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: fleet_queries.read_fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_cache.read_fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
@@ -204,7 +204,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return fleet_queries.read_fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_cache.read_fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -360,7 +360,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = fleet_queries.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_cache.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -433,7 +433,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose_node(fleet_queries.read_fleet("echo"))
+    decision = choose_node(fleet_cache.read_fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(

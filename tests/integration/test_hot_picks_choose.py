@@ -145,7 +145,7 @@ HOLD = "INSERT INTO replica_uses (process_id, replica_id, count) VALUES (%s, %s,
 
 
 def exchanged(released: Sequence[Candidate], requests: int) -> dict[str, Any]:
-    picks = [{"ask": 0, "model": "echo", "key": "", "n": requests}] if requests else []
+    picks = [{"ask": 0, "scope": -1, "model": "echo", "key": "", "n": requests}] if requests else []
     return {
         "keys": [],
         "releases": [{"id": str(one.id), "n": one.in_flight} for one in released],

@@ -8,7 +8,7 @@ from django.db import OperationalError
 
 from localai_cluster.kit import clock, disk
 from nodes.live import watch as watching
-from operations.changes import cursor, fanout
+from operations.changes import cursor, topics
 from operations.executor import controllers
 from tests.support import live
 from tests.support.feed import Open, admit, drain, end, make_node, process, shown, tab
@@ -114,8 +114,8 @@ async def test_without_the_channel_layer_changes_come_from_the_rows(
     def away() -> None:
         raise ConnectionError("refused")
 
-    monkeypatch.setattr(fanout, "get_channel_layer", away)
-    monkeypatch.setattr(fanout, "RETRY_AFTER", 0.01)
+    monkeypatch.setattr(topics, "get_channel_layer", away)
+    monkeypatch.setattr(topics, "RETRY_AFTER", 0.01)
     monkeypatch.setattr(cursor, "READ_EVERY", 0.05)
     page = await (await tab()).greeted()
     operation = await admit()

@@ -14,7 +14,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
@@ -189,7 +189,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(fleet_queries.read_fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_cache.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
-from nodes.gateway.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.replicas import statements
@@ -51,16 +50,14 @@ def chosen(
         "keys": [],
         "releases": [],
         "picks": [
-            {"ask": ask, "plainly": -1, "model": "echo", "key": "", "n": 1, "share": share}
+            {"ask": ask, "scope": -1, "model": "echo", "key": "", "n": 1, "ratio": share}
             | ({"node": str(hot[0]), "index": hot[1]} if hot else {})
             for ask, (hot, share) in enumerate(asks)
         ],
         "thresholds": {"match": limits.match, "abs": limits.abs, "rel": limits.rel},
-        "weights": [
-            {"model": "echo", "node": str(one.node), "index": one.index, "weight": one.weight}
-            for one in candidates
-            if one.weight
-        ],
+        "weights": {
+            "echo": {f"{one.node}/{one.index}": one.weight for one in candidates if one.weight},
+        },
     }
     try:
         for one in candidates:
@@ -73,7 +70,7 @@ def chosen(
         about = {"process": owner, "host": "h", "pid": 1, "started": now, "now": now, "version": "1"}
         raw.execute(statements.ANNOUNCE, about)
         values = str(owner), now.isoformat(), json.dumps(document)
-        rows = psycopg.RawCursor(raw).execute(EXCHANGE_BY_PREFIX, values).fetchall()
+        rows = psycopg.RawCursor(raw).execute(statements.EXCHANGE, values).fetchall()
     finally:
         raw.rollback()
     assert all(row[4] == 1 for row in rows)
@@ -198,7 +195,7 @@ def picks(requests: list[InferenceRequest]) -> list[Replica]:
 
 
 def prefixed(place: Place | None, share: float = 1.0) -> InferenceRequest:
-    return InferenceRequest(model="echo", chain=(1, 2), preferred=place, share=share)
+    return InferenceRequest(model="echo", chain=(1, 2), preferred=place, cached_ratio=share)
 
 
 @pytest.mark.rule("R3.15", "R3.1", "T-ROU-33")
@@ -211,7 +208,7 @@ def test_a_rule_for_round_robin_spreads_whatever_the_prompts_are() -> None:
     requests = [prefixed((one.pk, 0), share / 8) for share in range(1, 9)]
     found = picks(requests)
     assert Counter(one.node_id for one in found) == {one.pk: 4, two.pk: 4}
-    assert {request.remembered for request in requests} == {None}
+    assert {request.is_prefix_cached for request in requests} == {None}
 
 
 @pytest.mark.rule("R2.6", "R3.16", "T-ROU-31", "T-ROU-34", "T-ROU-35", "T-ROU-36")
@@ -222,12 +219,16 @@ def test_the_replica_that_remembers_is_picked_unless_it_is_too_busy() -> None:
         hot.replica(node, index=index)
     warm_one = prefixed((node.pk, 1))
     assert picks([warm_one])[0].index == 1
-    assert warm_one.remembered is True
+    assert warm_one.is_prefix_cached is True
     NodeModel.objects.filter(replica_index=1).update(in_flight=50)
     kept_from_it, new, scarcely = prefixed((node.pk, 1)), prefixed(None, 0.0), prefixed((node.pk, 1), 0.2)
     assert [one.index for one in picks([kept_from_it, new])] == [0, 0]
     assert [one.index for one in picks([scarcely])] == [0]
-    assert (kept_from_it.remembered, new.remembered, scarcely.remembered) == (True, False, False)
+    assert (kept_from_it.is_prefix_cached, new.is_prefix_cached, scarcely.is_prefix_cached) == (
+        True,
+        False,
+        False,
+    )
 
 
 @pytest.mark.rule("R3.1", "R3.2", "T-PFX-9", "T-PFX-10", "T-PFX-11")
@@ -240,7 +241,7 @@ def test_the_policy_of_a_rule(policy: str, counts: bool) -> None:
     rule = ModelSchedulingConfig.objects.create(model_name="echo", route_policy=policy)
     request = prefixed((node.pk, 1))
     assert picks([request])[0].index == int(counts)
-    assert request.remembered is (True if counts else None)
+    assert request.is_prefix_cached is (True if counts else None)
     assert RoutePolicy.values == ["round_robin", "prefix_cache"]
     with pytest.raises(IntegrityError):
         ModelSchedulingConfig.objects.filter(pk=rule.pk).update(route_policy="other")
@@ -278,5 +279,5 @@ def test_picks_with_and_without_a_prefix_share_a_statement() -> None:
     requests = [sure, prefixed((one.pk, 0)), InferenceRequest(model="echo"), prefixed((one.pk, 0), 0.5)]
     found = picks(requests)
     assert [replica.node_id for replica in (found[0], found[1])] == [two.pk, one.pk]
-    assert [request.remembered for request in requests] == [None, True, None, True]
+    assert [request.is_prefix_cached for request in requests] == [None, True, None, True]
     assert sum(hot.counts().values()) == 4

@@ -188,7 +188,7 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
 def land(prefixes: Prefixes, prompt: bytes) -> None:
     request = asked(prompt)
     prefixes.advise(request)
-    request.remembered, request.replica = False, Replica(uuid4(), NODE, 0, "m", "a:1")
+    request.is_prefix_cached, request.replica = False, Replica(uuid4(), NODE, 0, "m", "a:1")
     prefixes.landed(request)
 
 
@@ -209,7 +209,7 @@ def kept_away(prefixes: Prefixes, times: int = 1) -> None:
     """So many requests did not get the replica that remembers them."""
     for _ in range(times):
         request = asked(b"law " * 200)
-        request.preferred, request.share, request.remembered = (NODE, 0), 1.0, True
+        request.preferred, request.cached_ratio, request.is_prefix_cached = (NODE, 0), 1.0, True
         request.replica = Replica(uuid4(), NODE, 1, "m", "a:1")
         prefixes.landed(request)
 

@@ -15,7 +15,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
@@ -64,7 +64,7 @@ def running_load() -> AttemptId:
 
 
 def reserved(node: BackendNode, owner: AttemptId) -> Slot:
-    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot
@@ -205,7 +205,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     assert not await in_thread(ReplicaUse.objects.exists)
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
-    (view,) = await in_thread(fleet_queries.read_fleet, "echo")
+    (view,) = await in_thread(fleet_cache.read_fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: engine_ends.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))

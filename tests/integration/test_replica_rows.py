@@ -10,7 +10,7 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import lifecycle
@@ -36,7 +36,7 @@ def heard() -> Iterator[list[RemovedReplica]]:
 
 
 def reserved(node: BackendNode, model: str, mark: str) -> Slot:
-    (view,) = fleet_queries.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
     slot = slots.reserve(view, model, attempt=attempt(mark), backend="llama-cpp", now=clock.now())
     assert isinstance(slot, Slot)
     return slot

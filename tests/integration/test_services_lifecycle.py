@@ -13,7 +13,7 @@ from django.conf import settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import claims, labels, lifecycle, overrides
 from nodes.registry.change import changed_columns
@@ -526,7 +526,7 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
     current = AttemptId(operation.id, 2)
-    view = next(one for one in fleet_queries.read_fleet("m") if one.id == node.pk)
+    view = next(one for one in fleet_cache.read_fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)

@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
@@ -63,7 +63,7 @@ class Stage:
 
     def slot(self, attempt: AttemptId) -> Slot:
         """The slot of an attempt."""
-        (view,) = fleet_queries.read_fleet("echo")
+        (view,) = fleet_cache.read_fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot

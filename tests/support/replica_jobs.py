@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
@@ -86,7 +86,7 @@ class Cluster:
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
         call(slots.end_abandoned_loads, model, now=clock.now())
-        views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -209,7 +209,7 @@ class Cluster:
         if not self.processes:
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
-        asked = {"ask": 0, "model": dice.choice(MODELS), "key": "", "n": 1}
+        asked = {"ask": 0, "scope": -1, "model": dice.choice(MODELS), "key": "", "n": 1}
         for row in self._exchange(process, picks=[asked]):
             self.requests.append((process, row[0]))
 

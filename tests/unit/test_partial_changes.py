@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operations.changes.feed import as_dict
-from operations.changes.partial import PARTIAL, change_of, folded
+from operations.changes.feed import PARTIAL, as_dict, change_of, folded
 from operations.models import Operation, OperationTarget, TargetStatus
 
 NODES = [UUID(int=number) for number in range(4)]

@@ -144,6 +144,29 @@ def test_replicas_of_one_node_are_apart() -> None:
     assert ours._tables.keys() == {"m"}
 
 
+@settings(max_examples=100 * EFFORT, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=6), st.sampled_from(PLACES), st.sampled_from([0.0, 100.0])
+        ),
+        max_size=30,
+    )
+)
+def test_hashes_that_are_no_chain_do_no_harm(steps: list[tuple[list[int], Place, float]]) -> None:
+    """Another process may send any numbers: nothing fails, and what is too old goes all the same."""
+    ours, now = Affinity(TTL, most=12), 0.0
+    for numbers, place, passed in steps:
+        now += passed
+        ours.observe("m", tuple(numbers), place, now)
+        ours.match("m", tuple(numbers), now)
+        assert len(ours) <= 12
+        assert all(weight >= 0 for _, weight in ours.weights("m", now))
+    ours.sweep(now + TTL + 1)
+    assert len(ours) == 0
+    assert ours._tables == {}
+
+
 @pytest.mark.rule("R3.10", "C43", "T-RDX-6", "T-RDX-7", "T-RDX-8", "T-RDX-20")
 def test_what_is_too_old_goes() -> None:
     """R3.10: exactly as old as the limit still counts; a sweep leaves nothing behind."""

@@ -118,7 +118,7 @@ def landed(
 ) -> InferenceRequest:
     request = InferenceRequest(model="m", chain=CHAIN)
     prefixes.advise(request)
-    request.remembered = remembered
+    request.is_prefix_cached = remembered
     request.replica = Replica(UUID(int=1), *place, "m", "a:1")
     prefixes.landed(request)
     return request
@@ -139,11 +139,11 @@ def test_news_are_told_once_and_never_repeated() -> None:
     landed(ours, (NODE, 1), remembered=True)
     assert sent == [Given("m", CHAIN, NODE, 1)]
     peer.heard(sent[0])
-    assert (asked(peer).preferred, asked(peer).share) == ((NODE, 1), 1.0)
+    assert (asked(peer).preferred, asked(peer).cached_ratio) == ((NODE, 1), 1.0)
     peer.heard(Invalidated("m", NODE, 0))
     assert asked(peer).preferred == (NODE, 1)
     peer.heard(Invalidated("m", NODE, 1))
-    assert (asked(peer).preferred, asked(peer).share) == (None, 0.0)
+    assert (asked(peer).preferred, asked(peer).cached_ratio) == (None, 0.0)
     peer.heard(sent[0])
     peer.heard(Invalidated("m", NODE, -1))
     assert asked(peer).preferred is None
@@ -156,13 +156,13 @@ def test_only_what_went_by_the_prefix_is_remembered() -> None:
     ours = Prefixes(300, lambda news: None)
     plain = InferenceRequest(model="m")
     ours.advise(plain)
-    assert (plain.preferred, plain.share) == (None, None)
+    assert (plain.preferred, plain.cached_ratio) == (None, None)
     ours.landed(plain)
     landed(ours, (NODE, 1), remembered=None)
     assert ours.entries() == 0
     landed(ours, (NODE, 1))
     assert ours.entries() == 3
-    assert (asked(ours).preferred, asked(ours).share) == ((NODE, 1), 1.0)
+    assert (asked(ours).preferred, asked(ours).cached_ratio) == ((NODE, 1), 1.0)
 
 
 @pytest.mark.rule("R3.18", "T-ROU-34", "T-ROU-35", "T-ROU-36")

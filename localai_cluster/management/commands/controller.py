@@ -28,6 +28,7 @@ from django.db import Error as DatabaseError
 
 from localai_cluster import bus_access, scraping
 from localai_cluster.kit import clock, conf, periodic
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.management import schema_version
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
@@ -57,7 +58,7 @@ from operations.executor.operation_queue import OperationQueue
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Handler, in_thread
 from operations.models import Status
-from operations.reconcilers import schedules as ledger_schedules
+from operations.reconcilers import tasks as ledger_schedules
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +139,8 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
         "revocations": parts.revocations.run(),
         "upgrade check": parts.checker.run(),
         "hints": listen_for_changes(parts),
-        "schedules": tick(),
-        "beat": beat(owner, bus),
+        "schedules": Ticker().run(),
+        "beat": Heartbeat(owner, bus).run(),
         "prefix news": parts.news.run(),
         "metrics": scraping.serve("controller", conf.cluster().controller_metrics),
     }
@@ -215,29 +216,33 @@ async def listen_for_changes(parts: Parts) -> None:
                 executor.wake(cancelled=status == Status.CANCELLED)
 
 
-async def tick() -> None:
-    """Enqueue due schedules every second."""
-    declared = False
-    while True:
-        try:
-            if not declared:
-                await in_thread(periodic.ensure, [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES])
-                declared = True
-            await in_thread(periodic.tick)
-        except DatabaseError as error:
-            log.warning("schedules not ticked: %s", error)
-        await asyncio.sleep(TICK_EVERY)
+class Ticker(PeriodicTask):
+    """Declares the schedules, and enqueues the due ones every second."""
+
+    def __init__(self) -> None:
+        super().__init__("schedules", self._tick, interval=TICK_EVERY, retry_on=(DatabaseError,))
+        self._declared = False
+
+    async def _tick(self) -> None:
+        if not self._declared:
+            await in_thread(periodic.ensure, [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES])
+            self._declared = True
+        await in_thread(periodic.tick)
 
 
-async def beat(owner: str, bus: Bus) -> None:
-    """Write this controller's heartbeat every few seconds, with the state of its bus connection."""
+class Heartbeat(PeriodicTask):
+    """Writes the heartbeat of this controller every few seconds, with the state of its bus connection."""
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(controllers.BEAT_EVERY):
-            await bus.wait_connected()
-    while True:
-        try:
-            await in_thread(controllers.beat, owner, bus_connected=bus.connected, now=clock.now())
-        except DatabaseError as error:
-            log.debug("controller heartbeat not written: %s", error)
-        await asyncio.sleep(controllers.BEAT_EVERY)
+    def __init__(self, owner: str, bus: Bus) -> None:
+        super().__init__("heartbeat", self._beat, interval=controllers.BEAT_EVERY, retry_on=(DatabaseError,))
+        self._owner, self._bus = owner, bus
+
+    async def run(self) -> None:
+        """Wait for the bus, then write heartbeats until cancelled."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(controllers.BEAT_EVERY):
+                await self._bus.wait_connected()
+        await super().run()
+
+    async def _beat(self) -> None:
+        await in_thread(controllers.beat, self._owner, bus_connected=self._bus.connected, now=clock.now())

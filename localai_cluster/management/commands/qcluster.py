@@ -38,7 +38,7 @@ from localai_cluster.kit import conf
 from localai_cluster.management import schema_version
 from localai_cluster.metrics import passes
 from nodes.reconcilers import tasks
-from operations.reconcilers import schedules as ledger_schedules
+from operations.reconcilers import tasks as ledger_schedules
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,351 @@
+"""The table of inference routes: path, handler, limits, error envelope, and texts of the API document.
+
+The raw route table and the API document are made of it. Bodies and responses are described by the structs
+that parse and render them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.dialects import (
+    anthropic,
+    audio_speech,
+    audio_transcriptions,
+    images,
+    models,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+    retrieval,
+    tokens,
+)
+from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.gateway.endpoint import Endpoint, Handler
+from nodes.gateway.generate import generate
+from nodes.gateway.generation import Dialect, Head, TextDelta
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.streams import EventStream, node_header
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The form of a dialect's errors."""
+
+    render: Callable[[ClusterError], Answer]
+    body: type[msgspec.Struct]
+
+
+OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
+ANTHROPIC = Envelope(anthropic.render_error, anthropic.AnthropicErrorBody)
+OLLAMA = Envelope(ollama.render_error, ollama.OllamaErrorBody)
+ERRORS = (400, 401, 403, 404, 413, 429, 500, 503)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One route. `limit` is that of its body in bytes; 413 is for routes whose limit is not the default."""
+
+    name: str
+    """Operation id in the API document."""
+    summary: str
+    handler: Handler
+    method: str = "POST"
+    limit: int | None = LARGEST_BODY
+    form: bool = False
+    envelope: Envelope = OPENAI
+    body: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | None = None
+    other_kinds: tuple[str, ...] = ()
+    """Content types of responses beside JSON."""
+    description: str = ""
+    meaning: str = "The answer."
+    errors: tuple[int, ...] = ERRORS
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The route's application."""
+        return Endpoint(self.method, self.handler, self.limit, self.form, self.envelope.render)
+
+
+def generation_handler(dialect: Dialect) -> Handler:
+    """Return the handler of a text route in this dialect."""
+
+    async def answer(request: InferenceRequest) -> Answer | EventStream:
+        generation = dialect.read(wire.parse_json_object(request.body))
+        request.body = b""  # it may be large, and generation takes long
+        head = Head(request.request_id, int(clock.now().timestamp()), generation)
+        if generation.stream:
+            return EventStream(
+                request, dialect.told(head), lambda sink: generate(request, generation, sink, lambda: None)
+            )
+        deltas: list[TextDelta] = []
+
+        async def collect(delta: TextDelta) -> None:
+            deltas.append(delta)
+
+        await generate(request, generation, collect, deltas.clear)
+        return Answer(dialect.whole(head, deltas), headers=tuple(node_header(request)))
+
+    return answer
+
+
+_EVENTS, _LINES = ("text/event-stream",), ("application/x-ndjson",)
+_OPENAI_STREAM = (
+    "With `stream`, server-sent events: chunks, then `data: [DONE]`. What fails before the first of them is a"
+    " refusal with its status; after that it is an event with `error`. Comments keep the connection alive."
+)
+_ANTHROPIC_STREAM = (
+    "With `stream`, events from `message_start` to `message_stop`, and `ping` while the engine thinks. A"
+    " failure after the first of them is an event `error`. `anthropic-version` is accepted and not looked at."
+)
+_RESPONSES_STREAM = (
+    "With `stream`, events from `response.created` to `response.completed`. A failure after the first of them"
+    " is `error`, then `response.failed`. Nothing is kept: `store` and earlier answers are refused."
+)
+_OLLAMA_STREAM = (
+    "Streams unless `stream` is false: a line of JSON for each piece. A failure after the first is a line"
+    " with `error`. `keep_alive` and options about loading are ignored."
+)
+UNPROVED = "Tried with scripted engines only, so far with no real one."
+"""Part of each description: the examples have no engine for audio or images."""
+_SPEAK = (
+    "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
+    " after the first byte ends the connection. " + UNPROVED
+)
+_SOUNDS = tuple(kind.decode() for kind in dict.fromkeys((*audio_speech.KINDS.values(), audio_speech.UNKNOWN)))
+
+_WITH_PREFIX: Mapping[str, Route] = {
+    "/chat/completions": Route(
+        name="create_chat_completion",
+        summary="Answer a conversation",
+        handler=generation_handler(openai_chat.DIALECT),
+        body=openai_chat.ChatBody,
+        response=openai_chat.ChatResponse,
+        other_kinds=_EVENTS,
+        description=_OPENAI_STREAM,
+    ),
+    "/completions": Route(
+        name="create_completion",
+        summary="Go on from a text",
+        handler=generation_handler(openai_completions.DIALECT),
+        body=openai_completions.CompletionBody,
+        response=openai_completions.CompletionResponse,
+        other_kinds=_EVENTS,
+        description=_OPENAI_STREAM,
+    ),
+    "/responses": Route(
+        name="create_response",
+        summary="Answer a conversation (OpenAI's Responses)",
+        handler=generation_handler(responses.DIALECT),
+        body=responses.ResponsesBody,
+        response=responses.ResponseObject,
+        other_kinds=_EVENTS,
+        description=_RESPONSES_STREAM,
+    ),
+    "/messages": Route(
+        name="create_message",
+        summary="Answer a conversation (Anthropic)",
+        handler=generation_handler(anthropic.DIALECT),
+        envelope=ANTHROPIC,
+        body=anthropic.MessagesBody,
+        response=anthropic.MessageResponse,
+        other_kinds=_EVENTS,
+        description=_ANTHROPIC_STREAM,
+    ),
+    "/messages/count_tokens": Route(
+        name="count_message_tokens",
+        summary="Count the tokens of a conversation (Anthropic)",
+        handler=tokens.count_tokens,
+        envelope=ANTHROPIC,
+        body=anthropic.CountBody,
+        response=tokens.CountResponse,
+        description="Images are not counted.",
+    ),
+    "/tokenize": Route(
+        name="tokenize",
+        summary="Divide a text into tokens",
+        handler=tokens.tokenize,
+        body=tokens.TokenizeBody,
+        response=tokens.TokensResponse,
+        description="By the model's own tokenizer.",
+    ),
+    "/detokenize": Route(
+        name="detokenize",
+        summary="Make a text of tokens",
+        handler=tokens.detokenize,
+        body=tokens.DetokenizeBody,
+        response=tokens.TextResponse,
+        description="By the model's own tokenizer.",
+    ),
+    "/rerank": Route(
+        name="rerank",
+        summary="Order documents by relevance",
+        handler=retrieval.rerank,
+        body=retrieval.RerankBody,
+        response=retrieval.RerankResponse,
+        description="The most relevant one first.",
+    ),
+    "/embeddings": Route(
+        name="create_embeddings",
+        summary="Create embeddings",
+        handler=retrieval.embed,
+        limit=None,
+        body=retrieval.EmbeddingsBody,
+        response=retrieval.EmbeddingsResponse,
+        meaning="The vectors.",
+        errors=(400, 401, 403, 404, 429, 500, 503),
+    ),
+    "/models": Route(
+        name="list_models",
+        summary="List models",
+        handler=models.list_models,
+        method="GET",
+        limit=None,
+        response=models.ModelsResponse,
+        meaning="The models.",
+        errors=(401, 403, 429, 500, 503),
+    ),
+    "/audio/transcriptions": Route(
+        name="transcribe",
+        summary="Write down speech",
+        handler=audio_transcriptions.transcribe,
+        limit=audio_transcriptions.LARGEST_BODY,
+        form=True,
+        body=audio_transcriptions.TranscriptionBody,
+        response=audio_transcriptions.TranscriptResponse,
+        other_kinds=("text/plain", "application/x-subrip", "text/vtt", *_EVENTS),
+        description="The file is read by the model's engine. With `stream`, server-sent events: pieces, then"
+        " all of the text, then `data: [DONE]`. " + UNPROVED,
+    ),
+    "/audio/speech": Route(
+        name="create_speech",
+        summary="Say a text as OpenAI's clients ask",
+        handler=audio_speech.speech(tells_node=True),
+        limit=wire.MAX_BODY,
+        body=audio_speech.SpeechBody,
+        other_kinds=_SOUNDS,
+        description=_SPEAK,
+    ),
+    "/images/generations": Route(
+        name="create_images",
+        summary="Make images",
+        handler=images.generate,
+        limit=wire.MAX_BODY,
+        body=images.ImagesBody,
+        response=images.ImagesResponse,
+        description=f"One after the other, each with the next seed. {UNPROVED}",
+    ),
+}
+"""Routes under `/v1` and without this prefix."""
+
+_OTHERS: Mapping[str, Route] = {
+    models.MODEL_PREFIX + "{model}": Route(
+        name="get_model",
+        summary="Show one model",
+        handler=models.show_model,
+        method="GET",
+        limit=None,
+        response=models.ModelBody,
+        meaning="The model.",
+        errors=(401, 403, 404, 429, 500, 503),
+    ),
+    "/tts": Route(
+        name="speak",
+        summary="Say a text",
+        handler=audio_speech.speech(tells_node=False),
+        limit=wire.MAX_BODY,
+        body=audio_speech.SpeechBody,
+        other_kinds=_SOUNDS,
+        description=_SPEAK,
+    ),
+    "/api/chat": Route(
+        name="ollama_chat",
+        summary="Answer a conversation (Ollama)",
+        handler=generation_handler(ollama.CHAT),
+        envelope=OLLAMA,
+        body=ollama.OllamaChatBody,
+        response=ollama.OllamaChatResponse,
+        other_kinds=_LINES,
+        description=_OLLAMA_STREAM,
+    ),
+    "/api/generate": Route(
+        name="ollama_generate",
+        summary="Answer a prompt (Ollama)",
+        handler=generation_handler(ollama.GENERATE),
+        envelope=OLLAMA,
+        body=ollama.GenerateBody,
+        response=ollama.OllamaGenerateResponse,
+        other_kinds=_LINES,
+        description=_OLLAMA_STREAM,
+    ),
+    "/api/embed": Route(
+        name="ollama_embed",
+        summary="Create embeddings (Ollama)",
+        handler=retrieval.ollama_embed,
+        limit=None,
+        envelope=OLLAMA,
+        body=retrieval.EmbedBody,
+        response=retrieval.EmbedResponse,
+    ),
+    "/api/embeddings": Route(
+        name="ollama_embeddings",
+        summary="Create one embedding (Ollama, older)",
+        handler=retrieval.ollama_embed_one,
+        limit=None,
+        envelope=OLLAMA,
+        body=retrieval.OlderEmbedBody,
+        response=retrieval.OlderEmbedResponse,
+    ),
+    "/api/show": Route(
+        name="ollama_show",
+        summary="Show one model (Ollama)",
+        handler=models.show,
+        limit=None,
+        envelope=OLLAMA,
+        body=models.ShowBody,
+        response=models.ShowResponse,
+    ),
+    "/api/tags": Route(
+        name="ollama_tags",
+        summary="List models (Ollama)",
+        handler=models.tags,
+        method="GET",
+        limit=None,
+        envelope=OLLAMA,
+        response=models.TagsResponse,
+        description="What is defined, loaded or not. Files are not measured: `size` is 0.",
+    ),
+    "/api/ps": Route(
+        name="ollama_ps",
+        summary="List loaded models (Ollama)",
+        handler=models.running,
+        method="GET",
+        limit=None,
+        envelope=OLLAMA,
+        response=models.RunningResponse,
+        description="`size` is what all replicas of a model were given.",
+    ),
+    "/api/version": Route(
+        name="ollama_version",
+        summary="Show the version of Ollama's API",
+        handler=models.version,
+        method="GET",
+        limit=None,
+        envelope=OLLAMA,
+        response=models.VersionResponse,
+    ),
+}
+
+ROUTES: Mapping[str, Route] = {
+    **{f"/v1{path}": route for path, route in _WITH_PREFIX.items()},
+    **_WITH_PREFIX,
+    **_OTHERS,
+}
+"""Every inference route by its path, an OpenAPI template."""
