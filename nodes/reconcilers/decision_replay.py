@@ -12,6 +12,7 @@ from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.explain import DecisionOutcome
 from nodes.placement.load_decision import decide_load
+from nodes.replicas import unload_requests
 from nodes.scheduling.plan import plan
 
 
