@@ -432,7 +432,7 @@ class MessageEvents:
         self._blocks = Blocks()
         self._has_started = False
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
@@ -459,7 +459,7 @@ class MessageEvents:
         delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
         return _render_event("content_block_delta", index=index, delta=delta)
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
         return b"event: error\ndata: " + msgspec.json.encode(_error(error)) + b"\n\n"
 

@@ -24,7 +24,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import defined
-from nodes.gateway.generation import Sink, Telling, TextDelta
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header, silence
 from nodes.gateway.worker_files import open_files
@@ -110,9 +110,9 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def event_format() -> Telling:
+def event_format() -> StreamFormat:
     """Return the event stream of a transcript: its pieces, then the complete text."""
-    return Telling(_Pieces(), DONE)
+    return StreamFormat(_Pieces(), DONE)
 
 
 class _Pieces(Chunks):
@@ -124,7 +124,7 @@ class _Pieces(Chunks):
     def __init__(self) -> None:
         self._pieces: list[str] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         events = b""
         for delta in deltas:
             if delta.text:

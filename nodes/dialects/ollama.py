@@ -31,13 +31,13 @@ from nodes.gateway import generation, schemas
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
+    Durations,
     FoldedChoice,
     Generation,
     Head,
     Prompt,
     Sampling,
     TextDelta,
-    Took,
     ToolPiece,
     Utterance,
 )
@@ -307,7 +307,7 @@ def to_nanoseconds(seconds: float) -> int:
 
 def _render_end(last: TextDelta) -> dict[str, Any]:
     """Return the finish reason, the durations and the token counts."""
-    durations, usage = last.took or Took(), generation.total([last], 1)
+    durations, usage = last.durations or Durations(), generation.total([last], 1)
     return {
         "done_reason": "length" if last.finish == "length" else "stop",
         "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
@@ -353,13 +353,13 @@ class OllamaLines:
         self._render = render
         self._calls: list[ToolPiece] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the lines of these deltas."""
         return b"".join(
             msgspec.json.encode(line) + b"\n" for delta in deltas for line in self._render_delta(delta)
         )
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the line that ends a failed response."""
         return render_error(error).body + b"\n"
 

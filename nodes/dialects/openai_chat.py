@@ -218,7 +218,7 @@ class ChatChunks(Chunks):
         """(choice, call index) -> True if any arguments were sent."""
         self._ended: list[TextDelta] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
 

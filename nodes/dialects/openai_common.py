@@ -149,9 +149,9 @@ class Chunks(ABC):
     """The stream of one response."""
 
     @abstractmethod
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an event with the ordinary error envelope, then the end of the stream."""
         return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE

@@ -154,7 +154,7 @@ class CompletionChunks(Chunks):
         self._lengths = [0] * head.generation.choices
         self._ended: list[TextDelta] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(part for delta in deltas for part in self._render_delta(delta))
 

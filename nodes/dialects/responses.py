@@ -399,17 +399,17 @@ class ResponseEvents:
         self._blocks = Blocks()
         self._number = 0
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an `error` event, which clients raise, and the response with the content so far."""
         error_fields = wire.error_body(error).error
         events = [self._start_events()] if not self._number else []
         flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
-        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
         reason = {"code": "server_error", "message": error_fields.message}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
@@ -421,10 +421,10 @@ class ResponseEvents:
             yield self._start_events()
         # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
-            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            is_truncated = delta.finish == "length" and step.block is self._blocks.blocks[-1]
             yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _final_response(self._head, self._blocks.made, delta)
+            response = _final_response(self._head, self._blocks.blocks, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
@@ -444,7 +444,7 @@ class ResponseEvents:
             if inner:
                 part = _render_part(self._head, blank)
                 yield self._event("response.content_part.added", **position, **inner, part=part)
-        elif step.change is BlockChange.SAID:
+        elif step.change is BlockChange.ADDED:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
         else:

@@ -78,12 +78,14 @@ def generation_handler(dialect: Dialect) -> Handler:
     """Return the handler of a text route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        generation = dialect.read(wire.parse_json_object(request.body))
+        generation = dialect.parse(wire.parse_json_object(request.body))
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
             return EventStream(
-                request, dialect.told(head), lambda sink: generate(request, generation, sink, lambda: None)
+                request,
+                dialect.stream_format(head),
+                lambda sink: generate(request, generation, sink, lambda: None),
             )
         deltas: list[TextDelta] = []
 
@@ -91,7 +93,7 @@ def generation_handler(dialect: Dialect) -> Handler:
             deltas.append(delta)
 
         await generate(request, generation, collect, deltas.clear)
-        return Answer(dialect.whole(head, deltas), headers=tuple(node_header(request)))
+        return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
 
     return answer
 

@@ -28,12 +28,12 @@ from nodes.gateway import gateway, gbnf, templates
 from nodes.gateway.gateway import defined
 from nodes.gateway.generation import (
     Conversation,
+    Durations,
     Generation,
     Prompt,
     Sampling,
     Sink,
     TextDelta,
-    Took,
     ToolPiece,
     Usage,
 )
@@ -387,5 +387,5 @@ class _Attempt:
             )
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
-        took = Took(self._called_at - self._started_at, first - self._called_at, now - first)
-        await self._sink(replace(last, took=took))
+        durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
+        await self._sink(replace(last, durations=durations))

@@ -1,8 +1,8 @@
 """The common model of all text generation dialects: one request, one stream of deltas.
 
-A dialect is two pure functions without I/O: `read` parses a request's fields into a `Generation`; `events`
-and `whole` render deltas as bytes, incrementally or at once. `engine_calls` converts a generation to engine
-calls and their replies to deltas; `generating` runs them.
+A dialect is pure functions without I/O: `parse` converts a request's fields to a `Generation`; `events` and
+`render_response` render deltas as bytes, incrementally or at once. `generate` converts a generation to engine
+calls and their replies to deltas.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -112,7 +112,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Durations:
     """Durations in seconds: until the engine was called, until its first piece, until its last piece."""
 
     load: float = 0.0
@@ -136,7 +136,7 @@ class TextDelta:
     """A mapping for each token: `token`, `logprob`, `bytes`, `top_logprobs`."""
     finish: str = ""
     usage: Usage | None = None
-    took: Took | None = None
+    durations: Durations | None = None
 
     @property
     def size(self) -> int:
@@ -164,11 +164,11 @@ class Head:
 class Events(Protocol):
     """Renders the stream of one response as bytes. Stateful: calls come in the order of the deltas."""
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of the next deltas."""
         ...
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the events that end a failed stream."""
         ...
 
@@ -180,7 +180,7 @@ WORKING = b": working\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class StreamFormat:
     """The rendering of one streamed response."""
 
     events: Events
@@ -196,17 +196,17 @@ class Telling:
 class Dialect:
     """One wire format for text generation: parsing of requests and rendering of responses."""
 
-    read: Callable[[Mapping[str, Any]], Generation]
+    parse: Callable[[Mapping[str, Any]], Generation]
     events: Callable[[Head], Events]
-    whole: Callable[[Head, Sequence[TextDelta]], bytes]
+    render_response: Callable[[Head, Sequence[TextDelta]], bytes]
     done: bytes = b""
     kind: bytes = EVENTS
     keep_alive: bytes = WORKING
-    """`done`, `kind` and `keep_alive` are as in `Telling`."""
+    """`done`, `kind` and `keep_alive` are as in `StreamFormat`."""
 
-    def told(self, head: Head) -> Telling:
+    def stream_format(self, head: Head) -> StreamFormat:
         """Return the rendering of one streamed response."""
-        return Telling(self.events(head), self.done, self.kind, self.keep_alive)
+        return StreamFormat(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass

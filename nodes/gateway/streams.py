@@ -22,7 +22,7 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.gateway.endpoint import until_stop
-from nodes.gateway.generation import Sink, Telling, TextDelta
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica
 
 
@@ -122,7 +122,7 @@ class Pipe:
 class EventStream:
     """One streamed response. `work` produces it; `play` sends it and ends with it."""
 
-    def __init__(self, request: InferenceRequest, rendering: Telling, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, rendering: StreamFormat, work: Work) -> None:
         self._request = request
         self._rendering = rendering
         self._work = work
@@ -158,7 +158,7 @@ class EventStream:
         except ClusterError as error:
             if not self._has_started:
                 raise
-            await reader.body(self._rendering.events.failed(error))
+            await reader.body(self._rendering.events.render_failure(error))
             return error.status
         await self._begin(reader)
         await reader.body(self._rendering.done)
@@ -200,7 +200,7 @@ class EventStream:
             if deltas:
                 self._is_quiet = False
                 await self._begin(reader)
-                await reader.body(self._rendering.events.told(deltas))
+                await reader.body(self._rendering.events.render(deltas))
             elif not self._pipe.ended:
                 await self._keep_alive(reader)
 

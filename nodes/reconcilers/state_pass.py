@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
 from nodes.registry import dial_targets

@@ -30,7 +30,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import passes
 from localai_cluster.rpc.client import probe
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.commands.commands import PING_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason

@@ -14,7 +14,7 @@ from localai_cluster.kit.locks import Lock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NoResponders, RequestTimeout
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import state_pass, tasks
 from nodes.reconcilers.liveness import recount

@@ -26,7 +26,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.replicas import drained_nodes, stops, unload
 from operations.changes import events
 from operations.executor import work as executor_work

@@ -204,7 +204,7 @@ def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
     body = good | data.draw(st.dictionaries(st.sampled_from(fields), JSON, max_size=3))
     asked, refused = None, ""
     try:
-        asked = dialect.read(body)
+        asked = dialect.parse(body)
     except InvalidInput as error:
         refused = error.field or "nothing"
     assert asked is not None or refused in fields
@@ -341,13 +341,13 @@ def test_a_stream_says_what_the_whole_answer_says(
     """However the deltas are bundled."""
     asked, deltas = answer
     head = Head("id", 1, asked)
-    told, events, left = dialect.events(head).told, b"", list(deltas)
+    told, events, left = dialect.events(head).render, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
         events += told(left[:size])
         left = left[size:]
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in events.split(b"\n\n") if line]
-    whole = json.loads(dialect.whole(head, deltas))
+    whole = json.loads(dialect.render_response(head, deltas))
     assert chunks[-1]["usage"] == whole["usage"]
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     for choice in whole["choices"]:
@@ -430,7 +430,7 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).told(
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).render(
         [delta]
     )
     assert delta.size > len(told) / 2
@@ -460,7 +460,7 @@ def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
     chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT)))
-    failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
+    failed, done = chunks.render_failure(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
 
@@ -501,13 +501,13 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     """Clients read JSON. Of an answer that was cut off nothing is made up."""
     head = Head("id", 1, Generation("m", ("hi",), Sampling(), 1, True))
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
-    chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
+    chat = json.loads(openai_chat.DIALECT.render_response(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
-    (item,) = json.loads(responses.DIALECT.whole(head, deltas))["output"]
+    (item,) = json.loads(responses.DIALECT.render_response(head, deltas))["output"]
     assert item["arguments"] == arguments
-    (block,) = json.loads(anthropic.DIALECT.whole(head, deltas))["content"]
+    (block,) = json.loads(anthropic.DIALECT.render_response(head, deltas))["content"]
     assert block["input"] == {}
     for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
-        told = dialect.events(head).told(deltas)
+        told = dialect.events(head).render(deltas)
         pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
         assert pieces is bool(arguments)
