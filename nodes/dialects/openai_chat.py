@@ -25,9 +25,9 @@ from nodes.gateway.generation import (
     NO_ARGUMENTS,
     Conversation,
     Dialect,
-    FoldedChoice,
     Generation,
     Head,
+    MergedChoice,
     TextDelta,
     ToolPiece,
 )
@@ -172,15 +172,15 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             logprobs={"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
-        for index, choice in enumerate(generation.folded(deltas, request.choices))
+        for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
     ]
-    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    usage = openai_common.render_usage(generation.total_usage(deltas, request.n))
     return msgspec.json.encode(
         ChatResponse(id=head.id, created=head.created, model=request.model, choices=choices, usage=usage)
     )
 
 
-def _message(head: Head, index: int, choice: FoldedChoice) -> MessageBody:
+def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
     calls = [
         CallBody(
             id=piece.id or _call_id(head, index, piece),
@@ -276,7 +276,7 @@ class ChatChunks(Chunks):
         return self._chunk([choice], None)
 
     def _usage(self) -> dict[str, Any]:
-        usage = generation.total(self._ended, self._head.generation.n)
+        usage = generation.total_usage(self._ended, self._head.generation.n)
         return self._chunk([], openai_common.render_usage(usage))
 
     def _chunk(self, choices: list[Any], usage: UsageBody | None) -> dict[str, Any]:

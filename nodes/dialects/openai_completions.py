@@ -119,9 +119,9 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
-        for index, choice in enumerate(generation.folded(deltas, request.choices))
+        for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
     ]
-    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    usage = openai_common.render_usage(generation.total_usage(deltas, request.n))
     return msgspec.json.encode(
         CompletionResponse(
             id=head.id, created=head.created, model=request.model, choices=choices, usage=usage
@@ -171,7 +171,7 @@ class CompletionChunks(Chunks):
         if delta.finish:
             self._ended.append(delta)
             if request.usage_in_stream and len(self._ended) == request.choices:
-                usage = generation.total(self._ended, request.n)
+                usage = generation.total_usage(self._ended, request.n)
                 events.append(self._chunk([], openai_common.render_usage(usage)))
         return events
 

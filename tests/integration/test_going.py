@@ -69,7 +69,7 @@ async def lost(row: NodeModel, *, strange: bool = False) -> None:
     """As a request says that got no answer there."""
     async with hot.picker() as picker:
         replica = Replica(row.id, row.node_id, row.replica_index, row.model_name, row.address)
-        assert await picker.lose(replica, strange=strange)
+        assert await picker.exclude(replica, strange=strange)
 
 
 async def state(row: NodeModel) -> str:
