@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
@@ -253,7 +252,7 @@ def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
 
 def end_attempt(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
     """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
-    with transaction.atomic():
+    with committed("load.ended"):
         ended = _end_loads(NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id), now)
     return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
@@ -269,7 +268,7 @@ def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list
     abandoned = rows.filter(Q(deadline__lte=now) | ~Q(lifecycle.has_running_attempt()))
     if not abandoned.filter(phase__in=LOADING_PHASES).exists():
         return []
-    with transaction.atomic():
+    with committed("load.abandoned"):
         return _end_loads(abandoned.filter(state__in=BEING_LOADED), now)
 
 
