@@ -23,10 +23,10 @@ from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header, silence
+from nodes.gateway.streams import EventStream, node_header, silence_limit
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000
@@ -161,7 +161,7 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     """Transcribe the file of one request."""
     upload, body = _read(request)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     call_options = TranscriptRequest(
         language=body.language or "",
@@ -244,7 +244,7 @@ async def _forward_pieces(
     replies, transcript = engine.transcribe_stream(call), ""
     first = request.deadline - clock.monotonic()
     try:
-        async with silence(conf.cluster().stream_stall, first) as limit:
+        async with silence_limit(conf.cluster().stream_stall, first) as limit:
             async for reply in replies:
                 # Only the engine's time counts, not the time of a slow client.
                 limit.pause()

@@ -36,14 +36,14 @@ from nodes.dialects.openai_messages import (
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
+    ConversationMessage,
     Dialect,
     Generation,
     Head,
     Sampling,
     TextDelta,
     Usage,
-    Utterance,
-    total,
+    total_usage,
 )
 
 
@@ -80,12 +80,14 @@ _NEEDED = {
 }
 
 
-def convert_items(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
+def convert_items(
+    instructions: str | None, input_items: str | Sequence[Item]
+) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
     if instructions:
-        yield Utterance("system", instructions)
+        yield ConversationMessage("system", instructions)
     if isinstance(input_items, str):
-        yield Utterance("user", input_items)
+        yield ConversationMessage("user", input_items)
         return
     answer: list[Item] = []
     for number, item in enumerate(input_items):
@@ -108,13 +110,13 @@ def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
     return item.type == "message" and any(previous_item.type != "reasoning" for previous_item in answer)
 
 
-def _input_message(item: Item) -> Utterance:
+def _input_message(item: Item) -> ConversationMessage:
     if item.type == "function_call_output":
-        return Utterance("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
-    return Utterance("user" if item.role == "user" else "system", _join_texts(item.content))
+        return ConversationMessage("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
+    return ConversationMessage("user" if item.role == "user" else "system", _join_texts(item.content))
 
 
-def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
+def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
     """Yield the message for the items of one earlier response; thoughts alone yield none."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
@@ -122,7 +124,7 @@ def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
         if item.type == "function_call"
     ]
     if any(item.type != "reasoning" for item in items):
-        yield Utterance(
+        yield ConversationMessage(
             "assistant",
             "".join(_join_texts(item.content) for item in items if item.type == "message"),
             reasoning="\n".join(_join_texts(item.content) for item in items if item.type == "reasoning"),
@@ -326,7 +328,7 @@ def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelt
         status,
         items,
         incomplete_details={"reason": "max_output_tokens"} if is_truncated else None,
-        usage=_render_usage(total([last], 1)),
+        usage=_render_usage(total_usage([last], 1)),
     )
 
 

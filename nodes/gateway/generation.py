@@ -13,7 +13,7 @@ from localai_cluster.kit.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)
-class Utterance:
+class ConversationMessage:
     """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without any."""
 
     role: str
@@ -28,7 +28,7 @@ class Utterance:
 class Conversation:
     """The input of a chat; tools are JSON in OpenAI's form, "" without any."""
 
-    messages: tuple[Utterance, ...]
+    messages: tuple[ConversationMessage, ...]
     tools: str = ""
     tool_choice: str = ""
     parallel_tool_calls: bool | None = None
@@ -210,7 +210,7 @@ class Dialect:
 
 
 @dataclass
-class FoldedChoice:
+class MergedChoice:
     """The merged deltas of one choice."""
 
     text: str = ""
@@ -220,9 +220,9 @@ class FoldedChoice:
     finish: str = "stop"
 
 
-def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
+def merge_deltas(deltas: Iterable[TextDelta], choices: int) -> list[MergedChoice]:
     """Merge the deltas into `choices` choices."""
-    merged = [FoldedChoice() for _ in range(choices)]
+    merged = [MergedChoice() for _ in range(choices)]
     texts: list[list[str]] = [[] for _ in merged]
     thoughts: list[list[str]] = [[] for _ in merged]
     for delta in deltas:
@@ -234,11 +234,11 @@ def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
         choice.finish = delta.finish or choice.finish
     for choice, text, thought in zip(merged, texts, thoughts, strict=True):
         choice.text, choice.reasoning = "".join(text), "".join(thought)
-        choice.tools = joined(choice.tools)
+        choice.tools = merge_tool_calls(choice.tools)
     return merged
 
 
-def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
+def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     """Merge pieces into complete tool calls, in the order of their indices."""
     calls: dict[int, list[ToolPiece]] = {}
     for piece in pieces:
@@ -254,7 +254,7 @@ def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     ]
 
 
-def total(deltas: Iterable[TextDelta], n: int) -> Usage:
+def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:
     """Return the usage of the whole request. A prompt counts once, regardless of its number of choices."""
     usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
     firsts = [usage for choice, usage in usages if choice % n == 0]

@@ -55,7 +55,7 @@ class SilenceLimit:
 
 
 @asynccontextmanager
-async def silence(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
+async def silence_limit(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
     """Raise TimeoutError after `first` seconds of silence, or after `seconds` following a `begin`."""
     async with asyncio.timeout(None) as limit:
         silence_limit = SilenceLimit(limit, seconds, first)
@@ -141,7 +141,7 @@ class EventStream:
         ticker = asyncio.ensure_future(self._tick())
         _playing.add(self)
         try:
-            async with silence(conf.cluster().stream_stall, math.inf) as limit:
+            async with silence_limit(conf.cluster().stream_stall, math.inf) as limit:
                 return await self._send_all(Outgoing(send, limit), producer)
         except TimeoutError:
             raise wire.Disconnected from None
@@ -320,7 +320,7 @@ class ByteStream:
 @contextlib.asynccontextmanager
 async def _reader(send: Send) -> AsyncIterator[Outgoing]:
     try:
-        async with silence(conf.cluster().stream_stall, math.inf) as limit:
+        async with silence_limit(conf.cluster().stream_stall, math.inf) as limit:
             yield Outgoing(send, limit)
     except TimeoutError:
         raise wire.Disconnected from None

@@ -382,7 +382,7 @@ class NodeSample(models.Model):
 
 
 class MassSilence(models.Model):
-    """The only row of a mass-disruption hold (`nodes/reconcilers/mass_disruption.py`)."""
+    """The only row of a mass-disruption hold (`nodes/reconcilers/liveness.py`)."""
 
     ONLY = 1
 

@@ -19,7 +19,7 @@ from nodes.dialects import blocks
 from nodes.dialects.anthropic import DIALECT, parse_request, render_error
 from nodes.dialects.blocks import BlockKind
 from nodes.gateway.endpoint import TooLarge
-from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, folded
+from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
@@ -195,7 +195,7 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
 @given(answers())
 def test_blocks_are_the_answer(deltas: list[TextDelta]) -> None:
     """Nothing is lost and nothing is said twice; each call is one block."""
-    (choice,) = folded(deltas, 1)
+    (choice,) = merge_deltas(deltas, 1)
     made = blocks.collect_blocks(deltas)
 
     def all_of(kind: BlockKind) -> str:

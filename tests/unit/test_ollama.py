@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects import blocks
 from nodes.dialects.ollama import CHAT, GENERATE, REFUSED, parse_chat, parse_generate, render_error
-from nodes.gateway.generation import Conversation, Dialect, Durations, TextDelta, Usage, folded
+from nodes.gateway.generation import Conversation, Dialect, Durations, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -144,7 +144,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     """However the deltas are bundled: pieces, then all calls in one line, then the end."""
     *parts, last = lines(played(dialect, deltas, data))
     whole = json.loads(dialect.render_response(HEAD, deltas))
-    (choice,) = folded(deltas, 1)
+    (choice,) = merge_deltas(deltas, 1)
     assert [part["done"] for part in parts] == [False] * len(parts)
     assert last["done"] is True
     ends = ("done_reason", "total_duration", "prompt_eval_count", "eval_count", "created_at", "model")

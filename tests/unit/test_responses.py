@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, parse_request
-from nodes.gateway.generation import Conversation, TextDelta, Usage, folded
+from nodes.gateway.generation import Conversation, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "input": "hello"}
@@ -199,7 +199,7 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
 
 @given(answers())
 def test_items_are_the_answer_and_are_accepted_again(deltas: list[TextDelta]) -> None:
-    (choice,) = folded(deltas, 1)
+    (choice,) = merge_deltas(deltas, 1)
     items = json.loads(DIALECT.render_response(HEAD, deltas))["output"]
     texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
     assert "".join(texts) == choice.text
