@@ -276,7 +276,7 @@ class DeleteView(NodeView):
 
 
 ASKED_AGAIN_AFTER = 60.0
-"""Seconds after which a list that a reader looks at is asked for again."""
+"""Age in seconds at which reading a list refreshes it."""
 NODE_BACKEND = Shape(
     "NodeBackend",
     "One backend on a node (§2.10).",

@@ -1,4 +1,4 @@
-"""What this room adds to the API document: its shapes, the raw routes of workers, and registration."""
+"""The components and raw routes of this package for the API document."""
 
 from typing import Any
 

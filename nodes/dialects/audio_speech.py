@@ -95,8 +95,8 @@ class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
 Spoken = FileAnswer | ByteStream
 
 
-def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
-    """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
+def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
+    """Return the handler of a route; `has_node_header` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> Spoken:
         body = parse_request(wire.parse_json_object(request.body))
@@ -105,7 +105,7 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
         call = _engine_request(body, definition.model)
 
         def headers() -> tuple[Header, ...]:
-            return tuple(node_header(request)) if tells_node else ()
+            return tuple(node_header(request)) if has_node_header else ()
 
         if body.stream:
             kind = KINDS[body.response_format or "wav"]

@@ -229,7 +229,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
     "/audio/speech": Route(
         name="create_speech",
         summary="Say a text as OpenAI's clients ask",
-        handler=audio_speech.speech(tells_node=True),
+        handler=audio_speech.speech(has_node_header=True),
         limit=wire.MAX_BODY,
         body=audio_speech.SpeechBody,
         other_kinds=_SOUNDS,
@@ -261,7 +261,7 @@ _OTHERS: Mapping[str, Route] = {
     "/tts": Route(
         name="speak",
         summary="Say a text",
-        handler=audio_speech.speech(tells_node=False),
+        handler=audio_speech.speech(has_node_header=False),
         limit=wire.MAX_BODY,
         body=audio_speech.SpeechBody,
         other_kinds=_SOUNDS,

@@ -27,7 +27,7 @@ from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
-from nodes.replicas import retire
+from nodes.replicas import engine_ends
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -163,11 +163,11 @@ class Change:
 
     def _depart(self, ended_replicas: states.Replicas) -> None:
         if ended_replicas == "forgotten":
-            retire.forget_nodes(self.node.id)
+            engine_ends.forget_nodes(self.node.id)
         elif ended_replicas == "all" or (
             ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
-            retire.depart(self.node.id, now=self.now)
+            engine_ends.depart(self.node.id, now=self.now)
 
 
 def save_all(changes: Sequence[Change]) -> None:
@@ -281,6 +281,6 @@ def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
         return
     ids = [entry.node_id for entry in entries]
     if states.TRANSITIONS[event].replicas == "all":
-        retire.depart(*ids, now=now)
+        engine_ends.depart(*ids, now=now)
     timeline.record(*entries, at=now)
     events.notify(events.NODES, *map(str, ids))
