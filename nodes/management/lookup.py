@@ -67,8 +67,8 @@ def operation(text: str) -> Operation:
 
 
 def _listed(matches: list[BackendNode]) -> str:
-    more = ", …" if len(matches) > MAX_MATCHES else ""
-    return ", ".join(row.name for row in matches[:MAX_MATCHES]) + more
+    ellipsis = ", …" if len(matches) > MAX_MATCHES else ""
+    return ", ".join(row.name for row in matches[:MAX_MATCHES]) + ellipsis
 
 
 _RESUME = "use `manage.py nodes resume {name}` to return it to service"

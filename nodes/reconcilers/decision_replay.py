@@ -12,7 +12,7 @@ from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.explain import DecisionOutcome
 from nodes.placement.load_decision import decide_load
-from nodes.replicas import unload_records
+from nodes.replicas import unload_requests
 from nodes.scheduling.plan import plan
 
 
@@ -42,7 +42,7 @@ def replay(record: PlacementRecord) -> ReplayedDecision | None:
     if record.kind == DecisionKind.SCALE:
         return _replay_rule(state, record)
     if record.kind == DecisionKind.UNLOAD:
-        words = unload_records.replay_unload(state, record.model_name, record.operation_id)
+        words = unload_requests.replay_unload(state, record.model_name, record.operation_id)
         return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
     return _replay_load(state, record)
 

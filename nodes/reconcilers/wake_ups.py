@@ -94,7 +94,7 @@ def _could_take(
     )
 
 
-class Wakes(PeriodicTask):
+class NodeWakeUps(PeriodicTask):
     """The periodic task of a controller that wakes waiting work: one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:

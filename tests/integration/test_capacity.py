@@ -17,7 +17,7 @@ from nodes.decisions import fleet_cache, reserved_memory
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import load_ends, replica_queries, slots
+from nodes.replicas import replica_queries, slots
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT
@@ -175,10 +175,10 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
     assert slot is not None
     assert other is not None
     if end == "given up":
-        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
-        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+        slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+        slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     elif end == "killed":
-        load_ends.end_abandoned_loads("m", now=clock.now())
+        slots.end_abandoned_loads("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
         reserved_memory.release(node.pk, 4 * GB, since=clock.now())
@@ -210,7 +210,7 @@ def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
     slot = begun(node, "large", 10 * GB)
     assert slot is not None
     assert free(node) == -6 * GB
-    load_ends.end_attempt(slot, attempt=attempt("large:1"), now=clock.now())
+    slots.end_attempt(slot, attempt=attempt("large:1"), now=clock.now())
     assert (column(node), free(node)) == (12 * GB, 4 * GB)
 
 
@@ -279,7 +279,7 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
 
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: slots.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert all(one.free_vram == SIZE * GB for one in fleet_cache.read_fleet("any"))

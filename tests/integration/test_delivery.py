@@ -27,7 +27,7 @@ from nodes.models.replica import load_key
 from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import load_ends, slots, staged_files
+from nodes.replicas import slots, staged_files
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
@@ -372,7 +372,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
+    left = await in_thread(partial(slots.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
     assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))

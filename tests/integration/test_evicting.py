@@ -30,11 +30,11 @@ from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
-from nodes.replicas import eviction, hooks, retire, slots, stops, terminations
+from nodes.replicas import engine_ends, eviction, hooks, slots, stops, terminations
 from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
 from tests.support import hot
@@ -172,7 +172,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert [one.vram for one in eviction.terminating_replicas(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
         assert stops.record_sent(engine_of(victim), now=clock.now())
-        assert retire.confirm(victim.pk, stop_sent=later)
+        assert engine_ends.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
     assert removed == [RemovedReplica("a", node.pk, 0)]
@@ -250,7 +250,7 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     )
     assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
-    assert retire.confirm(victim.pk, stop_sent=sent)
+    assert engine_ends.confirm(victim.pk, stop_sent=sent)
     assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
 
 
@@ -297,7 +297,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
     playing = asyncio.create_task(stage.handler(stage.work))
     assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
     assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
-    assert await Stopper(stage.bus).look_once() == 1
+    assert await Stopper(stage.bus).run_pass() == 1
     assert (await asyncio.wait_for(playing, 60))["node"] == "one"
     assert not await in_thread(NodeModel.objects.filter(pk=victim).exists)
 
@@ -316,7 +316,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
     await in_thread(Operation.objects.all().delete)
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.objects.count) == 0
 
 

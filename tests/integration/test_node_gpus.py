@@ -25,7 +25,7 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
-from nodes.replicas import load_ends, retire, slots
+from nodes.replicas import engine_ends, slots
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import NoSlot, Slot
@@ -226,7 +226,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+    slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -275,7 +275,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     assert engine_stops.record_sent(engine_of(victim), now=clock.now())
     with CaptureQueriesContext(connection) as asked:
         later = clock.now() + timedelta(seconds=2)
-        assert retire.confirm(room.victims[0].id, stop_sent=later)
+        assert engine_ends.confirm(room.victims[0].id, stop_sent=later)
     assert len([one for one in asked if one["sql"].startswith('UPDATE "node_models"')]) == 1
     for free in (6, 22, 12, 2):  # the victim still shows; it is gone; the new engine takes half, then all
         read(node, 4, free)
@@ -320,7 +320,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: slots.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]
