@@ -24,10 +24,8 @@ from localai_cluster.accounts.command_line import (
 from localai_cluster.kit import errors
 from nodes.api.cluster_backends import (
     ExternalSerializer,
-    NodesSerializer,
     UpgradeSerializer,
     admit_command,
-    started_body,
 )
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
@@ -36,6 +34,7 @@ from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everyw
 from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import following, lookup
 from nodes.models import BackendNode, NodeModel
+from operations.api.serializers import NodesSerializer, started_body
 
 _LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
 _DIGEST_SHOWN = len("sha256:") + 12

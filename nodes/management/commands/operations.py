@@ -12,13 +12,13 @@ from django.core.management.base import CommandError, CommandParser
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand
 from localai_cluster.kit import clock, errors
-from nodes.api import operation_verbs
-from nodes.api.cluster_backends import started_body
-from nodes.api.operations import entry_of, live
 from nodes.backends import wave_requests
-from nodes.backends.backend_requests import Asked
 from nodes.management import following, lookup, operation_texts
+from operations.api import verbs
 from operations.api.history import record, undecided
+from operations.api.jobs import entry_of, live
+from operations.api.serializers import started_body
+from operations.kinds import Requester
 from operations.ledger import admission
 from operations.models import Operation
 
@@ -128,9 +128,9 @@ def cancel(options: Options) -> str:
     operation, actor = lookup.operation(options["operation"]), str(command_line.current_actor())
     nodes = [lookup.node(text).id for text in options["node"]]
     if not nodes:
-        operation_verbs.cancelled(operation, actor=actor)
+        verbs.cancelled(operation, actor=actor)
         return _done(options, operation, "operation cancelled")
-    names = [operation_verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
+    names = [verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
     return _done(options, operation, f"cancelled on {', '.join(names)}")
 
 
@@ -138,11 +138,11 @@ def retry(options: Options) -> str:
     """Says which operation does it now."""
     operation = lookup.operation(options["operation"])
     nodes = [lookup.node(text).id for text in options["node"]]
-    result = operation_verbs.again(operation, nodes, Asked((), actor=str(command_line.current_actor())))
+    result = verbs.again(operation, nodes, Requester(str(command_line.current_actor())))
     if options["json"]:
-        return command_line.as_json(started_body(result, operation_verbs.AGAIN))
+        return command_line.as_json(started_body(result, verbs.AGAIN))
     if result.operation.id == operation.id:
-        return f"operation {operation.id}: {operation_verbs.AGAIN.joined}"
+        return f"operation {operation.id}: {verbs.AGAIN.joined}"
     now = result.operation.id
     return f"started again as operation {now}; `manage.py operations show {now} --follow` shows it"
 
