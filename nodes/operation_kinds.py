@@ -3,13 +3,13 @@
 Handlers are imported where they are made: only controllers need them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf
-from nodes.backends import admission, backend_requests, node_stop, wait_reasons
+from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
 from nodes.loading import load_request
 from nodes.registry import bulk
 from nodes.replicas import unload_requests
@@ -64,13 +64,30 @@ def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> t
     return bulk.identity(operation.kind, operation.payload["options"], node_ids)
 
 
-def _annotate(entries: Any, now: datetime) -> None:
-    wait_reasons.annotate(entries, now=now)
+class NodeHooks:
+    """What the API and the command line of operations need to know about nodes and waves."""
+
+    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
+        """Complete the entries with what they wait for."""
+        wait_reasons.annotate(list(entries), now=now)
+
+    def choose_waves(
+        self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
+    ) -> None:
+        """Continue or stop an upgrade in waves."""
+        wave_requests.choose(operation_id, choice, last_replicas=last_replicas, actor=actor, now=now)
+
+    def find_node(self, text: str) -> UUID:
+        """Return the node with that name, id or id prefix."""
+        from nodes.management import lookup
+
+        return lookup.node(text).id
 
 
 def register() -> None:
     """Register the kinds; `NodesConfig.ready` calls this."""
     kinds.register(
+        NodeHooks(),
         OperationKind(load_request.KIND, _load, expires=True, attempt_keys=("setbacks", "engine_deaths")),
         OperationKind(unload_requests.UNLOAD, _unload),
         OperationKind(unload_requests.DELETE, _delete),
@@ -81,4 +98,3 @@ def register() -> None:
         ),
         *(OperationKind(name, targets=BackendTargets()) for name in backend_requests.KINDS),
     )
-    kinds.register_annotator(_annotate)

@@ -63,19 +63,34 @@ class OperationKind:
     """Keys of the payload that earlier attempts have left, which a retry begins without."""
 
 
+class Hooks(Protocol):
+    """What the API and the command line of operations need to know about nodes and waves."""
+
+    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
+        """Complete the entries of operations that are shown with what they wait for."""
+
+    def choose_waves(
+        self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
+    ) -> None:
+        """Continue or stop an operation that runs in waves."""
+
+    def find_node(self, text: str) -> UUID:
+        """Return the node with that name, id or id prefix; raise CommandError unless exactly one matches."""
+
+
 _kinds: dict[str, OperationKind] = {}
-_annotators: list[Callable[[Iterable[dict[str, Any]], datetime], None]] = []
+_hooks: list[Hooks] = []
 
 
-def register(*kinds: OperationKind) -> None:
-    """Add kinds; a later one of the same name replaces the earlier one."""
+def register(hooks: Hooks, *kinds: OperationKind) -> None:
+    """Set the hooks and add kinds; a later kind of the same name replaces the earlier one."""
+    _hooks[:] = [hooks]
     _kinds.update((kind.name, kind) for kind in kinds)
 
 
-def register_annotator(annotate: Callable[[Iterable[dict[str, Any]], datetime], None]) -> None:
-    """Add a function that completes the entries of operations that are shown."""
-    if annotate not in _annotators:
-        _annotators.append(annotate)
+def hooks() -> Hooks:
+    """Return the registered hooks."""
+    return _hooks[0]
 
 
 def kind_of(operation: Operation) -> OperationKind:
@@ -86,10 +101,3 @@ def kind_of(operation: Operation) -> OperationKind:
 def handlers(context: HandlerContext) -> dict[str, Handler]:
     """Make the handlers of a controller, by kind."""
     return {kind.name: kind.handler(context) for kind in _kinds.values() if kind.handler is not None}
-
-
-def annotate(entries: Iterable[dict[str, Any]], now: datetime) -> None:
-    """Complete the entries of operations that are shown."""
-    entries = list(entries)
-    for function in _annotators:
-        function(entries, now)

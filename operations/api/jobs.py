@@ -189,7 +189,7 @@ class DismissView(APIView):
 def live() -> list[dict[str, Any]]:
     """Waiting and running operations, and failures not dismissed yet; least progress first."""
     entries = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
-    kinds.annotate(entries, clock.now())
+    kinds.hooks().annotate(entries, now=clock.now())
     return entries
 
 
@@ -199,7 +199,7 @@ def entry_of(id: UUID) -> dict[str, Any] | None:
     if row is None:
         return None
     entry = feed.as_dict(row, row.targets.all())
-    kinds.annotate([entry], clock.now())
+    kinds.hooks().annotate([entry], now=clock.now())
     return entry
 
 

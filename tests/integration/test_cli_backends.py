@@ -21,11 +21,11 @@ from nodes.backends import admission, intents, upgrade_state
 from nodes.backends.backend_requests import INSTALL, Asked, Wish
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended, Failed
-from nodes.management import following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.api import jobs
 from operations.changes import events
 from operations.ledger.progress import Tick
+from operations.management import following
 from operations.models import Operation, OperationTarget
 from tests.support import api, command_line, hot
 from tests.support.terminal import Screen
