@@ -24,7 +24,7 @@ from localai_cluster.accounts.principals import WrongKey
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.addresses import Address
 from localai_cluster.kit.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
-from localai_cluster.metrics import exposed
+from localai_cluster.metrics import registries
 from localai_cluster.metrics.kinds import PREFIX
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
@@ -234,8 +234,8 @@ class MetricsApplication:
             raise OnlyGet("only GET is accepted here")
         additional = await self._source.families() if self._source else ()
         # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
-        body = await asyncio.to_thread(exposed.text, self._process, tuple(additional))
-        return Answer(body, headers=_HEADERS, kind=exposed.CONTENT_TYPE.encode())
+        body = await asyncio.to_thread(registries.text, self._process, tuple(additional))
+        return Answer(body, headers=_HEADERS, kind=registries.CONTENT_TYPE.encode())
 
 
 async def admit(scope: Scope) -> None:

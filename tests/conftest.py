@@ -150,6 +150,7 @@ def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
     from nodes.decisions import snapshot_log
+    from nodes.reconcilers import decision_replay  # noqa: F401 - not within a test, whose calls are counted
 
     snapshot_log.start_new_base()
 

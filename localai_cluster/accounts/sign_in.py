@@ -223,7 +223,7 @@ class LoginView(SessionView):
         throttle.sign_ins().begin(address, now)
         user: Any = authenticate(request._request, **sent)
         if user is None:
-            throttle.sign_ins().tell(address, now)
+            throttle.sign_ins().log_failure(address, now)
             raise errors.NotAuthenticated("incorrect username or password")
         throttle.sign_ins().forgive(address, now)
         login(request._request, user)
@@ -286,7 +286,7 @@ class PasswordView(SessionView):
                 audit.record(audit.Change("user.password_changed", f"user {user}", str(user.pk)))
         except passwords.PasswordRefused as refused:
             if "old" in refused.problems:
-                throttle.sign_ins().tell(address, now)
+                throttle.sign_ins().log_failure(address, now)
             else:
                 throttle.sign_ins().forgive(address, now)
             body = envelopes.flat(refused.message, refused.field) | {"fields": refused.problems}

@@ -39,7 +39,7 @@ from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
-from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
+from localai_cluster.embedded.supervisor import Program, Supervisor, describe_exit
 from localai_cluster.embedded.terminal import Foreground, Log
 from localai_cluster.kit import clock, conf, processes
 
@@ -149,7 +149,7 @@ class Cluster:
         self._raise_if_cancelled()
 
     def _guardian_replaced(self, code: int) -> None:
-        self.log.say("run", f"guardian ended ({how_it_ended(code)}), restarted")
+        self.log.say("run", f"guardian ended ({describe_exit(code)}), restarted")
 
     def _clean(self) -> None:
         before = self._lock.taken_over

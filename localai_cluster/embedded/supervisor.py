@@ -75,7 +75,7 @@ def next_delay(previous: float, uptime: float) -> float:
     return min(previous * 2, LONGEST_DELAY)
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """`exit code 1`, or the signal by name."""
     if code >= 0:
         return f"exit code {code}"
@@ -135,7 +135,7 @@ class Supervisor:
             reason = (
                 f"no answer within {seconds:.0f} s"
                 if child.poll() is None
-                else how_it_ended(child.returncode)
+                else describe_exit(child.returncode)
             )
             hint = f"See its output above ({program.name} |)."
             raise SetupError(f"{program.name} failed to start ({reason}).", hint)
@@ -202,7 +202,7 @@ class Supervisor:
                 return
             delay = next_delay(delay, clock.monotonic() - kept.since)
             self._log.say(
-                "run", f"{kept.program.name} ended ({how_it_ended(code)}), restarting in {delay:.0f} s"
+                "run", f"{kept.program.name} ended ({describe_exit(code)}), restarting in {delay:.0f} s"
             )
             # Its children may have outlived it, some of them in their own sessions.
             processes.end(group, self._hurry.is_set)

@@ -57,10 +57,6 @@ def _host(value: Any, node: str) -> str:
         raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
-def _tls_names(prefix: str) -> tuple[str, ...]:
-    return (f"{prefix}_CA", f"{prefix}_CERT", f"{prefix}_KEY")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """The table of the server processes' settings; times in seconds."""
@@ -92,11 +88,14 @@ class ClusterSettings:
     worker_nats_url: str = env.text("CLUSTER_WORKER_NATS_URL")
     """URL under which workers reach NATS."""
     nats_tls: ssl.SSLContext | None = env.setting(
-        *_tls_names("LOCALAI_NATS_TLS"), read=lambda values, _: values.tls("LOCALAI_NATS_TLS")[1]
+        *(f"LOCALAI_NATS_TLS_{part}" for part in ("CA", "CERT", "KEY")),
+        read=lambda values, _: values.tls("LOCALAI_NATS_TLS")[1],
     )
     """TLS context of the connections to NATS; with it, an unencrypted connection is refused."""
     web_tls: TlsFiles = env.setting(
-        *_tls_names("CLUSTER_TLS"), read=lambda values, _: values.tls("CLUSTER_TLS", serves=True)[0]
+        "CLUSTER_TLS_CERT",
+        "CLUSTER_TLS_KEY",
+        read=lambda values, _: values.tls("CLUSTER_TLS", serves=True)[0],
     )
     """Certificate and key with which the web process serves HTTPS; none = HTTP."""
     require_auth: bool = env.switch(

@@ -6,6 +6,7 @@ forks, but all its results pass one process, which counts and serves them. Metri
 not counted here: web processes read them from the rows (`localai_cluster/scraping.py`).
 
 The path of a metric: code calls a function of `web`, `controller`, `passes` or `worker` -> a counter in
-memory -> `exposed` has the registry of the process -> `localai_cluster/scraping.py`, or the worker's own HTTP
-server, renders it. Labels have few values: names of defined models, never ids, paths or texts of clients.
+memory -> `registries` has the registry of the process -> `localai_cluster/scraping.py`, or the worker's own
+HTTP server, renders it. Labels have few values: names of defined models, never ids, paths or texts of
+clients.
 """

@@ -25,16 +25,16 @@ UNRECORDED = "unrecorded"
 
 
 @dataclass
-class Told:
+class AttemptResult:
     """Outcome of an attempt; `UNRECORDED` until the outcome is written to the database."""
 
     outcome: str = UNRECORDED
 
 
 @contextmanager
-def attempt(kind: str) -> Iterator[Told]:
+def attempt(kind: str) -> Iterator[AttemptResult]:
     """Count the block as one attempt; the block sets `outcome` of the yielded object."""
-    started_at, result = clock.monotonic(), Told()
+    started_at, result = clock.monotonic(), AttemptResult()
     try:
         yield result
     finally:

@@ -1,6 +1,6 @@
 """Factories of metrics: one prefix for all names, base units, and buckets from a millisecond to minutes.
 
-A metric is created without a registry: `exposed` registers it with the processes that have it.
+A metric is created without a registry: `registries` registers it with the processes that have it.
 """
 
 # One function of the library carries no types.

@@ -28,6 +28,7 @@ from localai_cluster.rpc.messages import (
     RerankRequest,
     RerankResult,
     Result,
+    Sign,
     StatusResponse,
     TokenizationResponse,
     TranscriptRequest,
@@ -35,7 +36,6 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
-from localai_cluster.rpc.probe_results import Sign
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides

@@ -4,6 +4,7 @@ All code outside `localai_cluster.rpc` builds and reads engine messages through 
 """
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from google.protobuf import json_format
@@ -41,6 +42,18 @@ from localai_cluster.rpc.generated.backend_pb2 import (
     TTSRequest,
     Usage,
 )
+
+
+class Sign(StrEnum):
+    """The result of a probe (R4.38).
+
+    An engine may serve one request at a time, so one that does not answer in time is busy.
+    """
+
+    ALIVE = "alive"
+    BUSY = "busy"
+    UNREACHABLE = "unreachable"
+
 
 __all__ = [
     "EMBEDDING_LAYOUT_FINAL",

@@ -97,7 +97,7 @@ class Failures:
         An address that cannot be distinguished from others (a reverse proxy on a socket) is not limited.
         """
         count = self._add(address, now)
-        self.tell(address, now)
+        self.log_failure(address, now)
         if count > self._limit:
             if len(self._refused) >= MOST_ADDRESSES:
                 self._refused.clear()
@@ -120,7 +120,7 @@ class Failures:
         """Count an attempt before its check; raise TooManyFailures over the limit.
 
         Concurrent attempts count like consecutive ones. The caller takes a successful attempt back
-        (`forgive`) and logs a failed one (`tell`).
+        (`forgive`) and logs a failed one (`log_failure`).
         """
         self._judge(self._add(address, now), now)
 
@@ -129,7 +129,7 @@ class Failures:
         if key := source(address):
             self._call(lambda counts: _decrement(counts, f"{key}|{_window(now)}"))
 
-    def tell(self, address: str, now: datetime) -> None:
+    def log_failure(self, address: str, now: datetime) -> None:
         """Log a counted failure with the sum, once a minute for each address."""
         key, window = source(address), _window(now)
         if key and self._call(lambda counts: counts.add(f"{key}|told", 1, WINDOW)):

@@ -26,8 +26,8 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker.backend_store import BackendStore, strip_gallery
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
-from localai_cluster.worker.file_copy import Stopped
 from localai_cluster.worker.install_commands import InstallCommands, report_stopped
+from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
 

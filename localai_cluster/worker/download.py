@@ -26,7 +26,15 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.backend_store import PARTIAL, remove_old_partials
 from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.control_plane import CallFailed
-from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, SourceError, Stopped, Throttle
+from localai_cluster.worker.source_files import (
+    CHUNK,
+    ENDED,
+    HEADROOM,
+    OnBytes,
+    SourceError,
+    Stopped,
+    Throttle,
+)
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from datetime import UTC
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from localai_cluster.metrics import exposed
+from localai_cluster.metrics import registries
 from localai_cluster.worker.exchange import PLAIN, Exchange, Scope, header, raw_path
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.log_rings import LogLine, LogRings
@@ -73,7 +73,7 @@ class WorkerApplication:
         if not _is_authorized(scope, tokens):
             return 401, "unauthorized", PLAIN
         if name is None:
-            return 200, exposed.text("worker").decode(), exposed.CONTENT_TYPE
+            return 200, registries.text("worker").decode(), registries.CONTENT_TYPE
         body = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
         return 200, body, "application/json"
 

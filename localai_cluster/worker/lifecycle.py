@@ -33,10 +33,9 @@ from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
-from localai_cluster.worker.installer import Installer
+from localai_cluster.worker.installer import Installer, ProgressStream
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator, open_probe_listener
-from localai_cluster.worker.progress import ProgressStream
 from localai_cluster.worker.registration import BusCredentials
 
 log = logging.getLogger(__name__)

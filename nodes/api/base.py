@@ -1,4 +1,4 @@
-"""What the registry's routes for admins share: the envelope, ids that exist, who asks, pages, examples."""
+"""Shared by the routes for admins: envelope, node ids, actor, and helpers for the API document."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ class NodeView(APIView):
 
 
 def require_node_id(id_text: str) -> UUID:
-    """The id of a node that exists; raises NotFound."""
+    """Return the id of an existing node; raise NotFound."""
     node_id = parse_node_id(id_text)
     if node_id is None or not BackendNode.objects.filter(pk=node_id).exists():
         raise errors.NotFound("node not found")
@@ -40,42 +40,36 @@ def require_node_id(id_text: str) -> UUID:
 
 
 def actor_of(request: Request) -> Actor:
-    """Who the timeline says it was."""
     return of_principal(principal(request))
 
 
 def edit_arguments(request: Request) -> dict[str, Any]:
-    """Who edits a node, when, and which revision they have seen, None if they do not say (UW35).
+    """Return the actor, the time and the revision on which the edit is based, None if not given (UW35).
 
-    Raises InvalidInput for what is no revision.
+    Raises InvalidInput for an invalid revision.
     """
     revision = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
     return {"actor": actor_of(request), "now": clock.now(), "revision": revision}
 
 
 def query_parameter(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
-    """A query parameter for the API document."""
     return OpenApiParameter(name, schema, OpenApiParameter.QUERY, description=meaning, **options)
 
 
 def enum_schema(values: list[str] | tuple[str, ...]) -> Schema:
-    """One of these texts."""
     return {"type": "string", "enum": list(values)}
 
 
 def text_schema(longest: int) -> Schema:
-    """A text that is not empty."""
     return {"type": "string", "minLength": 1, "maxLength": longest}
 
 
 def integer_schema(least: int, most: int, usual: int | None = None) -> Schema:
-    """A whole number, with its default if there is one."""
     schema: Schema = {"type": "integer", "minimum": least, "maximum": most}
     return schema if usual is None else schema | {"default": usual}
 
 
 def response_header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParameter:
-    """A header of a successful answer."""
     return OpenApiParameter(
         name, kind, OpenApiParameter.HEADER, description=meaning, response=[200], **options
     )
@@ -97,17 +91,14 @@ REVISION = query_parameter(
 
 
 def response_example(value: Any, name: str = "answer", status: str = "200") -> OpenApiExample:
-    """The example of an answer."""
     return OpenApiExample(name, value, response_only=True, status_codes=[status])
 
 
 def request_example(value: Any, name: str = "request") -> OpenApiExample:
-    """The example of a body."""
     return OpenApiExample(name, value, request_only=True)
 
 
 def message_example(sentence: str) -> OpenApiExample:
-    """The answer of a route that only says what it did."""
     return response_example({"message": sentence})
 
 
@@ -121,7 +112,7 @@ def describe_list(
     filters: Sequence[OpenApiParameter] = (),
     refused: Sequence[int] = (400, 401, 403),
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of a list that comes in pages."""
+    """Describe a list with pages in the API document."""
     return extend_schema(
         operation_id=operation_id,
         summary=summary,

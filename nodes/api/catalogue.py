@@ -24,7 +24,7 @@ from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
-"""Seconds after which the lists of backends are asked for again when the catalogue is read."""
+"""Age in seconds at which a read of the catalogue refreshes the inventories."""
 MOST_ITEMS, USUAL_ITEMS = 9999, 9
 SORTS, DIRECTIONS = ("name", "repository", "license", "status"), ("asc", "desc")
 
@@ -134,7 +134,7 @@ _EXAMPLE = response_example(
 
 @dataclass(frozen=True)
 class CatalogueQuery:
-    """Which entries of the catalogue, in which order, and which page of them."""
+    """Filter, order and page of the catalogue."""
 
     term: str
     tag: str
@@ -144,12 +144,12 @@ class CatalogueQuery:
     descending: bool
 
     def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
-        """All that fit; without an order they stay as the galleries list them."""
-        found = [entry for entry in entries if self._fits(entry)]
+        """Return the matching entries; without an order they stay as the galleries list them."""
+        matches = [entry for entry in entries if self._fits(entry)]
         if self.sort:
-            found.sort(key=_ORDERS["name"])
-            found.sort(key=_ORDERS[self.sort], reverse=self.descending)
-        return found
+            matches.sort(key=_ORDERS["name"])
+            matches.sort(key=_ORDERS[self.sort], reverse=self.descending)
+        return matches
 
     def _fits(self, entry: Entry) -> bool:
         text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
@@ -157,7 +157,7 @@ class CatalogueQuery:
         return self.term in text.casefold() and (not self.tag or self.tag in tags)
 
     def page_of(self, entries: Sequence[Entry]) -> Entry:
-        """The page, and its neighbours; a neighbour that is not there is the nearest page that is."""
+        """Return the page and the numbers of its neighbours, clipped to existing pages."""
         pages = -(-len(entries) // self.items)
         first = (self.page - 1) * self.items
         return {
@@ -178,24 +178,24 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 
 
 def parse_query(request: Request) -> CatalogueQuery:
-    """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
-    given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
+    """Parse the parameters of a request; raise InvalidInput naming the parameter."""
+    parameters = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
     return CatalogueQuery(
-        term=given.text("term", LONGEST_SEARCH).casefold(),
-        tag=given.text("tag", LONGEST_SEARCH).casefold(),
-        page=given.number("page", 1, FARTHEST) or 1,
-        items=given.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
-        sort=given.choice("sort", SORTS),
-        descending=given.choice("order", DIRECTIONS) == "desc",
+        term=parameters.text("term", LONGEST_SEARCH).casefold(),
+        tag=parameters.text("tag", LONGEST_SEARCH).casefold(),
+        page=parameters.number("page", 1, FARTHEST) or 1,
+        items=parameters.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
+        sort=parameters.choice("sort", SORTS),
+        descending=parameters.choice("order", DIRECTIONS) == "desc",
     )
 
 
 _checked_fingerprint = ""
-"""The fingerprint that this process has asked a check for: it asks once, whatever comes of it."""
+"""The fingerprint for which this process has requested a check; it requests only one."""
 
 
 def _gallery_changed(fingerprint: str) -> None:
-    """The galleries are not those of the last upgrade check."""
+    """Request an upgrade check, because the galleries have changed since the last one."""
     global _checked_fingerprint
     if fingerprint != _checked_fingerprint:
         _checked_fingerprint = fingerprint
@@ -203,11 +203,11 @@ def _gallery_changed(fingerprint: str) -> None:
 
 
 def read_galleries() -> catalogue.Offer:
-    """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
+    """Return the offer of the galleries; one query. Raise Unavailable if none of them can be read."""
     configured = node_commands.galleries()
-    standing = upgrade_state.standing()
-    offer = catalogue.reader.read(configured, standing.answered)
-    if not offer.problems and offer.fingerprint != standing.galleries:
+    check_state = upgrade_state.standing()
+    offer = catalogue.reader.read(configured, check_state.answered)
+    if not offer.problems and offer.fingerprint != check_state.galleries:
         _gallery_changed(offer.fingerprint)
     if configured and len(offer.problems) == len(configured):
         raise errors.Unavailable("; ".join(offer.problems.values()))
@@ -215,7 +215,6 @@ def read_galleries() -> catalogue.Offer:
 
 
 def repositories() -> list[Entry]:
-    """The configured galleries, without credentials."""
     return [
         REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
     ]
@@ -240,20 +239,20 @@ class BackendsView(APIView):
 
         503 if no gallery can be read.
         """
-        wanted = parse_query(request)
+        catalogue_query = parse_query(request)
         offer = read_galleries()
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
-        chosen = wanted.chosen(catalogue.entries(offer.builds, installed, running))
+        chosen = catalogue_query.chosen(catalogue.entries(offer.builds, installed, running))
         return Response(
             CATALOGUE.of(
-                **wanted.page_of(chosen),
+                **catalogue_query.page_of(chosen),
                 repositories=repositories(),
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
-                processingBackends={one.key: str(one.id) for one in running},
-                taskTypes={one.key: one.task_type for one in running},
+                processingBackends={operation.key: str(operation.id) for operation in running},
+                taskTypes={operation.key: operation.task_type for operation in running},
                 availableBackends=len(offer.builds),
-                installedBackends=len({gallery_index.folded(one.name) for one in installed}),
+                installedBackends=len({gallery_index.folded(operation.name) for operation in installed}),
                 systemCapability="",
                 preferDevelopmentBackends=False,
                 galleryErrors=[GALLERY_ERROR.of(name=n, error=why) for n, why in offer.problems.items()],
@@ -358,7 +357,7 @@ class KnownView(_List):
         """What the galleries offer, without single builds, and what is installed besides; by modality."""
         installed = catalogue.installed_names()
         offered = catalogue.choices(read_galleries().builds)
-        found = [
+        backends = [
             KNOWN.of(
                 name=build.name,
                 modality=catalogue.modality(build.tags),
@@ -368,12 +367,12 @@ class KnownView(_List):
             )
             for name, build in offered.items()
         ]
-        found += [
+        backends += [
             KNOWN.of(name=name, modality="", auto_detect=False, installed=True)
             for key, name in installed.items()
             if key not in offered
         ]
-        return Response(sorted(found, key=lambda one: (one["modality"], folded(one["name"]))))
+        return Response(sorted(backends, key=lambda backend: (backend["modality"], folded(backend["name"]))))
 
 
 class GalleriesView(_List):
@@ -403,5 +402,5 @@ class UseCasesView(_List):
     )
     def get(self, request: Request) -> Response:
         """By the name of an entry, what its tags say it is used for; others are left out."""
-        told = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
-        return Response({name: cases for name, cases in told.items() if cases})
+        use_cases = {build.name: catalogue.use_cases(build.tags) for build in read_galleries().builds}
+        return Response({name: cases for name, cases in use_cases.items() if cases})

@@ -48,7 +48,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 def describe_command(
     name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of one command."""
+    """Describe a command in the API document."""
     return extend_schema(
         operation_id=f"backends_{name}",
         summary=summary,
@@ -78,7 +78,6 @@ class WaveOptionsSerializer(NullIsAbsent):
 
 
 def last_replicas_field() -> serializers.ListField:
-    """The field in which last replicas are confirmed."""
     return serializers.ListField(
         child=Text(max_length=255),
         required=False,
@@ -95,7 +94,7 @@ class UpgradeSerializer(NodesSerializer):
     last_replicas = last_replicas_field()
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Confirmations are for waves: without them an upgrade asks nothing."""
+        """Require `waves` for confirmations: without them an upgrade needs none."""
         if attrs.get("last_replicas") and attrs.get("waves") is None:
             raise serializers.ValidationError({"last_replicas": ["needs waves"]})
         return attrs
@@ -117,44 +116,43 @@ class ExternalSerializer(InstallSerializer, NodesSerializer):
     force = _forced("Stop engines of this name at once; without it, their requests may end first.")
 
 
-def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
-    """The request with its nodes. Raises NotFound and Conflict, which name the node."""
+def _chosen(by: Asked, command: Wish, fields: dict[str, Any]) -> Asked:
     if not (ids := fields.get("nodes")):
-        ready, left_out = everywhere(wish)
+        ready, left_out = everywhere(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
-    found = BackendNode.objects.in_bulk(set(ids))
+    nodes = BackendNode.objects.in_bulk(set(ids))
     for id in ids:
-        if id not in found:
+        if id not in nodes:
             raise errors.NotFound(f"node {id} is not registered", field="nodes")
-        if reason := node_commands.refusal(found[id]):
+        if reason := node_commands.refusal(nodes[id]):
             raise errors.Conflict(reason, field="nodes")
-    return replace(by, nodes=sorted(found.values(), key=lambda node: node.name))
+    return replace(by, nodes=sorted(nodes.values(), key=lambda node: node.name))
 
 
-def admit_command(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
-    """Makes the operation for the nodes of `fields`, or joins the one that does the same."""
-    asked = _chosen(by, wish, fields)
-    if asked.all_nodes and wish.kind == INSTALL and not wish.uri:
-        refuse_hardware_build(wish)
+def admit_command(by: Asked, command: Wish, fields: dict[str, Any]) -> Admission:
+    """Create the operation for the nodes of `fields`, or join the one that does the same."""
+    origin = _chosen(by, command, fields)
+    if origin.all_nodes and command.kind == INSTALL and not command.uri:
+        refuse_hardware_build(command)
     if (waves := fields.get("waves")) is not None:
         confirmed = sorted(set(fields.get("last_replicas", ())))
-        asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
-        wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
-    return admit(wish, asked, now=clock.now())
+        origin = replace(origin, waves=Options(**waves), last_replicas=confirmed)
+        wave_requests.refuse_last_replicas(command.backend, origin.nodes, confirmed)
+    return admit(command, origin, now=clock.now())
 
 
-def refuse_hardware_build(wish: Wish) -> None:
-    """O11: a build for one kind of hardware must not go to all nodes; Conflict names what to install instead.
+def refuse_hardware_build(command: Wish) -> None:
+    """Refuse a build for one kind of hardware on all nodes (O11); Conflict names the one to install instead.
 
     A gallery that cannot be read now is no reason to refuse.
     """
     builds = catalogue.reader.read(node_commands.galleries()).builds
-    name = folded(wish.backend)
+    name = folded(command.backend)
     parent = catalogue.parents(builds).get(name)
-    meta = any(one.is_meta and folded(one.name) == name for one in builds)
+    meta = any(build.is_meta and folded(build.name) == name for build in builds)
     if parent is not None and not meta:
         raise errors.Conflict(
-            f"{wish.backend} is a hardware-specific build; choose its nodes, or install {parent} on all",
+            f"{command.backend} is a hardware-specific build; choose its nodes, or install {parent} on all",
             field="nodes",
             code="concrete_backend_requires_target",
             meta_alternative=parent,
@@ -170,9 +168,9 @@ class _Everywhere(APIView):
 
     def _answer(self, request: Request, name: str) -> Response:
         fields = validate_body(self.body, request)
-        wish = self.wish(name, fields)
+        command = self.wish(name, fields)
         return Response(
-            started_body(admit_command(requester_of(request, []), wish, fields), COMMAND_TEXTS[self.kind])
+            started_body(admit_command(requester_of(request, []), command, fields), COMMAND_TEXTS[self.kind])
         )
 
     def wish(self, name: str, fields: dict[str, Any]) -> Wish:
@@ -195,7 +193,7 @@ class InstallEverywhereView(_Everywhere):
         return self._answer(request, name)
 
     def wish(self, name: str, fields: dict[str, Any]) -> Wish:
-        """The gallery of `gallery@name` is kept."""
+        """Return the request; the gallery of `gallery@name` is kept."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
         return Wish(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
@@ -215,9 +213,11 @@ class InstallExternalView(APIView):
         fields = validate_body(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
-        wish = install_request({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
+        command = install_request(
+            {name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True
+        )
         by = replace(requester_of(request, []), drains=not fields.get("force", False))
-        return Response(started_body(admit_command(by, wish, fields), COMMAND_TEXTS[INSTALL]))
+        return Response(started_body(admit_command(by, command, fields), COMMAND_TEXTS[INSTALL]))
 
 
 class UpgradeEverywhereView(_Everywhere):
@@ -281,26 +281,24 @@ class ApplySerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["id"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
         return schema
 
     def validate_id(self, value: str) -> str:
-        """A gallery's name, with an optional `gallery@` before it."""
         if not value:
             raise serializers.ValidationError("must not be empty")
         return check_backend_name(value) or ""
 
 
-def _scheduled(request: Request, wish: Wish) -> Response:
-    admission = admit_command(requester_of(request, []), wish, {})
-    job, said = str(admission.operation.id), COMMAND_TEXTS[wish.kind]
+def _scheduled(request: Request, command: Wish) -> Response:
+    admission = admit_command(requester_of(request, []), command, {})
+    job, texts = str(admission.operation.id), COMMAND_TEXTS[command.kind]
     return Response(
         SCHEDULED.of(
             id=job,
             jobID=job,
             status_url=request.build_absolute_uri(f"/backends/jobs/{job}"),
-            message=said.started if admission.created else said.joined,
+            message=texts.started if admission.created else texts.joined,
             deduplicated=not admission.created,
         )
     )
@@ -363,19 +361,21 @@ class DeleteAndWaitView(_Plain):
 
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
-        wish = Wish(DELETE, backend_name_in(name))
-        operation = wait_for_end(admit_command(requester_of(request, []), wish, {}).operation, HOLD)
+        command = Wish(DELETE, backend_name_in(name))
+        operation = wait_for_end(admit_command(requester_of(request, []), command, {}).operation, HOLD)
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)
-        gone = operation.status == Status.COMPLETED
+        is_completed = operation.status == Status.COMPLETED
         job = str(operation.id)
         body = REMOVED.of(
-            success=gone,
-            message=_outcome(wish.backend, operation.targets.count()) if gone else "the deletion goes on",
+            success=is_completed,
+            message=_outcome(command.backend, operation.targets.count())
+            if is_completed
+            else "the deletion goes on",
             jobID=job,
             statusUrl=f"/api/backends/job/{job}",
         )
-        return Response(body, status=200 if gone else 202)
+        return Response(body, status=200 if is_completed else 202)
 
 
 def _outcome(backend: str, nodes: int) -> str:

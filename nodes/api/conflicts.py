@@ -80,7 +80,6 @@ class NodeConflictsView(NodeView):
 
 
 def conflicts_page(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
-    """One page of them."""
     page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
     rows = CONFLICT.rows(conflicts.order_by("-last_at", "id")[page.part])
     return Response(rows, headers=page.headers(request, conflicts.count()))

@@ -63,9 +63,9 @@ from operations.ledger.admission import OperationRequest, admit
 from operations.models import Status
 
 STATUS_WITHIN = 5.0
-"""Seconds that an engine has to say how it is."""
+"""Time limit in seconds for the status of an engine."""
 MOST_REPLICAS = 256
-"""Engines that one request asks; more of one model are not shown."""
+"""Most engines of a model that one request queries and shows."""
 LOADED = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
@@ -122,12 +122,10 @@ class BackendModelSerializer(UnloadModelSerializer):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With something in it."""
         schema["properties"]["model"] |= {"minLength": 1}
         return schema
 
     def validate_model(self, name: str) -> str:
-        """Something that is a name."""
         return check_model_name(name)
 
 
@@ -165,7 +163,7 @@ class LoadView(APIView):
         if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
         now = clock.now()
-        wanted = OperationRequest(
+        wanted_load = OperationRequest(
             load_request.KIND,
             key=load_key(model),
             element=model,
@@ -175,7 +173,7 @@ class LoadView(APIView):
             client_address=client_address(request),
             needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
         )
-        operation = admit(wanted, now=now).operation
+        operation = admit(wanted_load, now=now).operation
         if fields.get("wait", True):
             operation = wait_for_end(operation, HOLD)
         if operation.status in (Status.FAILED, Status.CANCELLED):
@@ -220,11 +218,11 @@ class MonitorView(APIView):
         engines = _engines(model)
         if not engines:
             raise errors.NotFound(f"model {model} is not loaded on any node")
-        found = async_to_sync(_statuses)(engines)
-        first = next((one for one in found if one["state"] is not None), None)
+        statuses = async_to_sync(_statuses)(engines)
+        first = next((status for status in statuses if status["state"] is not None), None)
         if first is None:
-            raise CommandFailed(f"no engine of model {model} answers: {found[0]['error']}")
-        return Response(MONITOR.of(state=first["state"], memory=first["memory"], replicas=found))
+            raise CommandFailed(f"no engine of model {model} answers: {statuses[0]['error']}")
+        return Response(MONITOR.of(state=first["state"], memory=first["memory"], replicas=statuses))
 
 
 @dataclass(frozen=True)
@@ -251,9 +249,9 @@ async def _status(engine: _Engine) -> dict[str, Any]:
     client = BackendClient(engine.address, engine.token)
     state, memory, problem = None, None, ""
     try:
-        said = await client.status(STATUS_WITHIN)
-        state = int(said.state)
-        memory = MEMORY.of(total=said.memory.total, breakdown=dict(said.memory.breakdown))
+        status = await client.status(STATUS_WITHIN)
+        state = int(status.state)
+        memory = MEMORY.of(total=status.memory.total, breakdown=dict(status.memory.breakdown))
     except BackendError as error:
         problem = error.message
     finally:
@@ -376,11 +374,11 @@ class LogLinesView(NodeView):
 
 
 def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
-    """What the worker answers; no connection to the database waits for it."""
-    found = parse_node_id(node_id)
-    if found is None:
+    """Return the response of the worker; no connection to the database is held meanwhile."""
+    parsed_id = parse_node_id(node_id)
+    if parsed_id is None:
         raise errors.NotFound("node not found")
-    server = dial_targets.http_server(found)
+    server = dial_targets.http_server(parsed_id)
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)

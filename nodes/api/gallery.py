@@ -36,7 +36,7 @@ _UNKNOWN = "there is no such file in the gallery"
 
 @dataclass(frozen=True)
 class _Opened:
-    """An open file and the part of it to send: `length` bytes from `start`."""
+    """An open file and the range of it to send: `length` bytes from `start`."""
 
     file: BinaryIO
     size: int
@@ -70,10 +70,9 @@ class NoSuchRange(errors.InvalidInput):
 
 
 class GalleryApplication:
-    """The ASGI application."""
+    """ASGI application."""
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
-        """Answers one request."""
         try:
             opened = await self._opened(scope)
         except Exception as raised:
@@ -90,25 +89,25 @@ class GalleryApplication:
         if scope["method"] != "GET":
             raise worker_routes.method_not_allowed(scope["method"])
         headers = worker_routes.headers_of(scope)
-        found = _PATH.match(scope["path"])
+        match = _PATH.match(scope["path"])
         try:
             await _prove(
-                parse_node_id(found["node_id"]) if found else None, headers, worker_routes.client_of(scope)
+                parse_node_id(match["node_id"]) if match else None, headers, worker_routes.client_of(scope)
             )
         except errors.NotAuthenticated as refusal:
             raise await worker_routes.refusal_for_caller(refusal, scope) from refusal
         folder = conf.cluster().gallery_dir
-        if folder is None or found is None:
+        if folder is None or match is None:
             raise errors.NotFound("this server has no gallery of its own (CLUSTER_GALLERY_DIR)")
         try:
-            file = await asyncio.to_thread(gallery_index.open_served, folder, found["file"])
+            file = await asyncio.to_thread(gallery_index.open_served, folder, match["file"])
         except (ValueError, OSError) as error:
             raise errors.NotFound(_UNKNOWN) from error
         return await asyncio.to_thread(_part, file, headers.get(b"range", ""))
 
 
 async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
-    """Raises unless the bearer is this node, approved and with a secret of its own."""
+    """Raise unless the bearer is this node, approved and with a secret of its own."""
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
@@ -138,15 +137,15 @@ def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
         raise errors.Forbidden("only a node with a secret of its own may read the gallery")
 
 
-def _part(file: BinaryIO, asked: str) -> _Opened:
-    """The part that a Range header asks for, the whole file without one or with one that we do not know."""
+def _part(file: BinaryIO, range_header: str) -> _Opened:
+    """Apply a Range header; without one, or with an unknown one, the whole file is sent."""
     size = file.seek(0, 2)
-    found = _RANGE.fullmatch(asked)
-    if found is None:
+    match = _RANGE.fullmatch(range_header)
+    if match is None:
         file.seek(0)
         return _Opened(file, size, 0, size, partial=False)
-    start = int(found[1])
-    end = min(int(found[2]) + 1 if found[2] else size, size)
+    start = int(match[1])
+    end = min(int(match[2]) + 1 if match[2] else size, size)
     if start >= end:
         file.close()
         raise NoSuchRange(size)
@@ -155,25 +154,25 @@ def _part(file: BinaryIO, asked: str) -> _Opened:
 
 
 async def _send(opened: _Opened, receive: Any, send: Any) -> None:
-    """Sends the file, at the client's pace, until all is sent, the client leaves, or it stops reading."""
-    gone = asyncio.create_task(wire.wait_until_disconnected(receive))
+    """Send the file at the client's pace, until it is complete, the client leaves, or it stops reading."""
+    disconnection = asyncio.create_task(wire.wait_until_disconnected(receive))
     try:
         status = 206 if opened.partial else 200
         await send({"type": "http.response.start", "status": status, "headers": opened.headers})
-        left = opened.length
-        while left and not gone.done():
-            piece = await asyncio.to_thread(opened.file.read, min(PIECE, left))
+        remaining = opened.length
+        while remaining and not disconnection.done():
+            piece = await asyncio.to_thread(opened.file.read, min(PIECE, remaining))
             if not piece:
                 raise OSError("a file of the gallery became shorter while it was sent")
-            left -= len(piece)
+            remaining -= len(piece)
             async with asyncio.timeout(STALL_LIMIT):
-                await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+                await send({"type": "http.response.body", "body": piece, "more_body": remaining > 0})
         if not opened.length:
             await send({"type": "http.response.body", "body": b""})
     except TimeoutError:
         pass  # the answer ends early, which the client sees by its length
     finally:
-        gone.cancel()
+        disconnection.cancel()
 
 
 def _headers(error: errors.ClusterError) -> dict[str, str]:

@@ -48,7 +48,7 @@ Verdict = errors.ClusterError | None
 
 
 class HeartbeatAuthenticator:
-    """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
+    """Authenticates heartbeats from the cache; those that it cannot decide share the next query."""
 
     def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
@@ -56,7 +56,7 @@ class HeartbeatAuthenticator:
         self._calls: CallBatcher[Beat, Verdict] = CallBatcher(self._prove_all)
 
     async def prove(self, beat: Beat) -> Verdict:
-        """The verdict on one beat; Unavailable while the database does not answer."""
+        """Return the refusal of a heartbeat, or None; Unavailable while the database does not respond."""
         return None if self._known.accepts(beat) else await self._calls.put(beat)
 
     async def _prove_all(self, beats: Sequence[Beat]) -> Sequence[Verdict]:
@@ -64,31 +64,30 @@ class HeartbeatAuthenticator:
         return [verdicts.get(beat.key, away) for beat in beats]
 
     async def _look(
-        self, asked: Mapping[heartbeats.Key, Beat]
+        self, beats: Mapping[heartbeats.Key, Beat]
     ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
-        """The verdicts, and the one for beats that have none."""
         away = errors.Unavailable("the database is unavailable")
         try:
-            return await self._verdicts(asked), away
+            return await self._verdicts(beats), away
         except errors.ClusterError as error:
             return {}, error
         except UNREACHABLE as error:
-            log.warning("%d heartbeats not proved: %s", len(asked), type(error).__name__)
+            log.warning("%d heartbeats not proved: %s", len(beats), type(error).__name__)
         except Exception:
             # Every caller gets an answer, also if the look fails.
-            log.exception("%d heartbeats not proved", len(asked))
+            log.exception("%d heartbeats not proved", len(beats))
         return {}, away
 
-    async def _verdicts(self, asked: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
+    async def _verdicts(self, beats: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
         database = self._database()
         if self._known.is_worn:
             await self._known.refresh(database)
-        left = [beat for beat in asked.values() if not self._known.accepts(beat)]
-        return dict.fromkeys(asked) | await heartbeats.prove(database, left)
+        undecided = [beat for beat in beats.values() if not self._known.accepts(beat)]
+        return dict.fromkeys(beats) | await heartbeats.prove(database, undecided)
 
 
 class BeatWriter:
-    """Gathers proved beats and writes them, at most once every `interval` seconds."""
+    """Collects authenticated heartbeats and writes them, at most once every `interval` seconds."""
 
     def __init__(self, database: Callable[[], Rows], interval: float = INTERVAL) -> None:
         self._database = database
@@ -97,11 +96,11 @@ class BeatWriter:
         )
 
     def keep(self, beat: Beat) -> None:
-        """Has `beat` written with the next batch. A batch that cannot be written is lost: a beat each."""
+        """Add `beat` to the next batch. A batch that cannot be written is lost."""
         self._batches.add(beat.key, beat)
 
     async def settled(self) -> None:
-        """Returns when everything kept so far has been written or lost."""
+        """Wait until everything added so far has been written or lost."""
         await self._batches.idle()
 
     async def _write(self, batch: Mapping[heartbeats.Key, Beat]) -> Mapping[heartbeats.Key, Beat]:
@@ -125,7 +124,7 @@ class BeatWriter:
 
 @dataclass(frozen=True)
 class _Call:
-    """One request: the beat that is in it, the engines that have ended, and what is wrong with its body."""
+    """One request: its heartbeat, the engines that have ended, and the error in its body."""
 
     beat: Beat
     ended: Sequence[checks.ExitReport] = ()
@@ -133,7 +132,7 @@ class _Call:
 
 
 class HeartbeatApplication:
-    """The ASGI application; `database` gives the process's pool once it is open."""
+    """ASGI application; `database` returns the process's pool once it is open."""
 
     def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
@@ -141,11 +140,10 @@ class HeartbeatApplication:
         self._writer = BeatWriter(database)
 
     async def settled(self) -> None:
-        """Returns when every beat that was answered has been written or lost."""
+        """Wait until every accepted heartbeat has been written or lost."""
         await self._writer.settled()
 
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
-        """Answers one request."""
         try:
             status, body, headers = await self._answer(scope, receive)
         except Disconnected:
@@ -190,7 +188,7 @@ class HeartbeatApplication:
 
 
 async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
-    """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
+    """Parse the request; raise NotAuthenticated for a text that cannot be a node's credential."""
     headers = worker_routes.headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
@@ -214,7 +212,7 @@ async def _body(content_type: str, receive: Any) -> dict[str, Any]:
 
 
 def _instance(headers: Mapping[bytes, str]) -> str:
-    """The process; what cannot be one is replaced by a text that is refused and harmless to write."""
+    """Return the process id; an invalid one is replaced by a text that is refused and harmless to write."""
     try:
         return identity.check_instance(headers.get(b"x-localai-node-instance", ""))
     except errors.InvalidInput:
@@ -222,7 +220,7 @@ def _instance(headers: Mapping[bytes, str]) -> str:
 
 
 async def _note_copy(beat: Beat, source: str) -> None:
-    """A conflict that an admin sees; the refusal does not depend on it."""
+    """Record a conflict for an admin; the refusal does not depend on it."""
     try:
         await database_sync_to_async(claims.note_other_process)(
             beat.id, beat.instance, source_address=source, now=beat.at
@@ -232,9 +230,9 @@ async def _note_copy(beat: Beat, source: str) -> None:
 
 
 def _node_in(path: str) -> UUID:
-    """The node of the URL. A text that is no id gets one that no node has: it is refused like any other."""
-    found = _PATH.match(path)
-    return (parse_node_id(found["node_id"]) if found else None) or UUID(int=0)
+    """Return the node id in the URL; an invalid one becomes an id that no node has."""
+    match = _PATH.match(path)
+    return (parse_node_id(match["node_id"]) if match else None) or UUID(int=0)
 
 
 def _refusal(error: errors.ClusterError) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What is installed in the cluster and which upgrades there are (`contract/http-api.md` §4.2 to §4.5).
+"""Installed backends of the cluster, and available upgrades (`contract/http-api.md` §4.2 to §4.5).
 
-Both are answered from rows: no worker and no gallery is waited for. A check is made by a controller; asking
-for one answers what is known now, and pages hear of its end over the feed.
+Both come from rows: no worker and no gallery is waited for. A controller runs a check; its request returns
+the stored result, and the feed reports the end.
 """
 
 from collections.abc import Iterable
@@ -113,9 +113,8 @@ _LIST_EXAMPLE = response_example(
 )
 
 
-def upgrades_by_backend(found: Iterable[Upgrade]) -> dict[str, Row]:
-    """The upgrades by backend, as §4.4 has them."""
-    return {one.backend.name: _upgrade(one) for one in found}
+def upgrades_by_backend(upgrades: Iterable[Upgrade]) -> dict[str, Row]:
+    return {upgrade.backend.name: _upgrade(upgrade) for upgrade in upgrades}
 
 
 def installed_rows(picture: upgrade_check.Picture) -> list[Row]:
@@ -127,17 +126,17 @@ def installed_rows(picture: upgrade_check.Picture) -> list[Row]:
     ]
 
 
-def _upgrade(found: Upgrade) -> Row:
-    build = found.backend.majority
+def _upgrade(upgrade: Upgrade) -> Row:
+    build = upgrade.backend.majority
     return UPGRADE.of(
-        backend_name=found.backend.name,
+        backend_name=upgrade.backend.name,
         installed_version=build.version,
-        available_version=found.available_version,
+        available_version=upgrade.available_version,
         installed_digest=build.digest,
-        available_digest=found.available_digest,
+        available_digest=upgrade.available_digest,
         node_drift=[
             DRIFT.of(**{name: place.node[name] for name in DRIFT.fields if name in place.node})
-            for place in found.drifted
+            for place in upgrade.drifted
         ],
     )
 
@@ -212,9 +211,9 @@ class UpgradeCheckView(_Flat):
 
         A request while a check waits is the same one. The list shows the outcome when the check has ended.
         """
-        known: dict[str, Any] = upgrades_by_backend(upgrade_check.picture().upgrades.values())
+        upgrades: dict[str, Any] = upgrades_by_backend(upgrade_check.picture().upgrades.values())
         upgrade_state.ask()
-        return Response(known)
+        return Response(upgrades)
 
 
 @extend_schema_view(get=extend_schema(operation_id="backends_upgrades_other_name"))

@@ -113,7 +113,6 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the defaults."""
         properties = schema["properties"]
         properties["lifetime_seconds"]["default"] = joining.USUAL
         properties["uses"]["default"] = 1
@@ -122,13 +121,12 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
 
 
 def token_rows(tokens: Iterable[JoinToken], now: datetime) -> list[Row]:
-    """The tokens as they are shown; no query."""
-    return [JOIN_TOKEN.of(**_facts(one, now)) for one in tokens]
+    return [JOIN_TOKEN.of(**_facts(token, now)) for token in tokens]
 
 
 def _facts(token: JoinToken, now: datetime) -> Row:
-    own = {name: getattr(token, name) for name in JOIN_TOKEN.fields if name != "state"}
-    return own | {"state": joining.state(token, now).value}
+    columns = {name: getattr(token, name) for name in JOIN_TOKEN.fields if name != "state"}
+    return columns | {"state": joining.state(token, now).value}
 
 
 class JoinTokensView(NodeView):
@@ -145,8 +143,8 @@ class JoinTokensView(NodeView):
         """Newest first; never the tokens themselves. Expired ones stay for the event retention."""
         page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
         tokens = JoinToken.objects.all()
-        found = token_rows(tokens[page.part], clock.now())
-        return Response(found, headers=page.headers(request, tokens.count()))
+        rows = token_rows(tokens[page.part], clock.now())
+        return Response(rows, headers=page.headers(request, tokens.count()))
 
     @extend_schema(
         operation_id="join_tokens_make",
@@ -171,17 +169,17 @@ class JoinTokensView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Works in place of the registration token, for new nodes until it expires or is used up."""
-        told = validate_body(JoinTokenRequestSerializer, request)
+        body = validate_body(JoinTokenRequestSerializer, request)
         configured = conf.cluster().public_url
-        url = configured or _base_url(told.get("url") or request.build_absolute_uri("/"))
+        url = configured or _base_url(body.get("url") or request.build_absolute_uri("/"))
         wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         now = clock.now()
         token, plain = joining.make(
             actor=actor_of(request),
             now=now,
-            note=told.get("note", ""),
-            lifetime=told.get("lifetime_seconds", joining.USUAL),
-            uses=told.get("uses", 1),
+            note=body.get("note", ""),
+            lifetime=body.get("lifetime_seconds", joining.USUAL),
+            uses=body.get("uses", 1),
         )
         shown = CREATED_TOKEN.of(
             **_facts(token, now),
@@ -218,20 +216,20 @@ class JoinTokenView(NodeView):
 
 
 def _token_id(text: str) -> UUID:
-    found = parse_node_id(text)
-    if found is None:
+    token_id = parse_node_id(text)
+    if token_id is None:
         raise errors.NotFound("join token not found")
-    return found
+    return token_id
 
 
 SCRIPT, WHEEL = "text/x-shellscript", "application/zip"
 
 
 class JoinAuthentication(BaseAuthentication):
-    """A token that lets a worker register; wrong ones are counted. People are for the next ones."""
+    """Authenticates by a token that lets a worker register; counts wrong ones. Others are for people."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """A joining machine, None for a person; 401 for a wrong token, 429 after too many of them."""
+        """Return a joining machine, None for a person; 401 for a wrong token, 429 after too many of them."""
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
@@ -254,7 +252,7 @@ class JoinAuthentication(BaseAuthentication):
         raise identity.WrongCredential("invalid registration token")
 
     def authenticate_header(self, request: Request) -> str:
-        """Makes DRF answer 401, not 403."""
+        """Return the challenge that makes DRF respond 401, not 403."""
         return CHALLENGE
 
 
@@ -265,23 +263,21 @@ class JoinScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-cal
     name = "joinToken"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
         return {"type": "http", "scheme": "bearer", "description": "Join token or registration token."}
 
 
 class MayJoin(BasePermission):
-    """Joining machines and admins."""
+    """Permission of joining machines and admins."""
 
     message = "admin access required"
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        """Whether the caller holds a token to register with, or is an admin."""
-        who = principal(request)
-        return who.kind == "joining" or who.is_admin
+        caller = principal(request)
+        return caller.kind == "joining" or caller.is_admin
 
 
 class JoinView(NodeView):
-    """What both routes share."""
+    """Base of both routes."""
 
     authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
     permission_classes = [MayJoin]

@@ -119,7 +119,7 @@ class CapabilitiesView(APIView):
 
         503 while the models folder does not answer.
         """
-        defined = {one.name: one for one in async_to_sync(folder.list_definitions)()}
+        defined = {definition.name: definition for definition in async_to_sync(folder.list_definitions)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -127,13 +127,13 @@ class CapabilitiesView(APIView):
             places[model].append(PLACE.of(node_id=str(node), node_name=name, state=state, node_status=status))
             backends.setdefault(model, backend)
         names = sorted(defined.keys() | places.keys())
-        found = [
+        models = [
             _model_row(name, defined.get(name), backends.get(name, ""), places.get(name, []))
             for name in names
         ]
         broken = async_to_sync(folder.list_problems)().files
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
-        return Response(MODELS.of(data=found, definitionErrors=errors))
+        return Response(MODELS.of(data=models, definitionErrors=errors))
 
 
 def _model_row(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:
@@ -173,13 +173,12 @@ UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the 
 DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
 UNLOADED = "model unloaded", "the model is being unloaded"
 DELETED = "model deleted", "the model is being deleted"
-"""What an answer says at the end, and while it goes on."""
+"""Messages for an operation that has ended, and for one that is running."""
 
 AdmitUnload = Callable[..., Admission]
 
 
 def _done(text: str, goes_on: str) -> list[Any]:
-    """The examples of both answers."""
     job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}
     return [
         response_example({"message": text} | job),
@@ -195,9 +194,9 @@ def describe_waiting_command(
     summary: str,
     body: type[serializers.Serializer[Any]],
     example: Any,
-    said: tuple[str, str],
+    messages: tuple[str, str],
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of a command that waits."""
+    """Describe in the API document a command that waits."""
     return extend_schema(
         operation_id=operation_id,
         summary=summary,
@@ -208,7 +207,7 @@ def describe_waiting_command(
             202: OpenApiResponse(DONE.ref, "The operation is recorded and goes on."),
             **refusals(400, 401, 403, 404, 409, 413, 502),
         },
-        examples=[example, *_done(*said)],
+        examples=[example, *_done(*messages)],
     )
 
 
@@ -223,12 +222,10 @@ class UnloadModelSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["model_name"] |= {"pattern": _MODEL_NAME, "minLength": 1}
         return schema
 
     def validate_model_name(self, name: str) -> str:
-        """Something that is a name."""
         return check_model_name(name)
 
 
@@ -242,7 +239,7 @@ class DeleteModelSerializer(UnloadModelSerializer):
     """The same; the name becomes a path on the worker."""
 
     def validate_model_name(self, name: str) -> str:
-        """A name that stays inside the models folder of a worker."""
+        """Require a name that stays inside the models folder of a worker."""
         checked = check_model_name(name)
         if any(part in ("", ".", "..") for part in checked.split("/")):
             raise serializers.ValidationError("must be a path inside the models folder")
@@ -250,7 +247,7 @@ class DeleteModelSerializer(UnloadModelSerializer):
 
 
 def check_model_name(name: str) -> str:
-    """The name; ValidationError for what cannot be one."""
+    """Return the name; raise ValidationError for a text that cannot be one."""
     if not name or name != name.strip():
         raise serializers.ValidationError("must be a name without blanks around it")
     if any(names.unprintable(character) for character in name):
@@ -259,31 +256,30 @@ def check_model_name(name: str) -> str:
 
 
 class _ModelView(NodeView):
-    """What the four routes share: admit, wait, answer."""
+    """Base of the four routes."""
 
     def carry_out(
         self,
         request: Request,
-        ask: Callable[..., Admission],
+        admit_unload: Callable[..., Admission],
         shape: type[UnloadModelSerializer],
-        said: tuple[str, str],
+        messages: tuple[str, str],
         node_id: str | None = None,
     ) -> Response:
-        """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
         fields = validate_body(shape, request)
         node = node_commands.find_node(require_node_id(node_id)) if node_id is not None else None
-        return run_and_respond(request, ask, fields, said, node)
+        return run_and_respond(request, admit_unload, fields, messages, node)
 
 
 def run_and_respond(
     request: Request,
-    ask: Callable[..., Admission],
+    admit_unload: Callable[..., Admission],
     fields: dict[str, Any],
-    said: tuple[str, str],
+    messages: tuple[str, str],
     node: BackendNode | None = None,
 ) -> Response:
-    """Admits and waits: 200 after the end, 202 while it goes on, CommandFailed with the reasons."""
-    wish = UnloadRequest(
+    """Admit and wait: 200 after the end, 202 while it is running, CommandFailed with the reasons."""
+    unload_request = UnloadRequest(
         fields["model_name"],
         principal(request).name,
         request_id.get(),
@@ -292,7 +288,7 @@ def run_and_respond(
         fields.get("replica_index"),
         fields.get("deadline_seconds"),
     )
-    admission = ask(wish, now=clock.now())
+    admission = admit_unload(unload_request, now=clock.now())
     operation = wait_for_end(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
     if operation.status == Status.FAILED:
         raise CommandFailed(operation.error)
@@ -300,7 +296,7 @@ def run_and_respond(
         raise CommandFailed(f"cancelled: {operation.message}")
     job, finished = str(operation.id), operation.status == Status.COMPLETED
     body = DONE.of(
-        message=said[0] if finished else said[1],
+        message=messages[0] if finished else messages[1],
         jobID=job,
         statusUrl=f"/api/backends/job/{job}",
         deduplicated=not admission.created,
@@ -309,9 +305,9 @@ def run_and_respond(
 
 
 def wait_for_end(operation: Operation, seconds: float) -> Operation:
-    """The operation when it has ended, or as it is after `seconds`.
+    """Wait for the end of the operation, for `seconds` at most; return it as it is then.
 
-    Raises CommandFailed if its record was cleared before that was seen.
+    Raises CommandFailed if its record was cleared meanwhile.
     """
     if not connection.in_atomic_block:
         connection.close()  # the wait needs none, and there are fewer than requests
@@ -325,10 +321,10 @@ async def _ended(operation_id: UUID, seconds: float) -> Operation:
             operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
             if operation is None:
                 raise CommandFailed("the record of the operation was cleared")
-            left = until - clock.monotonic()
-            if operation.status in TERMINAL or left <= 0:
+            remaining = until - clock.monotonic()
+            if operation.status in TERMINAL or remaining <= 0:
                 return operation
-            await watch.changed(timeout=min(left, LOOK_EVERY))
+            await watch.changed(timeout=min(remaining, LOOK_EVERY))
 
 
 class NodeUnloadView(_ModelView):

@@ -71,19 +71,17 @@ class ReasonSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Without what no text column can keep."""
         schema["properties"]["reason"]["pattern"] = _NO_NULL
         return schema
 
 
 class Fingerprints(Text):
-    """The fingerprint that somebody compared; "" for a node without a secret of its own."""
+    """The fingerprint that the user compared; "" for a node without a secret of its own."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(max_length=64, **options)
 
     def to_internal_value(self, data: Any) -> str:
-        """In lower case, as the registry has it."""
         text = str(super().to_internal_value(data)).lower()
         if not _FINGERPRINT.fullmatch(text):
             raise serializers.ValidationError("must be 64 hex digits, or empty")
@@ -97,7 +95,6 @@ class ApproveSerializer(ReasonSerializer):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of a fingerprint."""
         schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
         return super().described(schema)
 
@@ -108,14 +105,12 @@ class RejectionSerializer(ReasonSerializer):
     reason = Text(max_length=actions.LONGEST_REASON)
 
     def validate_reason(self, reason: str) -> str:
-        """Something to read."""
         if not names.plain(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With something to read in it."""
         schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
         return schema
 
@@ -136,16 +131,14 @@ class ApproveManySerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of a fingerprint, and how many."""
         texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
         keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
         schema["properties"]["fingerprints"] |= keys
         return schema
 
-    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[UUID, str]:
-        """By id."""
+    def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[UUID, str]:
         try:
-            return {UUID(text): fingerprint for text, fingerprint in (given or {}).items()}
+            return {UUID(text): fingerprint for text, fingerprint in (fingerprints or {}).items()}
         except ValueError:
             raise serializers.ValidationError("must be an object of node ids") from None
 
@@ -170,10 +163,10 @@ class ApproveView(NodeView):
 
         With the `fingerprint` that the approver compared, 409 if the node has another one now.
         """
-        found = require_node_id(node_id)
+        parsed_id = require_node_id(node_id)
         fields = validate_body(ApproveSerializer, request)
         approved = lifecycle.approve(
-            found,
+            parsed_id,
             actor=actor_of(request),
             now=clock.now(),
             reason=fields.get("reason", ""),
@@ -211,10 +204,10 @@ class ApproveManyView(NodeView):
         """
         fields = validate_body(ApproveManySerializer, request)
         ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
-        found = lifecycle.approve_many(
+        results = lifecycle.approve_many(
             ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
         )
-        return Response(node_rows.approvals_body(found))
+        return Response(node_rows.approvals_body(results))
 
 
 def describe_action(
@@ -240,9 +233,9 @@ def perform_action(
     request: Request, node_id: str, action: Action, body: type[ReasonSerializer] | None = None
 ) -> Response:
     """Run the action on a node with the options in the body; return its message."""
-    found = require_node_id(node_id)
+    parsed_id = require_node_id(node_id)
     options = validate_body(body, request) if body else {}
-    bulk.perform(action.name, found, actor_of(request), clock.now(), options)
+    bulk.perform(action.name, parsed_id, actor_of(request), clock.now(), options)
     return Response({"message": action.message})
 
 
@@ -399,10 +392,10 @@ class BulkSerializer(DrainRequestSerializer):
         schema["properties"]["labels"] |= LABELS
         return super().described(schema)
 
-    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[str, str]:
+    def validate_fingerprints(self, fingerprints: dict[str, str] | None) -> dict[str, str]:
         """Return them by node id as the registry writes it."""
         try:
-            return {str(UUID(text)): fingerprint for text, fingerprint in (given or {}).items()}
+            return {str(UUID(text)): fingerprint for text, fingerprint in (fingerprints or {}).items()}
         except ValueError:
             raise serializers.ValidationError("must be an object of node ids") from None
 
@@ -491,6 +484,6 @@ class BulkInstallView(NodeView):
         A node that cannot take it gets a part that fails with the reason; the others go on.
         """
         fields = validate_body(BulkInstallSerializer, request)
-        wish, asked = install_request(fields), requester_of(request, [])
-        admitted = admission.admit_on_nodes(wish, asked, fields["ids"], now=clock.now())
+        command, origin = install_request(fields), requester_of(request, [])
+        admitted = admission.admit_on_nodes(command, origin, fields["ids"], now=clock.now())
         return Response(accepted_body(admitted, INSTALL), status=202)

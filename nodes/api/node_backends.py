@@ -59,20 +59,18 @@ class InstallSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names, and that one of three must be there."""
         for name in ("backend", "name", "alias"):
             schema["properties"][name]["pattern"] = f"^({BACKEND_NAME})?$"
         return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
 
     def validate_backend(self, value: str | None) -> str | None:
-        """A gallery's name, with an optional `gallery@` before it."""
         return check_backend_name(value)
 
     validate_name = validate_backend
     validate_alias = validate_backend
 
     def validate_uri(self, value: str | None) -> str | None:
-        """An address without control characters, and without a password: operations show it."""
+        """Refuse control characters, and a password: operations show the address."""
         if value and not value.isprintable():
             raise serializers.ValidationError("must not contain control characters")
         if value and "@" in _authority(value):
@@ -80,13 +78,13 @@ class InstallSerializer(Described, NullIsAbsent):
         return value
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """An image has no name of its own (`contract/worker.md` §18.5)."""
+        """Require a name for an image (`contract/worker.md` §18.5)."""
         if is_image(attrs.get("uri") or "") and not (attrs.get("name") or attrs.get("backend")):
             raise serializers.ValidationError({"name": ["must be given with the address of an image"]})
         return attrs
 
     def validate_backend_galleries(self, value: str | None) -> str:
-        """O37: anything but a list with galleries in it means the configured ones."""
+        """Return "" for anything but a list with galleries in it: the configured ones apply (O37)."""
         if not value:
             return ""
         try:
@@ -120,24 +118,23 @@ class BackendSerializer(Described, serializers.Serializer[Any]):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names."""
         schema["properties"]["backend"] |= {"pattern": f"^{BACKEND_NAME}$", "minLength": 1}
         return schema
 
     def validate_backend(self, value: str) -> str:
-        """The name as the worker lists it: a gallery before it says only where it came from."""
+        """Return the name as the worker lists it, without the gallery."""
         if not value:
             raise serializers.ValidationError("must not be empty")
         return (check_backend_name(value) or "").rpartition("@")[2]
 
 
 def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
-    """What an install asks for. Raises InvalidInput without a name or an address.
+    """Return the request of an install. Raise InvalidInput without a name or an address.
 
     Without a name the address stands for it (A22).
     """
-    asked, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
-    gallery, _, backend = (asked or name).rpartition("@")
+    gallery_name, name, uri = fields.get("backend", ""), fields.get("name", ""), fields.get("uri", "")
+    gallery, _, backend = (gallery_name or name).rpartition("@")
     if not (backend or uri):
         raise errors.InvalidInput("backend name or uri required", field="backend")
     return Wish(
@@ -153,7 +150,7 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
 
 
 def backend_name_in(text: str) -> str:
-    """A backend's name from a path. Raises InvalidInput for what is none."""
+    """Return a backend's name from a path; raise InvalidInput for an invalid one."""
     if not re.fullmatch(BACKEND_NAME, text, re.ASCII) or len(text) > 255:
         raise errors.InvalidInput("this is no name of a backend", field="name")
     return text.rpartition("@")[2]
@@ -181,8 +178,8 @@ COMMAND_TEXTS = {
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _accepted(said: CommandTexts) -> dict[str, Any]:
-    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": said.started}
+def _accepted(texts: CommandTexts) -> dict[str, Any]:
+    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": texts.started}
 
 
 _RESPONSES = {
@@ -192,21 +189,19 @@ _RESPONSES = {
 
 
 def _schema(
-    name: str, summary: str, body: type[Described], backend: str, said: CommandTexts
+    name: str, summary: str, body: type[Described], backend: str, texts: CommandTexts
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of one command."""
     return extend_schema(
         operation_id=f"nodes_backends_{name}",
         summary=summary,
         tags=["backends"],
         request=body,
         responses=_RESPONSES,
-        examples=[request_example({"backend": backend}), response_example(_accepted(said), status="202")],
+        examples=[request_example({"backend": backend}), response_example(_accepted(texts), status="202")],
     )
 
 
 def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
-    """Who asks, and for which nodes."""
     return Asked(
         nodes,
         actor=principal(request).name,
@@ -217,19 +212,18 @@ def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool 
 
 
 def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
-    """What an answer says of the operation that was made, or of the one that is under way."""
-    job, said = str(admission.operation.id), COMMAND_TEXTS[kind]
+    job, texts = str(admission.operation.id), COMMAND_TEXTS[kind]
     return ACCEPTED.of(
         jobID=job,
         statusUrl=f"/api/backends/job/{job}",
-        message=said.started if admission.created else said.joined,
+        message=texts.started if admission.created else texts.joined,
         deduplicated=not admission.created,
     )
 
 
-def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
-    admission = admit(wish, requester_of(request, [node]), now=clock.now())
-    return Response(accepted_body(admission, wish.kind), status=202)
+def _on_one(request: Request, node: BackendNode, command: Wish) -> Response:
+    admission = admit(command, requester_of(request, [node]), now=clock.now())
+    return Response(accepted_body(admission, command.kind), status=202)
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
@@ -245,8 +239,8 @@ class InstallView(NodeView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        wish = install_request(validate_body(InstallSerializer, request))
-        return _on_one(request, node_commands.find_node(require_node_id(node_id)), wish)
+        command = install_request(validate_body(InstallSerializer, request))
+        return _on_one(request, node_commands.find_node(require_node_id(node_id)), command)
 
 
 class UpgradeView(NodeView):
@@ -274,7 +268,7 @@ class DeleteView(NodeView):
 
 
 ASKED_AGAIN_AFTER = 60.0
-"""Seconds after which a list that a reader looks at is asked for again."""
+"""Age in seconds at which reading a list refreshes it."""
 NODE_BACKEND = Shape(
     "NodeBackend",
     "One backend on a node (§2.10).",
@@ -324,8 +318,8 @@ class NodeBackendsView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """What the node's worker listed last; `X-As-Of` says when. An old list is asked for again."""
-        found = parse_node_id(node_id)
-        node = BackendNode.objects.filter(pk=found).first() if found else None
+        parsed_id = parse_node_id(node_id)
+        node = BackendNode.objects.filter(pk=parsed_id).first() if parsed_id else None
         if node is None:
             raise errors.NotFound("node not found")
         if node.node_type == NodeType.AGENT:
@@ -336,7 +330,6 @@ class NodeBackendsView(NodeView):
 
 
 def _age(node: BackendNode) -> dict[str, str]:
-    """As of when the list is true, and why there is no newer one."""
-    known = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
+    headers = {"X-As-Of": node.inventory_at.isoformat()} if node.inventory_at else {}
     problem = names.plain(node.inventory_error).encode("ascii", "replace").decode()
-    return known | ({"X-Inventory-Error": problem} if problem else {})
+    return headers | ({"X-Inventory-Error": problem} if problem else {})

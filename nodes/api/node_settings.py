@@ -66,8 +66,8 @@ class LabelsView(NodeView):
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Replaces all labels; automatic ones return when the worker registers again."""
-        found = require_node_id(node_id)
-        return Response(set_labels(found, parse_labels(request), **edit_arguments(request)))
+        parsed_id = require_node_id(node_id)
+        return Response(set_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
 
     @extend_schema(
         operation_id="nodes_labels_merge",
@@ -80,12 +80,12 @@ class LabelsView(NodeView):
     )
     def patch(self, request: Request, node_id: str) -> Response:
         """Other labels stay; the answer has all of them."""
-        found = require_node_id(node_id)
-        return Response(merge_labels(found, parse_labels(request), **edit_arguments(request)))
+        parsed_id = require_node_id(node_id)
+        return Response(merge_labels(parsed_id, parse_labels(request), **edit_arguments(request)))
 
 
 def parse_labels(request: Request) -> dict[str, str]:
-    """The body's labels; raises InvalidInput naming the key whose value is not a text."""
+    """Return the labels in the body; raise InvalidInput naming the key whose value is not a text."""
     if not isinstance(request.data, dict):
         raise errors.InvalidInput(MALFORMED)
     for key, value in request.data.items():
@@ -144,9 +144,9 @@ class ReplicaCapView(NodeView):
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Overrides the worker's own value (R1.45)."""
-        found = require_node_id(node_id)
+        parsed_id = require_node_id(node_id)
         value = validate_body(CapRequestSerializer, request)["value"]
-        node = overrides.set_replica_cap(found, value, **edit_arguments(request))
+        node = overrides.set_replica_cap(parsed_id, value, **edit_arguments(request))
         return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
 
     @extend_schema(
@@ -177,9 +177,9 @@ class VramBudgetView(NodeView):
     )
     def put(self, request: Request, node_id: str) -> Response:
         """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
-        found = require_node_id(node_id)
+        parsed_id = require_node_id(node_id)
         value = validate_body(BudgetRequestSerializer, request)["value"]
-        overrides.set_vram_budget(found, value, **edit_arguments(request))
+        overrides.set_vram_budget(parsed_id, value, **edit_arguments(request))
         return Response(BUDGET.of(vram_budget=value))
 
     @extend_schema(

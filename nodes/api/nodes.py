@@ -140,11 +140,11 @@ class NodesView(NodeView):
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""
-        wanted = listing.wanted_nodes(request.query_params)
-        is_whole = wanted.page.whole and not wanted.filtered
-        rows = node_rows.list_rows(wanted.nodes[wanted.page.part], whole=is_whole)
-        total = len(rows) if wanted.page.whole else wanted.nodes.count()
-        return Response(rows, headers=wanted.page.headers(request, total))
+        node_query = listing.wanted_nodes(request.query_params)
+        is_whole = node_query.page.whole and not node_query.filtered
+        rows = node_rows.list_rows(node_query.nodes[node_query.page.part], whole=is_whole)
+        total = len(rows) if node_query.page.whole else node_query.nodes.count()
+        return Response(rows, headers=node_query.page.headers(request, total))
 
 
 class NodeDetailView(NodeView):
@@ -161,8 +161,8 @@ class NodeDetailView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A node as in the list, with the facts behind its status."""
-        found = parse_node_id(node_id)
-        node = None if found is None else node_rows.detail_row(found)
+        parsed_id = parse_node_id(node_id)
+        node = None if parsed_id is None else node_rows.detail_row(parsed_id)
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)
@@ -231,7 +231,6 @@ class ReplicasView(NodeView):
 
 
 def replica_rows(node: UUID) -> list[Row]:
-    """A node's replicas for the wire."""
     return REPLICA.rows(NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index"))
 
 
@@ -280,18 +279,18 @@ class EventsView(NodeView):
     def get(self, request: Request, node_id: str) -> Response:
         """Events of a node, also of a removed one, within the retention period."""
         node = _known_node_id(node_id)
-        given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
-        limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
+        parameters = listing.Parameters(request.query_params, "limit", "cursor", "kind")
+        limit = parameters.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
-        if kind := given.choice("kind", NodeEvent.Kind.values):
+        if kind := parameters.choice("kind", NodeEvent.Kind.values):
             rows = rows.filter(kind=kind)
-        if cursor := given.number("cursor", 1, LARGEST):
+        if cursor := parameters.number("cursor", 1, LARGEST):
             rows = rows.filter(id__lt=cursor)
         return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
 
 
 def _known_node_id(id_text: str) -> UUID:
-    """The id of a node that exists or has left events behind; raises NotFound."""
+    """Return the id of a node that exists or has left events behind; raise NotFound."""
     node = parse_node_id(id_text)
     if node is None or not (
         BackendNode.objects.filter(pk=node).exists() or NodeEvent.objects.filter(node_id=node).exists()
@@ -301,7 +300,7 @@ def _known_node_id(id_text: str) -> UUID:
 
 
 def _page(rows: list[Row], limit: int) -> Row:
-    """At most `limit` of the rows, and where the older ones begin if there is one more."""
+    """Return at most `limit` of the rows, and the cursor of the older ones if there are any."""
     shown = rows[:limit]
     return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)
 
@@ -335,6 +334,6 @@ class MemoryView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """A sample a minute; none for minutes in which the node was not heard."""
-        found = resources.samples_of_node(require_node_id(node_id), now=clock.now())
-        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in found]
+        node_samples = resources.samples_of_node(require_node_id(node_id), now=clock.now())
+        rows = [SAMPLE.of(at=at.isoformat(), vram_used=vram, ram_used=ram) for at, vram, ram in node_samples]
         return Response(SAMPLES.of(samples=rows))

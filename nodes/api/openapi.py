@@ -1,4 +1,4 @@
-"""What this room adds to the API document: its shapes, the raw routes of workers, and registration."""
+"""The components and raw routes of this package for the API document."""
 
 from typing import Any
 
@@ -64,6 +64,6 @@ COMPONENTS: tuple[Named, ...] = (
 
 
 def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
-    """drf-spectacular's preprocessing hook: adds the route that Django's resolver does not know."""
+    """Add the route that Django's resolver does not know; drf-spectacular's preprocessing hook."""
     path = "/api/node/register"
     return [*endpoints, (path, path, "POST", registrations.RegistrationDescription.as_view())]

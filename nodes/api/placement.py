@@ -164,7 +164,6 @@ class _SelectorLabels(serializers.DictField):
     child = Text(max_length=selectors.LONGEST_VALUE)
 
     def to_internal_value(self, data: Any) -> dict[str, str]:
-        """The labels, checked as those of a rule."""
         labels: dict[str, str] = super().to_internal_value(data)
         if len(labels) > selectors.MOST_KEYS:
             raise serializers.ValidationError(f"must have at most {selectors.MOST_KEYS} keys")
@@ -204,17 +203,14 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
     )
 
     def validate_model(self, name: str) -> str:
-        """Something that is a name."""
         return check_model_name(name)
 
     def validate_nodes(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Not too many."""
         if sum(group["count"] for group in groups) > MOST_ADDED:
             raise serializers.ValidationError(f"must be at most {MOST_ADDED} altogether")
         return groups
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """One of the three."""
         if len({"model", "need", "rule"} & attrs.keys()) != 1:
             raise serializers.ValidationError({"model": ["give a model, a need or a rule"]})
         for name in ("selector", "replicas"):
@@ -256,23 +252,23 @@ class PlanView(NodeView):
 
 
 def make_plan(body: dict[str, Any], now: datetime) -> Row:
-    """The plan for a checked body; InvalidInput for a model that is not defined, or a rule that cannot be."""
+    """Return the plan for a validated body; raise InvalidInput for an undefined model or an invalid rule."""
     nodes = [what_if.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
         return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
-        wanted = load_explanation.needs_of(model)
-        if wanted is None:
+        needs = load_explanation.needs_of(model)
+        if needs is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
-        need, conflicts, backend = wanted.need, wanted.conflicts, wanted.definition.backend
+        need, conflicts, backend = needs.need, needs.conflicts, needs.definition.backend
     else:
-        asked = body["need"]
-        need = what_if.need_for(asked.get("vram", 0), asked.get("disk", 0))
+        sizes = body["need"]
+        need = what_if.need_for(sizes.get("vram", 0), sizes.get("disk", 0))
         conflicts, backend = frozenset[str](), ""
-    wish = what_if.PlanRequest(
+    plan_request = what_if.PlanRequest(
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
-    return what_if.plan(wish, now)
+    return what_if.plan(plan_request, now)
 
 
 _FULL = "no free slot for this model"

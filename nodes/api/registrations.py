@@ -71,7 +71,7 @@ LENGTHS = {
     "vram_budget": 32,
     "version": 64,
 }
-"""Most characters of the texts a worker tells; those of §1.1 come first."""
+"""Most characters of the texts; those of §1.1 come first."""
 MOST_PROCESSES = 1024
 LONGEST_PROCESS_KEY = 300
 _ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
@@ -88,10 +88,9 @@ def _text() -> Text:
 
 
 class _Labels(serializers.DictField):
-    """Texts by text, counted before they are read."""
+    """Labels, counted before they are parsed."""
 
     def to_internal_value(self, data: Any) -> dict[str, Any]:
-        """The labels; the services know what each may be."""
         if isinstance(data, dict) and len(data) > MOST_LABELS:
             raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
         labels: dict[str, Any] = super().to_internal_value(data)
@@ -100,10 +99,9 @@ class _Labels(serializers.DictField):
 
 @extend_schema_field(OpenApiTypes.ANY)
 class _AnyField(serializers.Field[Any, Any, Any, Any]):
-    """Anything; `registration` reads it, and `described` says what it may be."""
+    """Any value; `parse_registration` checks it, and `described` describes it."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """As it came."""
         return data
 
 
@@ -168,7 +166,6 @@ class RegistrationSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With what `check` and the services check."""
         properties = schema["properties"]
         for name, longest in LENGTHS.items():
             properties[name]["maxLength"] = longest
@@ -197,28 +194,29 @@ class RegistrationSerializer(Described, NullIsAbsent):
 
 
 def parse_registration(fields: Mapping[str, Any]) -> Registration:
-    """What a validated body says, checked in the order of §1.1; raises InvalidInput naming the field.
+    """Check a validated body in the order of §1.1; raise InvalidInput naming the field.
 
-    What characters names and labels may have is the services' to say.
+    The registry checks the characters of names and labels.
     """
-    told = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
-    _check_presence(told)
+    body = dict(fields) | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
+    _check_presence(body)
     for name, longest in LENGTHS.items():
-        _check_text(told.get(name, ""), name, longest)
-    if not _ENGINE_TOKEN.match(told.get("engine_token", "")):
+        _check_text(body.get(name, ""), name, longest)
+    if not _ENGINE_TOKEN.match(body.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
-    told["gpus"] = resources.parse_gpus(told.get("gpus")) or []
-    if (running := told.get("running_processes")) is not None:
-        told["running_processes"] = [_process(one, number) for number, one in enumerate(running)]
-    return Registration(**told)
+    reported_gpus = body.get("gpus")
+    body["gpus"] = [] if reported_gpus is None else resources.parse_gpus(reported_gpus)
+    if (running := body.get("running_processes")) is not None:
+        body["running_processes"] = [_process(process, number) for number, process in enumerate(running)]
+    return Registration(**body)
 
 
-def _check_presence(told: Mapping[str, Any]) -> None:
-    if told["node_type"] not in NodeType.values:
+def _check_presence(body: Mapping[str, Any]) -> None:
+    if body["node_type"] not in NodeType.values:
         raise errors.InvalidInput('node_type must be "backend" or "agent"', field="node_type")
-    if not told.get("name", "").strip():
+    if not body.get("name", "").strip():
         raise errors.InvalidInput("name is required", field="name")
-    if told["node_type"] == NodeType.BACKEND and not told.get("address", "").strip():
+    if body["node_type"] == NodeType.BACKEND and not body.get("address", "").strip():
         raise errors.InvalidInput("address is required for a backend node", field="address")
 
 
@@ -232,14 +230,14 @@ def _check_length(text: str, field: str, longest: int) -> None:
         raise errors.InvalidInput(f"{field} exceeds {longest} characters", field=field)
 
 
-def _process(told: Mapping[str, Any], number: int) -> Running:
-    """Keys and addresses are only compared, so any characters will do: a model may have any name."""
+def _process(body: Mapping[str, Any], number: int) -> Running:
+    """Parse a process. Keys and addresses are only compared, so any characters are valid."""
     field = f"running_processes.{number}"
-    if not told["process_key"]:
+    if not body["process_key"]:
         raise errors.InvalidInput(f"{field}.process_key is required", field=field)
-    _check_length(told["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
-    _check_length(told.get("address", ""), f"{field}.address", LENGTHS["address"])
-    return Running(**told)
+    _check_length(body["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
+    _check_length(body.get("address", ""), f"{field}.address", LENGTHS["address"])
+    return Running(**body)
 
 
 log = logging.getLogger(__name__)
@@ -273,32 +271,31 @@ _Waiting = tuple[Claim, "asyncio.Future[registration.RegistrationOutcome | None]
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Runs `work` on a thread of its own with one of Django's connections."""
     async with ThreadSensitiveContext():
         return await database_sync_to_async(work)()
 
 
 class Registrar:
-    """Registers claims, all that arrive while a transaction is under way in the next one."""
+    """Registers claims; those that arrive during a transaction share the next one."""
 
     def __init__(self) -> None:
         self._asked: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, claim: Claim) -> Registered:
-        """Registers one claim; raises like `registration.register_one`."""
+        """Register one claim; raise like `registration.register_one`."""
         answer: asyncio.Future[registration.RegistrationOutcome | None] = (
             asyncio.get_running_loop().create_future()
         )
         self._asked.append((claim, answer))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._register_all())
-        found = await answer
-        if found is None:
+        outcome = await answer
+        if outcome is None:
             return await _in_thread(lambda: registration.register_one(claim, **_registration_options()))
-        if isinstance(found, errors.Conflict):
-            raise found
-        return found
+        if isinstance(outcome, errors.Conflict):
+            raise outcome
+        return outcome
 
     async def _register_all(self) -> None:
         while self._asked:
@@ -309,7 +306,7 @@ class Registrar:
                     answer.set_result(outcome)
 
     async def _together(self, claims: Sequence[Claim]) -> Sequence[registration.RegistrationOutcome | None]:
-        """What became of each claim; None for all if they have to be tried one by one."""
+        """Return the outcome of each claim; None for all if they must be tried one by one."""
         try:
             return await _in_thread(
                 lambda: registration.register_all(claims, **_registration_options(), patience=PATIENCE)
@@ -321,22 +318,22 @@ class Registrar:
             return [None] * len(claims)
 
 
-def _split_batch(asked: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
-    """Those that can share a transaction, no two of one name or secret, and the rest."""
+def _split_batch(waiting: Sequence[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
+    """Return the claims that can share a transaction, no two of one name or secret, and the others."""
     batch: list[_Waiting] = []
-    rest: list[_Waiting] = []
-    taken: set[str] = set()
-    for one in asked:
-        own = {
-            f"name {names.key(one[0].registration.name)}",
-            f"secret {one[0].fingerprint or names.key(one[0].registration.name)}",
+    remaining: list[_Waiting] = []
+    used_names: set[str] = set()
+    for entry in waiting:
+        entry_names = {
+            f"name {names.key(entry[0].registration.name)}",
+            f"secret {entry[0].fingerprint or names.key(entry[0].registration.name)}",
         }
-        if len(batch) == MOST_TOGETHER or own & taken:
-            rest.append(one)
+        if len(batch) == MOST_TOGETHER or entry_names & used_names:
+            remaining.append(entry)
         else:
-            batch.append(one)
-            taken |= own
-    return batch, rest
+            batch.append(entry)
+            used_names |= entry_names
+    return batch, remaining
 
 
 def _registration_options() -> dict[str, Any]:
@@ -344,7 +341,7 @@ def _registration_options() -> dict[str, Any]:
 
 
 class RegistrationApplication:
-    """The ASGI application."""
+    """ASGI application."""
 
     error_type = "node_error"
     flat_auth = True
@@ -353,7 +350,6 @@ class RegistrationApplication:
         self._registrar = Registrar()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answers one request."""
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
         except Disconnected:
@@ -398,7 +394,7 @@ class RegistrationApplication:
 
 
 def _own_host(headers: dict[bytes, str]) -> str:
-    """The host under which the worker has reached this server; "" for what is none."""
+    """Return the host under which the worker has reached this server; "" for an invalid one."""
     try:
         return urlsplit(f"//{headers.get(b'host', '')[:255]}").hostname or ""
     except ValueError:
@@ -408,9 +404,9 @@ def _own_host(headers: dict[bytes, str]) -> str:
 async def _authenticate(
     scope: Scope, headers: dict[bytes, str], address: str
 ) -> tuple[str, joining.JoinTicket | None]:
-    """The token of the header, and the ticket if it is a join token.
+    """Return the token of the header, and the ticket if it is a join token.
 
-    401 with a wrong one, 429 unseen after too many failures.
+    401 with a wrong one, 429 without a check after too many failures.
     """
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
@@ -431,7 +427,7 @@ async def _authenticate(
 
 
 async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
-    """The body's fields; raises InvalidInput, or DRF's ValidationError naming a field."""
+    """Return the fields of the body; raise InvalidInput, or DRF's ValidationError naming a field."""
     raw = await request_body(receive, settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
     if raw and not is_json(headers.get(b"content-type", "")):
         raise errors.InvalidInput(MALFORMED)
@@ -440,7 +436,7 @@ async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
 
 
 async def _check_token(token: str, offered: str, address: str) -> None:
-    """The body carries the same token, and its refusal is nested where the header's is flat."""
+    """Require the same token in the body; its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not principals.secrets_equal(token, offered):
@@ -449,7 +445,7 @@ async def _check_token(token: str, offered: str, address: str) -> None:
 
 
 def _registration_responses() -> dict[int, Any]:
-    who = {
+    node = {
         "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
         "name": "w1",
         "node_type": "backend",
@@ -463,8 +459,8 @@ def _registration_responses() -> dict[int, Any]:
             REGISTERED.ref,
             "Registered; `pending` until an admin approves it.",
             [
-                response_example(who, status="201"),
-                response_example(who | agent, "approved agent", "201"),
+                response_example(node, status="201"),
+                response_example(node | agent, "approved agent", "201"),
             ],
         ),
         **refusals(400, 403, 409, 413, 429),

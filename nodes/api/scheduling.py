@@ -50,7 +50,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "balance_rel_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
     "min_prefix_match": {"minimum": 0, "maximum": 1},
 }
-"""What `rules.check` wants of each field, for the API document."""
+"""Bounds of the fields that `rules.check` checks, for the API document."""
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
@@ -75,7 +75,6 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the bounds, which `nodes.scheduling.rules` checks in its own order."""
         for name, bounds in _BOUNDS.items():
             schema["properties"][name] |= bounds
         schema["required"] = ["model_name"]
@@ -116,8 +115,8 @@ class SchedulingRulesView(NodeView):
     )
     def post(self, request: Request) -> Response:
         """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
-        told = validate_body(SchedulingRuleRequestSerializer, request)
-        return Response(store.set_rule(Rule(**({"model_name": ""} | told)), clock.now()))
+        body = validate_body(SchedulingRuleRequestSerializer, request)
+        return Response(store.set_rule(Rule(**({"model_name": ""} | body)), clock.now()))
 
 
 class SchedulingRuleView(NodeView):
@@ -133,10 +132,10 @@ class SchedulingRuleView(NodeView):
     )
     def get(self, request: Request, model: str) -> Response:
         """404 if the model has none."""
-        found = store.find_rule(model)
-        if not found:
+        rule = store.find_rule(model)
+        if not rule:
             raise errors.NotFound("there is no scheduling rule for this model")
-        return Response(found)
+        return Response(rule)
 
     @extend_schema(
         operation_id="scheduling_rules_delete",

@@ -1,7 +1,7 @@
-"""The routes that workers call for themselves (`contract/http-api.md` §1).
+"""Routes that workers call for themselves (`contract/http-api.md` §1).
 
-Heartbeats and registration are raw ASGI routes. Each of the others proves the node in the URL by that node's
-own secret and, if the worker tells it, by its process.
+Heartbeats and registration are raw ASGI routes. Each of the others authenticates the node in the URL by its
+own secret and, if the worker sends it, by its process.
 """
 
 from typing import Any
@@ -34,13 +34,11 @@ Responses = dict[int, Any]
 
 
 def _self_service(answer: Any) -> Responses:
-    """The answers of a route that proves the node in its URL."""
     wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG_SECRET_MEANING)
     return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
 
 
 def _done(message: str) -> Responses:
-    """The same for a route that only says what it did."""
     example = response_example({"message": message})
     return _self_service(OpenApiResponse(MessageSerializer, "Done.", [example]))
 
@@ -53,7 +51,7 @@ class SelfServiceView(NodeView):
     flat_auth = True
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """A method that the route does not have is refused before anybody is asked who he is."""
+        """Refuse an unknown method before authentication."""
         if str(request.method).lower() not in {name.lower() for name in self.allowed_methods}:
             raise MethodNotAllowed(str(request.method))
         super().initial(request, *args, **kwargs)
@@ -169,7 +167,7 @@ class SelfRotateView(SelfServiceView):
 
 
 def _own_id(request: Request) -> UUID:
-    own = principal(request).node_id
-    if own is None:
+    node_id = principal(request).node_id
+    if node_id is None:
         raise errors.Forbidden()
-    return own
+    return node_id

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the framework's views import this module while they are bei
 
 
 def parse_node_id(text: str) -> UUID | None:
-    """A node id from a path, None for a text that cannot be one."""
+    """Return the node id in a path, None for an invalid one."""
     try:
         return UUID(text)
     except ValueError:
@@ -38,10 +38,10 @@ def parse_node_id(text: str) -> UUID | None:
 
 
 class WorkerAuthentication(BaseAuthentication):
-    """What the worker's own routes have in common: a person who is signed in is forbidden, not unknown."""
+    """Authentication of workers: a person who is signed in gets 403, not 401."""
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
-        """The worker's principal; 401 without a worker's credential, 429 after too many wrong ones.
+        """Return the worker's principal; 401 without a worker's credential, 429 after too many wrong ones.
 
         403 for a person or another node.
         """
@@ -58,11 +58,11 @@ class WorkerAuthentication(BaseAuthentication):
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Who offers this; raises NotAuthenticated without a known credential."""
+        """Return the owner of the credential; raise NotAuthenticated for an unknown one."""
         raise NotImplementedError
 
     def authenticate_header(self, request: Request) -> str:
-        """Makes DRF answer 401, not 403."""
+        """Return the challenge that makes DRF respond 401, not 403."""
         return CHALLENGE
 
 
@@ -71,16 +71,16 @@ WORKERS_ONLY = "this route is for workers only"
 
 
 class NodeAuthentication(WorkerAuthentication):
-    """A worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`).
+    """Authentication by a worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`).
 
     A view with `rotating` set is open to a secret that an admin wants replaced.
     """
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """The node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
+        """Return the node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
 
-        409 for a process that another one has replaced, which becomes a conflict that an admin sees. 429 for
-        the shared token of an address with too many failures, unless it is this node's credential.
+        409 for a process that another one has replaced; a conflict is recorded for an admin. 429 for the
+        shared token of an address with too many failures, unless it is this node's credential.
         """
         context = request.parser_context
         node_id = parse_node_id(context["kwargs"]["node_id"])
@@ -101,18 +101,17 @@ class NodeAuthentication(WorkerAuthentication):
 
 
 class IsTheNode(BasePermission):
-    """The node of the URL itself; `NodeAuthentication` has proved it."""
+    """Permission of the node in the URL; `NodeAuthentication` has authenticated it."""
 
     def has_permission(self, request: Request, view: "APIView") -> bool:
-        """Whether the caller is a node."""
         return principal(request).kind == "node"
 
 
 class RegistrationAuthentication(BaseAuthentication):
-    """The shared registration token, which lets a worker register and nothing else."""
+    """The shared registration token, for the API document only."""
 
     def authenticate(self, request: Request) -> None:
-        """Serves no request."""
+        """Return None: it authenticates no request."""
 
 
 class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
@@ -122,7 +121,6 @@ class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-cal
     name = "nodeSecret"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
         return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
 
 
@@ -133,7 +131,6 @@ class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-unt
     name = "registrationToken"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
         return {
             "type": "http",
             "scheme": "bearer",
@@ -180,17 +177,17 @@ Scope = dict[str, Any]
 
 
 def headers_of(scope: Scope) -> dict[bytes, str]:
-    """The headers by their names in lower case."""
+    """Return the headers by their names in lower case."""
     return {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 def client_of(scope: Scope) -> str:
-    """The same as `wire.client_of`, short enough for a column."""
+    """Return the client address like `wire.client_of`, short enough for a column."""
     return wire.client_of(scope)[:64]
 
 
 async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
-    """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
+    """Return the refusal to send: a person gets 403, not 401; a wrong credential is counted."""
     if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
         return refusal
     if await _from_a_person(scope):
@@ -201,39 +198,37 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
 
 
 async def _from_a_person(scope: Scope) -> bool:
-    """Whether a user's key or a browser's session came with a refused beat: known, but not a worker."""
-    found: list[Principal] = []
+    """Return True if a user's key or a browser's session came with the request."""
+    callers: list[Principal] = []
 
     async def note(inner: Any, receive: Any, send: Any) -> None:
-        found.append(await principal_of_socket(inner))
+        callers.append(await principal_of_socket(inner))
 
-    asked: Any = CookieMiddleware(SessionMiddleware(note))
-    await asked(scope, None, None)
-    return found[0].is_authenticated
+    middleware: Any = CookieMiddleware(SessionMiddleware(note))
+    await middleware(scope, None, None)
+    return callers[0].is_authenticated
 
 
 async def read_body(receive: Any, limit: int) -> bytes:
-    """The body; raises Disconnected, and InvalidInput (413) for one over `limit` bytes."""
+    """Return the body; raise Disconnected, and InvalidInput (413) for one over `limit` bytes."""
     too_large = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
     too_large.status = 413
     return await wire.read_body(receive, limit, too_large)
 
 
 def method_not_allowed(method: str) -> errors.ClusterError:
-    """The refusal of a method that the route does not have."""
     error = errors.InvalidInput(f'method "{method}" not allowed')
     error.status = 405
     return error
 
 
 async def send_json(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-    """Sends one JSON answer."""
     lines = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     await wire.send_answer(send, wire.Answer(orjson.dumps(body, option=orjson.OPT_UTC_Z), status, lines))
 
 
 def describe_refusals(*statuses: int) -> dict[str, Operation]:
-    """Refusals with these statuses, as the API document describes them."""
+    """Describe refusals with these statuses in the API document."""
     meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
     return {
         str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
@@ -242,7 +237,7 @@ def describe_refusals(*statuses: int) -> dict[str, Operation]:
 
 
 def describe_node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
-    """What the API document says of every route that a node calls with its own secret."""
+    """Describe in the API document a route that a node calls with its own secret."""
     return {
         "operationId": operation_id,
         "tags": ["worker"],

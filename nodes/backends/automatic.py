@@ -27,7 +27,7 @@ from nodes.backends.backend_requests import KINDS, UPGRADE, Asked, LeftOut, Wish
 from nodes.backends.installed import Build, InstalledBackend, Offered, behind, upgrades
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, BackendOffer
-from nodes.replicas import upgrade_drains
+from nodes.replicas import drains
 from operations.models import Operation
 
 
@@ -157,7 +157,7 @@ def _upgradable_nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
 def _places(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
 ) -> list[BackendPlace]:
-    last_replicas = upgrade_drains.last_replicas(backend.name, [node.id for node in nodes.values()])
+    last_replicas = drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
     places_by_node = {str(place.node["node_id"]): place for place in backend.removable}
     return [

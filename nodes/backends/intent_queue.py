@@ -53,8 +53,8 @@ from nodes.commands.outcomes import (
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.placement.deadlines import load_limit
 from nodes.registry import lifecycle
-from nodes.replicas import upgrade_drains
-from nodes.replicas.upgrade_drains import UpgradeDrain
+from nodes.replicas import drains
+from nodes.replicas.drains import UpgradeDrain
 from operations import targets
 from operations.executor.work import Batch, Recorder, in_thread
 from operations.ledger.progress import Tick
@@ -123,7 +123,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
 async def over(intent: Intent, settlement: Settlement | None = None) -> None:
     """Return replicas that the attempt did not stop to the picks, unless the worker may still be busy."""
     if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
-        await in_thread(upgrade_drains.end_upgrade, intent.id, intent.fence)
+        await in_thread(drains.end_upgrade, intent.id, intent.fence)
 
 
 async def settled(intent: Intent, settlement: Settlement) -> None:
@@ -168,7 +168,7 @@ def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[UpgradeDrain,
     intents.confirm(intent)
     now = clock.now()
     deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
-    withdrawal = upgrade_drains.drain_for_upgrade(
+    withdrawal = drains.drain_for_upgrade(
         intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed, deadline=deadline
     )
     if withdrawal.last_of:
@@ -430,7 +430,7 @@ def _event(settlement: Settlement) -> Event:
 async def _restore_replicas(intent: Intent, settlement: Settlement | None = None) -> None:
     """Return the replicas to the picks; a failure here must not lose the worker's reply.
 
-    `upgrade_drains.return_without_upgrade` retries what fails.
+    `drains.return_without_upgrade` retries what fails.
     """
     try:
         await over(intent, settlement)

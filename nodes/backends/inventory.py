@@ -34,8 +34,8 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
+from nodes.replicas.engine_ends import end_unlisted
 from nodes.replicas.evidence import Running
-from nodes.replicas.retire import end_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
 

@@ -13,7 +13,7 @@ from localai_cluster.kit.rows import update_rows
 from nodes.backends import intents, waves
 from nodes.backends.waves import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
-from nodes.replicas import upgrade_drains
+from nodes.replicas import drains
 from operations import targets
 from operations.changes.publish import announce
 from operations.ledger import admission, target_changes
@@ -39,7 +39,7 @@ def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: 
 
     The state may change until the wave opens: then the target waits for a confirmation (`sparing`).
     """
-    last = upgrade_drains.last_replicas(backend, [node.id for node in nodes])
+    last = drains.last_replicas(backend, [node.id for node in nodes])
     if missing := sorted(set().union(*last.values()) - set(confirmed)):
         raise errors.Conflict(
             f"the upgrade would stop the last replica of {', '.join(missing)}; confirm in last_replicas",
@@ -53,7 +53,7 @@ def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> di
     ids = [node.id for node in nodes]
     loaded = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
     counts = loaded.order_by().values_list("node_id").annotate(replicas=Count("pk"))
-    replicas, last = dict(counts), upgrade_drains.last_replicas(backend, ids)
+    replicas, last = dict(counts), drains.last_replicas(backend, ids)
     return plan(
         (
             Member(node.id, node.name, replicas.get(node.id, 0), node.id in last, node.status == "healthy")

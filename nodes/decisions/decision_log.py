@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from nodes.decisions.snapshot_log import SnapshotRef, time_of_oldest_fitting
+from nodes.decisions.snapshot_log import BoundedTable, SnapshotRef
 from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Resident
 from nodes.placement.explain import NO_FLEET, DecisionOutcome, Explanation
@@ -34,22 +34,15 @@ class DecisionRecord:
 
     model_name: str
     operation_id: UUID | None
-    told: Explanation
-    seen: SnapshotRef | None
+    explanation: Explanation
+    snapshot: SnapshotRef | None
     kind: DecisionKind = DecisionKind.PLACEMENT
-    about: NodeSlot | None = None
+    slot: NodeSlot | None = None
     """The slot of the decision; None = the chosen node, if any."""
-
-    @property
-    def spot(self) -> NodeSlot | None:
-        """The node and slot in the row."""
-        explanation, node = self.told, self.told.node
-        chosen = NodeSlot(node.id, node.name, explanation.replica_index) if node else None
-        return self.about or chosen
 
     def at_index(self, index: int) -> "DecisionRecord":
         """Return a copy with the reserved slot: another load may have taken the one in the snapshot."""
-        return replace(self, told=replace(self.told, replica_index=index))
+        return replace(self, explanation=replace(self.explanation, replica_index=index))
 
 
 def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: Any) -> Explanation:
@@ -59,7 +52,7 @@ def explanation_without_fleet(outcome: DecisionOutcome, sentence: str, **facts: 
 
 def record(decided: DecisionRecord, *, now: datetime, victims: Sequence[Resident] = ()) -> None:
     """Record the decision, unless it repeats its operation's last record, and the eviction of `victims`."""
-    if decided.told.node is None and _repeats_last_record(decided, now):
+    if decided.explanation.node is None and _repeats_last_record(decided, now):
         return
     _row(decided, now).save(force_insert=True)
     if victims:
@@ -86,7 +79,9 @@ def _is_new(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
 
 
 def _row(decided: DecisionRecord, now: datetime) -> PlacementRecord:
-    explanation, snapshot_ref, spot = decided.told, decided.seen, decided.spot
+    explanation, snapshot, slot = decided.explanation, decided.snapshot, decided.slot
+    if slot is None and (node := explanation.node) is not None:
+        slot = NodeSlot(node.id, node.name, explanation.replica_index)
     return PlacementRecord(
         kind=decided.kind,
         model_name=decided.model_name,
@@ -94,13 +89,13 @@ def _row(decided: DecisionRecord, now: datetime) -> PlacementRecord:
         at=now,
         last_at=now,
         outcome=explanation.outcome,
-        node_id=spot.node_id if spot else None,
-        node_name=spot.node_name if spot else "",
-        replica_index=spot.replica_index if spot else None,
+        node_id=slot.node_id if slot else None,
+        node_name=slot.node_name if slot else "",
+        replica_index=slot.replica_index if slot else None,
         reason=explanation.sentence,
         facts=explanation.facts,
-        base=snapshot_ref.base if snapshot_ref else None,
-        position=snapshot_ref.position if snapshot_ref else None,
+        base=snapshot.base if snapshot else None,
+        position=snapshot.position if snapshot else None,
     )
 
 
@@ -123,7 +118,7 @@ def describe_eviction(model_name: str, victim: Resident) -> str:
 
 def _repeats_last_record(decided: DecisionRecord, now: datetime) -> bool:
     """Return True if the load's last record has the same outcome and reasons; update its figures."""
-    explanation = decided.told
+    explanation = decided.explanation
     of_load = PlacementRecord.objects.filter(operation_id=decided.operation_id).order_by("-id")
     last = of_load.values("id", "kind", "outcome", "reason", "facts__refused").first()
     if last is None or (last["kind"], last["outcome"]) != (decided.kind, explanation.outcome):
@@ -142,18 +137,4 @@ def _kinds(refused: list[dict[str, Any]]) -> set[str]:
     return {refusal["code"] for refusal in refused}
 
 
-def fitting_since(space: int) -> datetime | None:
-    """Return the time of the oldest records that fit into `space` bytes with all newer ones; None if all fit.
-
-    One query, which reads no facts.
-    """
-    return time_of_oldest_fitting(PlacementRecord.objects.all(), "last_at", ("facts", "reason"), space)
-
-
-def prune(*, before: datetime, limit: int) -> int:
-    """Delete up to `limit` records last true before `before`, oldest first; return the number."""
-    old = PlacementRecord.objects.filter(last_at__lt=before).order_by("last_at", "pk")
-    deleted, _ = PlacementRecord.objects.filter(
-        pk__in=list(old.values_list("pk", flat=True)[:limit])
-    ).delete()
-    return deleted
+TABLE = BoundedTable(PlacementRecord.objects, "last_at", ("facts", "reason"))

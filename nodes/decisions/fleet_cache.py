@@ -1,8 +1,8 @@
-"""In-process cache of the fleet for placement decisions, refreshed from the rows that have changed.
+"""The fleet as placement sees it: read anew, or from an in-process cache that follows the rows.
 
-`snapshot.fleet` reads every row for every decision. The cache reads only rows that were written since its
-last refresh: one statement counts them, and one statement for each of the three tables reads them. The rows
-are the truth: `slots.reserve` proves a decision under the node's lock. Concurrent loads share a refresh.
+The cache reads only the nodes with rows that were written or deleted since its last refresh: one statement
+finds them, and one for each table that has any reads them. The rows are the truth: `slots.reserve` proves a
+decision under the node's lock. Concurrent loads share a refresh.
 
 A row has changed if the transaction that wrote it may have been invisible to the previous refresh: `xmin` is
 the number of that transaction, for every writer and every statement. Reading a row twice does no harm. The
@@ -12,45 +12,178 @@ row count reveals a deleted row, one refresh later at most.
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from datetime import datetime
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import connection
-from django.db.models import Model
+from django.db.models import Count, Model
 
-from nodes.decisions import fleet_queries, reserved_memory
-from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
-from nodes.placement.choose import Candidate, Decision
+from nodes.decisions import reserved_memory
+from nodes.models import BackendNode, BroughtModel, NodeLabel, NodeModel, Phase, PhaseReason
+from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector
 from nodes.placement.explain import FleetView
-from nodes.placement.memory import Reservation
 from nodes.placement.ranking import ModelFacts, RankedFleet
 
-_LONGEST_WAY = 2**30
+_MAX_DISTANCE = 2**30
 """Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
+_NODE = (
+    *("id", "name", "node_type", "status", "max_replicas_per_model"),
+    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
+    *("returned_vram", "returned_beside", "total_vram"),
+    *("total_disk", "available_disk", "file_port_error"),
+)
 
 
-def _counted(model: type[Model]) -> str:
-    return f"(SELECT count(*), count(*) FILTER (WHERE {_recent(model)}) FROM {model._meta.db_table})"
+class _Replica(NamedTuple):
+    model_name: str
+    replica_index: int
+    phase: str
+    reason: str
+    in_flight: int
+    vram_needed: int
+    vram_seen: int
+    vram_seen_at: datetime | None
+    loaded_at: datetime | None
+    gpus: Sequence[Mapping[str, Any]]
+
+    @property
+    def is_serving(self) -> bool:
+        return self.phase == Phase.SERVING
+
+    @property
+    def occupies_slot(self) -> bool:
+        """Return True if it counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
+        ended = (self.phase, self.reason) == (Phase.STOPPING, PhaseReason.LOAD_FAILED)
+        return self.phase != Phase.DEPARTED and not ended
 
 
-def _recent(model: type[Model]) -> str:
-    return f"age({model._meta.db_table}.xmin) <= age(%s::text::xid)"
+class _TableCopy:
+    """The rows of one table, by node."""
+
+    def __init__(self, model: type[Model], node: str, columns: Sequence[str]) -> None:
+        self._queryset = model._base_manager.order_by()
+        self._node, self._columns = node, columns
+        self._count = 0
+        self.by_node: dict[UUID, list[tuple[Any, ...]]] = {}
+
+    def read(self, node_ids: Collection[UUID] | None = None) -> set[UUID]:
+        """Read the rows of these nodes, None = all into an empty table; return the ids."""
+        queryset = self._queryset
+        if node_ids is not None:
+            queryset = queryset.filter(**{f"{self._node}__in": node_ids})
+            for id in node_ids:
+                self._count -= len(self.by_node.pop(id, ()))
+        for id, *columns in queryset.values_list(self._node, *self._columns):
+            self.by_node.setdefault(id, []).append(tuple(columns))
+            self._count += 1
+        return set(node_ids or ())
+
+    def refresh(self, total: int, written: Collection[UUID] | None) -> set[UUID]:
+        """Read the nodes with written rows, and those that lack rows they had; return the ids."""
+        changed = self.read(written) if written else set()
+        if self._count != total:
+            counts = dict(self._queryset.values_list(self._node).annotate(Count("pk")))
+            deleted = [id for id, rows in self.by_node.items() if counts.get(id) != len(rows)]
+            changed |= self.read(deleted)
+        return changed
 
 
-_MARK = f"""
-SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
-       current_database() || pg_postmaster_start_time(), nodes.*, labels.*, replicas.*
-  FROM {_counted(BackendNode)} nodes, {_counted(NodeLabel)} labels, {_counted(NodeModel)} replicas
-"""
+class _Rows:
+    """The rows that placement reads."""
+
+    def __init__(self) -> None:
+        self._nodes = _TableCopy(BackendNode, "id", _NODE)
+        self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"))
+        self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields)
+        self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
+        """Nodes that have had replicas of a model."""
+
+    def read(self, node_ids: Collection[UUID] | None = None) -> list[Candidate]:
+        """Read the rows of these nodes, None = all; return the nodes."""
+        for table in (self._nodes, self._labels, self._replicas):
+            table.read(node_ids)
+        return [self.candidate(id) for id in self._nodes.by_node]
+
+    def refresh(self, counts: Sequence[Any]) -> dict[UUID, Candidate | None]:
+        """Read what was written or deleted; return the changed nodes, None for a deleted one."""
+        changed = self._nodes.refresh(*counts[:2]) | self._labels.refresh(*counts[2:4])
+        changed |= self._replicas.refresh(*counts[4:])
+        return {id: self.candidate(id) if id in self._nodes.by_node else None for id in changed}
+
+    def candidate(self, id: UUID) -> Candidate:
+        """Return the node with all its labels, without any model's data."""
+        row = dict(zip(_NODE, self._nodes.by_node[id][0], strict=True))
+        replicas = self._replicas_of(id)
+        for replica in replicas:
+            self._nodes_by_model[replica.model_name].add(id)
+        reservations = [reserved_memory.reservation(*r[5:]) for r in replicas if r.vram_needed > 0]
+        return Candidate(
+            id=id,
+            name=row["name"],
+            node_type=row["node_type"],
+            status=row["status"],
+            free_vram=reserved_memory.effectively_free(row, reservations),
+            loaded=sum(replica.is_serving for replica in replicas),
+            in_flight=sum(replica.in_flight for replica in replicas),
+            taken=frozenset(),
+            slots=row["max_replicas_per_model"],
+            labels=frozenset((key, value) for key, value in self._labels.by_node.get(id, ())),
+            available_vram=row["available_vram"],
+            most_vram=min(row["total_vram"], row["vram_budget_bytes"] or row["total_vram"]),
+            total_disk=row["total_disk"],
+            available_disk=row["available_disk"],
+            file_port_failed=bool(row["file_port_error"]),
+            gpus=reserved_memory.free_by_gpu(row, reservations),
+        )
+
+    def _replicas_of(self, node_id: UUID) -> list[_Replica]:
+        return [_Replica(*columns) for columns in self._replicas.by_node.get(node_id, ())]
+
+    def model_facts(
+        self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]
+    ) -> ModelFacts:
+        """Return the facts about nodes that only this model sees; `conflicts` share a group with it."""
+        occupied = {
+            id: frozenset(replica.replica_index for replica in replicas if replica.occupies_slot)
+            for id, replicas in self._of_models([model_name])
+        }
+        conflicting = {
+            id: frozenset(replica.model_name for replica in replicas if replica.is_serving)
+            for id, replicas in self._of_models(conflicts)
+        }
+        return ModelFacts(occupied, conflicting, file_bytes)
+
+    def _of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
+        nodes = {id for name in names for id in self._nodes_by_model.get(name, ())}
+        return [(id, [r for r in self._replicas_of(id) if r.model_name in names]) for id in nodes]
 
 
-class _Count(NamedTuple):
-    """Number of rows of a table: all of them, and those written since the previous refresh."""
+def model_file_bytes(model_name: str) -> dict[UUID, int]:
+    """Return the bytes of the model's files on each node that has any."""
+    rows = BroughtModel.objects.filter(model_name=model_name)
+    return dict(rows.values_list("node_id", "size"))
 
-    total: int
-    written: int
+
+def read_fleet(
+    model_name: str,
+    *,
+    selector: Selector = ANY_NODE,
+    only: Collection[UUID] | None = None,
+    besides: Collection[UUID] = (),
+    conflicts: Collection[str] = (),
+) -> list[Candidate]:
+    """Read the nodes as candidates of a placement, with the labels that `selector` tests. Four queries.
+
+    `only` restricts the nodes, None = all; `besides` are excluded. `conflicts` are the models that share a
+    concurrency group with this one.
+    """
+    rows = _Rows()
+    nodes = [node for node in rows.read(only) if node.id not in besides]
+    facts = rows.model_facts(model_name, conflicts, model_file_bytes(model_name))
+    return [replace(facts.of(node), labels=selector.tested(node.labels)) for node in nodes]
 
 
 class _Mark(NamedTuple):
@@ -58,114 +191,36 @@ class _Mark(NamedTuple):
 
     xid: int
     server: str
-    nodes: _Count
-    labels: _Count
-    replicas: _Count
+    counts: Sequence[Any]
+    """Of nodes, labels and replicas: the number of rows, and the nodes of those written since the previous
+    refresh.
+    """
 
     def follows(self, before: "_Mark") -> bool:
         """Return True if both are of one server, not restored or failed over, and close enough."""
-        return before.server == self.server and 0 <= self.xid - before.xid < _LONGEST_WAY
+        return before.server == self.server and 0 <= self.xid - before.xid < _MAX_DISTANCE
 
 
-class _Node(NamedTuple):
-    node_id: UUID
-    columns: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, id: UUID, *columns: Any) -> Self:
-        return cls(id, {"id": id, **dict(zip(_NODE, columns, strict=True))})
+def _changes_of(model: type[Model], node: str) -> str:
+    is_recent = f"age({model._meta.db_table}.xmin) <= age(%s::text::xid)"
+    return f"(SELECT count(*), array_agg({node}) FILTER (WHERE {is_recent}) FROM {model._meta.db_table})"
 
 
-class _Label(NamedTuple):
-    node_id: UUID
-    key: str
-    value: str
-
-    @classmethod
-    def of(cls, _: int, *columns: Any) -> Self:
-        return cls(*columns)
+_READ_MARK = f"""
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
+       current_database() || pg_postmaster_start_time(), nodes.*, labels.*, replicas.*
+  FROM {_changes_of(BackendNode, "id")} nodes, {_changes_of(NodeLabel, "node_id")} labels,
+       {_changes_of(NodeModel, "node_id")} replicas
+"""
 
 
-class _Replica(NamedTuple):
-    node_id: UUID
-    model_name: str
-    slot: int
-    loaded: bool
-    occupies: bool
-    """True if the replica counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
-    in_flight: int
-    reservation: Reservation | None
-
-    @classmethod
-    def of(
-        cls, _: UUID, node_id: UUID, name: str, slot: int, phase: str, reason: str, busy: int, *memory: Any
-    ) -> Self:
-        reservation = reserved_memory.reservation(*memory)
-        occupies = phase != Phase.DEPARTED and (phase, reason) != (Phase.STOPPING, PhaseReason.LOAD_FAILED)
-        serves = phase == Phase.SERVING
-        return cls(
-            node_id, name, slot, serves, occupies, busy, reservation if reservation.needed > 0 else None
-        )
-
-
-_NODE = tuple(name for name in fleet_queries.COLUMNS if name != "id")
-_REPLICA = (
-    "node_id",
-    "model_name",
-    "replica_index",
-    "phase",
-    "reason",
-    "in_flight",
-    *reserved_memory.RESERVING,
-)
-
-_Row = TypeVar("_Row", _Node, _Label, _Replica)
-
-
-class _Copy(Generic[_Row]):
-    """The rows of one table, indexed by primary key and by group: the node and, for replicas, the model."""
-
-    def __init__(self, model: type[Model], columns: Sequence[str], parse: Callable[..., _Row]) -> None:
-        self._model, self._columns = model, ("id", *columns)
-        self._parse: Callable[..., _Row] = parse
-        self.rows: dict[Any, _Row] = {}
-        self._groups: defaultdict[UUID | str, set[Any]] = defaultdict(set)
-
-    def of(self, group: UUID | str) -> list[_Row]:
-        """Return the rows of a node or of a model."""
-        return [self.rows[id] for id in self._groups.get(group, ())]
-
-    def read(self, since: int | None, count: _Count) -> set[UUID]:
-        """Read the rows written since transaction `since`, or all if None; return the ids of their nodes."""
-        if since is not None and count == (len(self.rows), 0):
-            return set()
-        written = all_rows = self._model._base_manager.order_by()
-        if since is not None:
-            written = all_rows.extra(where=[_recent(self._model)], params=[since])
-        changed = set()
-        for id, *columns in written.values_list(*self._columns):
-            if id in self.rows:
-                changed.add(self._drop(id))
-            self.rows[id] = row = self._parse(id, *columns)
-            changed.add(row.node_id)
-            for group in _groups(row):
-                self._groups[group].add(id)
-        if len(self.rows) != count.total:
-            for id in self.rows.keys() - set(all_rows.values_list("id", flat=True)):
-                changed.add(self._drop(id))
-        return changed
-
-    def _drop(self, id: Any) -> UUID:
-        row = self.rows.pop(id)
-        for group in _groups(row):
-            self._groups[group].discard(id)
-            if not self._groups[group]:
-                del self._groups[group]
-        return row.node_id
-
-
-def _groups(row: _Node | _Label | _Replica) -> tuple[UUID | str, ...]:
-    return (row.node_id, row.model_name) if isinstance(row, _Replica) else (row.node_id,)
+def _read_mark(before: _Mark | None) -> _Mark:
+    # `xmin` has the low 32 bits of the transaction number.
+    since = before.xid % 2**32 if before is not None else 0
+    with connection.cursor() as cursor:
+        cursor.execute(_READ_MARK, [since] * 3)
+        xid, server, *counts = cursor.fetchone()
+    return _Mark(xid, server, counts)
 
 
 class FleetCache:
@@ -176,15 +231,9 @@ class FleetCache:
         self._lock = threading.Lock()
         self._refreshes = 0
         self._mark: _Mark | None = None
-        self._reset()
+        self._rows, self._fleet = _Rows(), RankedFleet()
 
-    def _reset(self) -> None:
-        self._nodes = _Copy(BackendNode, _NODE, _Node.of)
-        self._labels = _Copy(NodeLabel, ("node_id", "key", "value"), _Label.of)
-        self._replicas = _Copy(NodeModel, _REPLICA, _Replica.of)
-        self._fleet = RankedFleet()
-
-    def decided(
+    def decide(
         self,
         model_name: str,
         view: FleetView,
@@ -193,97 +242,61 @@ class FleetCache:
         besides: Collection[UUID] = (),
         conflicts: Collection[str] = (),
     ) -> tuple[FleetView, Decision]:
-        """Return `view` with the nodes that `snapshot.fleet` would read, and the decision on it."""
+        """Return `view` with the nodes that `read_fleet` would return, and the decision on it."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
-            fleet = fleet_queries.read_fleet(
-                model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
+            return _decide_on(
+                read_fleet(
+                    model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
+                ),
+                view,
             )
-            return _decide_uncached(view, fleet)
-        file_bytes = fleet_queries.model_file_bytes(model_name) if view.need.disk else {}
+        file_bytes = model_file_bytes(model_name) if view.need.disk else {}
         refreshes = self._refreshes
         with self._lock:
-            if (
-                self._mark is None or self._refreshes == refreshes
-            ):  # a refresh that began meanwhile is as good
+            # A refresh that another thread began meanwhile is as good.
+            if self._mark is None or self._refreshes == refreshes:
                 self._refreshes += 1
                 self._refresh()
-            full_view, decision = self._fleet.decide(view, self._own(model_name, conflicts, file_bytes))
+            facts = self._rows.model_facts(model_name, conflicts, file_bytes)
+            full_view, decision = self._fleet.decide(view, facts)
         if only is None and not besides:
             return full_view, decision
-        allowed_nodes = (
-            node for node in full_view.nodes if node.id not in besides and (only is None or node.id in only)
-        )
-        return _decide_uncached(view, list(allowed_nodes))
-
-    def _own(self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]) -> ModelFacts:
-        occupied_slots: dict[UUID, frozenset[int]] = {}
-        for row in (row for row in self._replicas.of(model_name) if row.occupies):
-            occupied_slots[row.node_id] = occupied_slots.get(row.node_id, frozenset()) | {row.slot}
-        conflicting_models: dict[UUID, frozenset[str]] = {}
-        for row in (row for name in conflicts for row in self._replicas.of(name) if row.loaded):
-            models = conflicting_models.get(row.node_id, frozenset())
-            conflicting_models[row.node_id] = models | {row.model_name}
-        return ModelFacts(occupied_slots, conflicting_models, file_bytes)
+        nodes = full_view.nodes
+        allowed = (node for node in nodes if node.id not in besides and (only is None or node.id in only))
+        return _decide_on(list(allowed), view)
 
     def _refresh(self) -> None:
-        before, self._mark = (
-            self._mark,
-            None,
-        )  # after a refresh that fails half-way the next one reads all rows
+        before, self._mark = self._mark, None  # after a failure half-way the next refresh reads all rows
         mark = _read_mark(before)
-        if before is None or not mark.follows(before):
-            self._reset()
-            before = None
-        since = _xid32(before) if before is not None else None
-        changed = self._nodes.read(since, mark.nodes) | self._labels.read(since, mark.labels)
-        for id in changed | self._replicas.read(since, mark.replicas):
-            if id in self._nodes.rows:
-                self._fleet.put(self._candidate(id))
-            else:
+        if before is not None and mark.follows(before):
+            changed = self._rows.refresh(mark.counts)
+        else:
+            self._rows, self._fleet = _Rows(), RankedFleet()
+            changed = {node.id: node for node in self._rows.read()}
+        for id, node in changed.items():
+            if node is None:
                 self._fleet.drop(id)
+            else:
+                self._fleet.put(node)
         self._mark = mark
 
-    def _candidate(self, id: UUID) -> Candidate:
-        replicas = self._replicas.of(id)
-        candidate = fleet_queries.candidate(
-            self._nodes.rows[id].columns,
-            [row.reservation for row in replicas if row.reservation is not None],
-            loaded=sum(row.loaded for row in replicas),
-            in_flight=sum(row.in_flight for row in replicas),
-        )
-        labels = frozenset((label.key, label.value) for label in self._labels.of(id))
-        return replace(candidate, labels=labels)
 
-
-def _read_mark(before: _Mark | None) -> _Mark:
-    since = _xid32(before) if before is not None else 0
-    with connection.cursor() as cursor:
-        cursor.execute(_MARK, [since] * 3)
-        xid, server, *counts = cursor.fetchone()
-    return _Mark(xid, server, _Count(*counts[:2]), _Count(*counts[2:4]), _Count(*counts[4:]))
-
-
-def _xid32(mark: _Mark) -> int:
-    """Return the low 32 bits of the transaction number, as `xmin` has it."""
-    return mark.xid % 2**32
-
-
-def _decide_uncached(view: FleetView, nodes: Sequence[Candidate]) -> tuple[FleetView, Decision]:
+def _decide_on(nodes: Sequence[Candidate], view: FleetView) -> tuple[FleetView, Decision]:
     full_view = replace(view, nodes=nodes)
     return full_view, full_view.decide()
 
 
-_shared = FleetCache()
+_cache = FleetCache()
 
 
 def shared_cache() -> FleetCache:
     """Return the cache of this process."""
-    return _shared
+    return _cache
 
 
 def _replace_after_fork() -> None:
-    global _shared
-    _shared = FleetCache()
+    global _cache
+    _cache = FleetCache()
 
 
 # The lock may be held by a thread that the child of a fork does not have.

@@ -1,16 +1,18 @@
 """Decisions of the replica pass: their records, and their input as sections of the snapshot log.
 
 Records are written before any action, for all rules at once. A refused action gets a record of its own
-afterwards. The hosts are one section for all rules; each model has a section for its replicas and one for its
+afterwards. The nodes are one section for all rules; each model has a section for its replicas and one for its
 rule.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from operator import attrgetter
 from typing import Any
 from uuid import UUID
+
+import msgspec
 
 from nodes.decisions import decision_log, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
@@ -21,186 +23,131 @@ from nodes.scheduling.snapshot import (
     ClearFlags,
     DesiredState,
     EndPressure,
-    Failure,
     Fleet,
-    FleetNode,
     FleetReplica,
     RuleDecision,
     Unsatisfiable,
 )
 
+_REPLICA = tuple(field.name for field in fields(FleetReplica) if field.name != "model")
+_replica_values = attrgetter(*_REPLICA)
+_RULE = tuple(field.name for field in fields(DesiredState) if field.name not in ("selector", "model"))
+
 
 def record_decisions(
-    rulings: Iterable[RuleDecision],
+    decisions: Iterable[RuleDecision],
     fleet: Fleet,
-    demands: Mapping[str, DesiredState],
+    rules: Mapping[str, DesiredState],
     now: datetime,
     *,
     tick: bool,
 ) -> SnapshotRef | None:
-    """Record the rulings that decide anything; a constant number of statements."""
-    decided = [(ruling, ending) for ruling in rulings if (ending := outcome(ruling)) is not None]
-    if not decided:
+    """Record the decisions that change anything; a constant number of statements."""
+    new = [decision for decision in decisions if outcome(decision) is not None]
+    if not new:
         return None
-    demands_by_model = {ruling.model: demands[ruling.model] for ruling, _ in decided}
-    snapshot = snapshot_log.store_snapshot(encode_rules(fleet, demands_by_model, now, tick=tick), now=now)
-    records = (_new_record(ruling.model, snapshot, ending, sentence(ruling)) for ruling, ending in decided)
-    decision_log.record_all(records, now=now)
+    rules_of_new = {decision.model: rules[decision.model] for decision in new}
+    snapshot = snapshot_log.store_snapshot(encode_rules(fleet, rules_of_new, now, tick=tick), now=now)
+    decision_log.record_all((_new_record(one, snapshot, outcome(one)) for one in new), now=now)
     return snapshot
 
 
 def record_refusals(
-    rulings_before: Iterable[RuleDecision],
-    rulings_after: Sequence[RuleDecision],
+    decisions: Iterable[RuleDecision],
+    results: Sequence[RuleDecision],
     snapshot: SnapshotRef | None,
     now: datetime,
 ) -> None:
-    """Record the refused rulings, with the reason of the refusal."""
-    refused = [
-        (before, after)
-        for before, after in zip(rulings_before, rulings_after, strict=True)
-        if after is not before
-    ]
+    """Record the decisions whose result is a refusal, with its reason."""
+    refused = [pair for pair in zip(decisions, results, strict=True) if pair[0] is not pair[1]]
     if refused:
         records = (
-            _new_record(
-                before.model, snapshot, DecisionOutcome.REFUSED, sentence(after), decided=sentence(before)
-            )
-            for before, after in refused
+            _new_record(result, snapshot, DecisionOutcome.REFUSED, decided=sentence(decision))
+            for decision, result in refused
         )
         decision_log.record_all(records, now=now)
 
 
-def outcome(ruling: RuleDecision) -> DecisionOutcome | None:
-    """Return the ending that the ruling decides; None if everything stays as it is."""
-    decisions = [action for action in ruling.actions if not isinstance(action, ClearFlags | EndPressure)]
-    if not decisions:
+def outcome(decision: RuleDecision) -> DecisionOutcome | None:
+    """Return the outcome of the decision; None if everything stays as it is."""
+    actions = [action for action in decision.actions if not isinstance(action, ClearFlags | EndPressure)]
+    if not actions:
         return None
-    return (
-        DecisionOutcome.WAITING
-        if all(isinstance(action, Unsatisfiable) for action in decisions)
-        else DecisionOutcome.SCALED
-    )
+    is_waiting = all(isinstance(action, Unsatisfiable) for action in actions)
+    return DecisionOutcome.WAITING if is_waiting else DecisionOutcome.SCALED
 
 
-def sentence(ruling: RuleDecision) -> str:
-    """Return the reason of the ruling, cut to the length of the record."""
-    return truncate(ruling.reason, LONGEST_SENTENCE)
+def sentence(decision: RuleDecision) -> str:
+    """Return the reason of the decision, cut to the length of the record."""
+    return truncate(decision.reason, LONGEST_SENTENCE)
 
 
 def _new_record(
-    model: str, snapshot: SnapshotRef | None, ending: DecisionOutcome, reason: str, **facts: str
+    decision: RuleDecision, snapshot: SnapshotRef | None, outcome: DecisionOutcome | None, **facts: str
 ) -> DecisionRecord:
-    return DecisionRecord(
-        model,
-        None,
-        decision_log.explanation_without_fleet(ending, reason, **facts),
-        snapshot,
-        DecisionKind.SCALE,
-    )
-
-
-_PLACED = tuple(column.name for column in fields(FleetReplica) if column.name != "model")
-_placed = attrgetter(*_PLACED)
-_DEMAND = tuple(column.name for column in fields(DesiredState) if column.name not in ("selector", "model"))
-
-_Encode = Callable[[Fleet, str], Any]
-_Decode = Callable[[str, Any], Any]
-
-
-def _failure(model: str, encoded: Any) -> dict[str, Failure]:
-    return {} if encoded is None else {model: Failure(datetime.fromisoformat(encoded[0]), encoded[1])}
-
-
-_RULE_FIELDS: Mapping[str, tuple[_Encode, _Decode]] = {
-    "loads": (lambda fleet, model: fleet.loads.get(model, 0), lambda model, count: {model: count}),
-    "pinned": (
-        lambda fleet, model: tuple(sorted(map(str, fleet.pinned.get(model, ())))),
-        lambda model, ids: {model: frozenset(map(UUID, ids))},
-    ),
-    "failures": (
-        lambda fleet, model: (failure.at, failure.error) if (failure := fleet.failures.get(model)) else None,
-        _failure,
-    ),
-    "defined": (
-        lambda fleet, model: fleet.defined is None or model in fleet.defined,
-        lambda model, is_defined: frozenset({model} if is_defined else ()),
-    ),
-    "revisions": (
-        lambda fleet, model: fleet.revisions.get(model),
-        lambda model, revision: {} if revision is None else {model: revision},
-    ),
-    "pressed": (lambda fleet, model: fleet.pressed.get(model, 0), lambda model, count: {model: count}),
-    # The replacements of all models: there are few, and a rule reads only those of its own replicas.
-    "replacing": (
-        lambda fleet, _: tuple(sorted((str(id), lacks) for id, lacks in fleet.replacing.items())),
-        lambda _, pairs: {UUID(id): lacks for id, lacks in pairs},
-    ),
-}
-"""Fleet fields that concern one rule besides hosts and replicas: their encoders and decoders."""
+    assert outcome is not None
+    explanation = decision_log.explanation_without_fleet(outcome, sentence(decision), **facts)
+    return DecisionRecord(decision.model, None, explanation, snapshot, DecisionKind.SCALE)
 
 
 def encode_rules(
-    fleet: Fleet, demands: Mapping[str, DesiredState], now: datetime, *, tick: bool
+    fleet: Fleet, rules: Mapping[str, DesiredState], now: datetime, *, tick: bool
 ) -> dict[str, Section]:
     """Encode the input of these rules."""
-    labels = {host.id: tuple(sorted(host.labels.items())) for host in fleet.hosts if host.labels}
+    labels = {node.id: tuple(sorted(node.labels.items())) for node in fleet.hosts if node.labels}
     result = {
-        "hosts": Section({host.id: (host.name, host.slots) for host in fleet.hosts}),
+        "hosts": Section({node.id: (node.name, node.slots) for node in fleet.hosts}),
         "labels of hosts": Section(labels),
     }
-    replicas: dict[str, dict[UUID, Any]] = {name: {} for name in demands}
-    for row in fleet.replicas:
-        if row.model in replicas:
-            replicas[row.model][row.id] = _placed(row)
-    for name, demand in demands.items():
+    replicas: dict[str, dict[UUID, Any]] = {name: {} for name in rules}
+    for replica in fleet.replicas:
+        if replica.model in replicas:
+            replicas[replica.model][replica.id] = _replica_values(replica)
+    for name, rule in rules.items():
         result[f"replicas/{name}"] = Section(replicas[name])
-        result[f"rule/{name}"] = Section(
-            {
-                "now": now,
-                "tick": tick,
-                "demand": tuple((column, getattr(demand, column)) for column in _DEMAND),
-                "selector": None if demand.selector is None else tuple(sorted(demand.selector.items())),
-                **{field: encode(fleet, name) for field, (encode, _) in _RULE_FIELDS.items()},
-            }
-        )
+        result[f"rule/{name}"] = Section({"now": now, "tick": tick, **_rule_facts(fleet, name, rule)})
     return result
+
+
+def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
+    failure = fleet.failures.get(model)
+    return {
+        "demand": tuple((name, getattr(rule, name)) for name in _RULE),
+        "selector": None if rule.selector is None else tuple(sorted(rule.selector.items())),
+        "loads": fleet.loads.get(model, 0),
+        "pinned": tuple(sorted(map(str, fleet.pinned.get(model, ())))),
+        "failures": (failure.at, failure.error) if failure else None,
+        "defined": fleet.defined is None or model in fleet.defined,
+        "revisions": fleet.revisions.get(model),
+        "pressed": fleet.pressed.get(model, 0),
+        # The replacements of all models: there are few, and a rule reads only those of its own replicas.
+        "replacing": tuple(sorted((str(id), lacks_room) for id, lacks_room in fleet.replacing.items())),
+    }
 
 
 def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime, bool] | None:
     """Decode the input of `plan` that concerns the rule of one model; None if the state has none."""
-    encoded = state.get(f"rule/{model}")
-    if not encoded:
+    facts = state.get(f"rule/{model}")
+    if not facts:
         return None
     labels = state.get("labels of hosts", {})
-    fleet = Fleet(
-        hosts=[
-            FleetNode(UUID(id), name, dict(labels.get(id, ())), slots)
+    failure, revision = facts.get("failures"), facts.get("revisions")
+    fleet = {
+        "hosts": [
+            {"id": id, "name": name, "labels": dict(labels.get(id, ())), "slots": slots}
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
-        replicas=[_replica(model, row) for row in state.get(f"replicas/{model}", {}).values()],
-        # An older version that wrote this entry may not have had all fields.
-        **{
-            field: decode(model, encoded[field])
-            for field, (_, decode) in _RULE_FIELDS.items()
-            if field in encoded
-        },
-    )
-    return fleet, _demand(model, encoded), datetime.fromisoformat(encoded["now"]), encoded["tick"]
-
-
-def _replica(model: str, row: list[Any]) -> FleetReplica:
-    columns = dict(zip(_PLACED, row, strict=True))
-    columns |= {"id": UUID(columns["id"]), "node_id": UUID(columns["node_id"])}
-    return FleetReplica(
-        model=model, **{**columns, "idle_since": datetime.fromisoformat(columns["idle_since"])}
-    )
-
-
-def _demand(model: str, encoded: Mapping[str, Any]) -> DesiredState:
-    columns = dict(encoded["demand"])
-    for name in ("until", "looked_at", "changed_at"):
-        if columns[name] is not None:
-            columns[name] = datetime.fromisoformat(columns[name])
-    selector = None if encoded["selector"] is None else dict(encoded["selector"])
-    return DesiredState(model=model, selector=selector, **columns)
+        "replicas": [
+            {"model": model, **dict(zip(_REPLICA, row, strict=False))}
+            for row in state.get(f"replicas/{model}", {}).values()
+        ],
+        "failures": {model: dict(zip(("at", "error"), failure, strict=True))} if failure else {},
+        "defined": [model] if facts.get("defined", True) else [],
+        "revisions": {model: revision} if revision is not None else {},
+        "replacing": dict(facts.get("replacing", ())),
+        **{name: {model: facts[name]} for name in ("loads", "pinned", "pressed") if name in facts},
+    }
+    selector = None if facts["selector"] is None else dict(facts["selector"])
+    rule = {**dict(facts["demand"]), "model": model, "selector": selector}
+    now = datetime.fromisoformat(facts["now"])
+    return msgspec.convert(fleet, Fleet), msgspec.convert(rule, DesiredState), now, facts["tick"]

@@ -21,7 +21,7 @@ from uuid import UUID, uuid4
 
 import orjson
 from django.db import IntegrityError, connection
-from django.db.models import BigIntegerField, F, Func, QuerySet, Sum, Value, Window
+from django.db.models import BigIntegerField, F, Func, Manager, Sum, Value, Window
 
 from nodes.models import PlacementLog
 
@@ -44,7 +44,7 @@ class Section:
 Sections = Mapping[str, Section]
 
 
-def changes(state: State, seen: Sections) -> Changes:
+def find_changes(state: State, seen: Sections) -> Changes:
     """Return the differences between these sections and the state."""
     result: Changes = {}
     for name, section in seen.items():
@@ -56,7 +56,7 @@ def changes(state: State, seen: Sections) -> Changes:
     return result
 
 
-def apply(state: State, changed_sections: Changes) -> None:
+def apply_changes(state: State, changed_sections: Changes) -> None:
     """Apply the changes to the state."""
     for name, (new, removed) in changed_sections.items():
         section = state.setdefault(name, {})
@@ -65,16 +65,16 @@ def apply(state: State, changed_sections: Changes) -> None:
             section.pop(key, None)
 
 
-def encoded(changed_sections: Changes) -> bytes:
+def encode(changed_sections: Changes) -> bytes:
     """Encode one entry of a log."""
     return orjson.dumps(changed_sections, default=_plain, option=orjson.OPT_NON_STR_KEYS)
 
 
-def restored(entries: Iterable[bytes]) -> State:
+def restore(entries: Iterable[bytes]) -> State:
     """Return the state after these entries, starting with the first entry of the log."""
     state: State = {}
     for entry in entries:
-        apply(state, orjson.loads(entry))
+        apply_changes(state, orjson.loads(entry))
     return state
 
 
@@ -83,10 +83,10 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else list(value)
 
 
-LASTS = timedelta(minutes=1)
-UNCHANGED = timedelta(hours=1)
+LIFETIME = timedelta(minutes=1)
+LIFETIME_UNCHANGED = timedelta(hours=1)
 """The lifetime of a base, and its lifetime without changes."""
-LEAST_LOG = 64 * 1024
+MIN_LOG_SIZE = 64 * 1024
 """Bytes that the log of a small base may have at least."""
 
 
@@ -111,7 +111,7 @@ class _Log:
 
     def lasts(self, now: datetime, how_long: timedelta) -> bool:
         """Return True if the log is not too old, nor too young (a clock was set back), nor too large."""
-        return abs(now - self.began) < how_long and self.added <= max(self.size, LEAST_LOG)
+        return abs(now - self.began) < how_long and self.added <= max(self.size, MIN_LOG_SIZE)
 
 
 _lock = threading.Lock()
@@ -135,7 +135,7 @@ def store_snapshot(seen: Sections, *, now: datetime) -> SnapshotRef:
     further entries.
     """
     if connection.in_atomic_block:
-        return _create_base(changes({}, seen), now)
+        return _create_base(find_changes({}, seen), now)
     with _lock:
         return _store(seen, now)
 
@@ -144,34 +144,34 @@ def _store(snapshot: Sections, now: datetime) -> SnapshotRef:
     global _log
     log = _log
     if log is not None:
-        difference = changes(log.state, snapshot)
-        if not difference and log.lasts(now, UNCHANGED):
+        difference = find_changes(log.state, snapshot)
+        if not difference and log.lasts(now, LIFETIME_UNCHANGED):
             return SnapshotRef(log.base, log.position)
-        if log.lasts(now, LASTS) and _append(log, difference, now):
+        if log.lasts(now, LIFETIME) and _append(log, difference, now):
             return SnapshotRef(log.base, log.position)
     _log = None
-    content = changes({}, snapshot)
+    content = find_changes({}, snapshot)
     reference = _create_base(content, now)
-    _log = _Log(reference.base, now, len(encoded(content)))
-    apply(_log.state, content)
+    _log = _Log(reference.base, now, len(encode(content)))
+    apply_changes(_log.state, content)
     return reference
 
 
 def _append(log: _Log, difference: Changes, now: datetime) -> bool:
     """Append an entry; return False if the log has an entry that this process does not know of."""
-    body = encoded(difference)
+    body = encode(difference)
     try:
         PlacementLog.objects.create(base=log.base, position=log.position + 1, at=now, body=body)
     except IntegrityError:
         return False  # an earlier write was committed, but its response was lost
     log.position, log.added = log.position + 1, log.added + len(body)
-    apply(log.state, difference)
+    apply_changes(log.state, difference)
     return True
 
 
 def _create_base(content: Changes, now: datetime) -> SnapshotRef:
     base = uuid4()
-    PlacementLog.objects.create(base=base, position=0, at=now, body=encoded(content))
+    PlacementLog.objects.create(base=base, position=0, at=now, body=encode(content))
     return SnapshotRef(base, 0)
 
 
@@ -179,19 +179,7 @@ def read_snapshot(seen: SnapshotRef) -> State | None:
     """Return the snapshot of the decision; None if it has been pruned. One query."""
     rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]
-    return restored(entries) if len(entries) == seen.position + 1 else None
-
-
-def fitting_since(space: int) -> datetime | None:
-    """Return the time of the oldest entries that fit into `space` bytes with all newer ones; None: all."""
-    return time_of_oldest_fitting(PlacementLog.objects.all(), "at", ("body",), space)
-
-
-def prune(*, before: datetime, limit: int) -> int:
-    """Delete up to `limit` entries from before `before`, oldest first; return the number."""
-    old = PlacementLog.objects.filter(at__lt=before).order_by("at", "pk")
-    deleted, _ = PlacementLog.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
-    return deleted
+    return restore(entries) if len(entries) == seen.position + 1 else None
 
 
 _ROW = 300
@@ -199,16 +187,30 @@ _ROW = 300
 _TICK = timedelta(microseconds=1)
 
 
-def time_of_oldest_fitting(rows: QuerySet[Any], at: str, large: Sequence[str], space: int) -> datetime | None:
-    """Return the time `at` from which on rows fit into `space` bytes; None if all do. One query.
+@dataclass(frozen=True)
+class BoundedTable:
+    """A table of decisions that keeps as many of its newest rows as fit into some bytes."""
 
-    Of `large` columns the stored size counts, which is compressed. PostgreSQL knows it without reading them.
-    """
-    sizes = (Func(F(name), function="pg_column_size", output_field=BigIntegerField()) for name in large)
-    size = reduce(add, sizes, Value(_ROW, output_field=BigIntegerField()))
-    newest_first = (F(at).desc(), F("id").desc())
-    added = rows.annotate(total=Window(Sum(size), order_by=newest_first))
-    last: datetime | None = (
-        added.filter(total__gt=space).order_by(*newest_first).values_list(at, flat=True).first()
-    )
-    return last + _TICK if last is not None else None
+    rows: Manager[Any]
+    at: str
+    large: Sequence[str]
+    """Columns whose stored size counts, which is compressed. PostgreSQL knows it without reading them."""
+
+    def oldest_that_fits(self, space: int) -> datetime | None:
+        """Return the time from which on rows fit into `space` bytes; None if all do. One query."""
+        sizes = (
+            Func(F(name), function="pg_column_size", output_field=BigIntegerField()) for name in self.large
+        )
+        size = reduce(add, sizes, Value(_ROW, output_field=BigIntegerField()))
+        newest_first = (F(self.at).desc(), F("id").desc())
+        totals = self.rows.annotate(total=Window(Sum(size), order_by=newest_first)).order_by(*newest_first)
+        last: datetime | None = totals.filter(total__gt=space).values_list(self.at, flat=True).first()
+        return last + _TICK if last is not None else None
+
+    def prune(self, *, before: datetime, limit: int) -> int:
+        """Delete up to `limit` rows from before `before`, oldest first; return the number."""
+        old = self.rows.filter(**{f"{self.at}__lt": before}).order_by(self.at, "pk")
+        return self.rows.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()[0]
+
+
+TABLE = BoundedTable(PlacementLog.objects, "at", ("body",))

@@ -35,14 +35,14 @@ from nodes.dialects.openai_messages import (
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
+    ConversationMessage,
     Dialect,
     Generation,
     Head,
     Sampling,
     TextDelta,
     Usage,
-    Utterance,
-    total,
+    total_usage,
 )
 
 
@@ -107,13 +107,13 @@ Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESS
 System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
 
 
-def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
+def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
     if system:
-        yield Utterance("system", system if isinstance(system, str) else _join_texts(system))
+        yield ConversationMessage("system", system if isinstance(system, str) else _join_texts(system))
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
-            yield Utterance(message.role, message.content)
+            yield ConversationMessage(message.role, message.content)
         else:
             yield from _convert_message(message.role, message.content, f"messages[{number}].content")
 
@@ -122,7 +122,9 @@ _ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
 _USER_BLOCKS = (ResultBlock, ImageBlock)
 
 
-def _convert_message(role: str, blocks: Sequence[InputBlock], field_path: str) -> Iterator[Utterance]:
+def _convert_message(
+    role: str, blocks: Sequence[InputBlock], field_path: str
+) -> Iterator[ConversationMessage]:
     misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
     for index, block in enumerate(blocks):
         if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
@@ -134,16 +136,16 @@ def _convert_message(role: str, blocks: Sequence[InputBlock], field_path: str) -
         return
     yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
     if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
-        yield Utterance(role, _join_texts(blocks))
+        yield ConversationMessage(role, _join_texts(blocks))
 
 
-def _assistant_message(blocks: Sequence[InputBlock]) -> Utterance:
+def _assistant_message(blocks: Sequence[InputBlock]) -> ConversationMessage:
     calls = [
         ToolCall(block.id, CalledFunction(block.name, encode_json(block.input)))
         for block in blocks
         if isinstance(block, CallBlock)
     ]
-    return Utterance(
+    return ConversationMessage(
         "assistant",
         _join_texts(blocks),
         reasoning="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
@@ -151,10 +153,10 @@ def _assistant_message(blocks: Sequence[InputBlock]) -> Utterance:
     )
 
 
-def _tool_message(block: ResultBlock) -> Utterance:
+def _tool_message(block: ResultBlock) -> ConversationMessage:
     content = block.content or ""
     text = content if isinstance(content, str) else _join_texts(content)
-    return Utterance("tool", text, tool_call_id=block.tool_use_id)
+    return ConversationMessage("tool", text, tool_call_id=block.tool_use_id)
 
 
 def _join_texts(blocks: Sequence[InputBlock]) -> str:
@@ -374,7 +376,7 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     content = [_render_block(head, block, block.content) for block in blocks.collect_blocks(deltas)]
     reason = next((delta.finish for delta in deltas if delta.finish), "stop")
-    return msgspec.json.encode(_render_message(head, content, _reason(reason), total(deltas, 1)))
+    return msgspec.json.encode(_render_message(head, content, _reason(reason), total_usage(deltas, 1)))
 
 
 def _render_message(head: Head, content: list[OutputBlock], reason: str, usage: Usage) -> MessageResponse:
@@ -432,7 +434,7 @@ class MessageEvents:
         self._blocks = Blocks()
         self._has_started = False
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
@@ -445,7 +447,9 @@ class MessageEvents:
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
-            events.append(_render_event("message_delta", delta=end, usage=_render_usage(total([delta], 1))))
+            events.append(
+                _render_event("message_delta", delta=end, usage=_render_usage(total_usage([delta], 1)))
+            )
         return events
 
     def _render_step(self, step: BlockStep) -> bytes:
@@ -459,7 +463,7 @@ class MessageEvents:
         delta = {"type": _DELTAS[kind], _FIELDS[kind]: step.text}
         return _render_event("content_block_delta", index=index, delta=delta)
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
         return b"event: error\ndata: " + msgspec.json.encode(_error(error)) + b"\n\n"
 

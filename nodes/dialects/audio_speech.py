@@ -21,9 +21,9 @@ from localai_cluster.web.wire import Header
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import ByteSink, ByteStream, FileAnswer, node_header, silence
+from nodes.gateway.streams import ByteSink, ByteStream, FileAnswer, node_header, silence_limit
 from nodes.gateway.worker_files import open_files
 
 KINDS = {
@@ -95,17 +95,17 @@ class SpeechBody(msgspec.Struct, kw_only=True, frozen=True):
 Spoken = FileAnswer | ByteStream
 
 
-def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
-    """Return the handler of a route; `tells_node` adds the node header (§6.3)."""
+def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
+    """Return the handler of a route; `has_node_header` adds the node header (§6.3)."""
 
     async def answer(request: InferenceRequest) -> Spoken:
         body = parse_request(wire.parse_json_object(request.body))
-        definition = await defined(body.model)
+        definition = await find_definition(body.model)
         request.model = definition.name
         call = _engine_request(body, definition.model)
 
         def headers() -> tuple[Header, ...]:
-            return tuple(node_header(request)) if tells_node else ()
+            return tuple(node_header(request)) if has_node_header else ()
 
         if body.stream:
             kind = KINDS[body.response_format or "wav"]
@@ -172,7 +172,7 @@ async def _stream(request: InferenceRequest, call: TTSRequest, has_header: bool,
         replies = engine.speak_stream(call)
         first = request.deadline - clock.monotonic()
         try:
-            async with silence(conf.cluster().stream_stall, first) as limit:
+            async with silence_limit(conf.cluster().stream_stall, first) as limit:
                 rate = USUAL_RATE
                 async for reply in replies:
                     # Only the engine's time counts, not the time of a slow client.

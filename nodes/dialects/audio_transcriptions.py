@@ -23,10 +23,10 @@ from localai_cluster.web.bodies import Upload
 from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
-from nodes.gateway.generation import Sink, Telling, TextDelta
+from nodes.gateway.gateway import find_definition
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header, silence
+from nodes.gateway.streams import EventStream, node_header, silence_limit
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000
@@ -110,9 +110,9 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def event_format() -> Telling:
+def event_format() -> StreamFormat:
     """Return the event stream of a transcript: its pieces, then the complete text."""
-    return Telling(_Pieces(), DONE)
+    return StreamFormat(_Pieces(), DONE)
 
 
 class _Pieces(Chunks):
@@ -124,7 +124,7 @@ class _Pieces(Chunks):
     def __init__(self) -> None:
         self._pieces: list[str] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         events = b""
         for delta in deltas:
             if delta.text:
@@ -161,7 +161,7 @@ class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
 async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     """Transcribe the file of one request."""
     upload, body = _read(request)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     call_options = TranscriptRequest(
         language=body.language or "",
@@ -244,7 +244,7 @@ async def _forward_pieces(
     replies, transcript = engine.transcribe_stream(call), ""
     first = request.deadline - clock.monotonic()
     try:
-        async with silence(conf.cluster().stream_stall, first) as limit:
+        async with silence_limit(conf.cluster().stream_stall, first) as limit:
             async for reply in replies:
                 # Only the engine's time counts, not the time of a slow client.
                 limit.pause()

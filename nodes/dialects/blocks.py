@@ -44,7 +44,7 @@ class BlockChange(Enum):
     """The effects of a step on its block."""
 
     OPENED = "opened"
-    SAID = "said"
+    ADDED = "added"
     CLOSED = "closed"
 
 
@@ -78,7 +78,7 @@ class Blocks:
     """Assembles the deltas of one response into blocks. At most one block is open at a time."""
 
     def __init__(self) -> None:
-        self.made: list[Block] = []
+        self.blocks: list[Block] = []
         self._open: tuple[BlockKind, int] | None = None
         self._held: dict[tuple[BlockKind, int], list[_Piece]] = {}
 
@@ -99,22 +99,22 @@ class Blocks:
     def _add_piece(self, piece: _Piece) -> Iterator[BlockStep]:
         if piece.key != self._open:
             yield from self._close_block()
-            self.made.append(Block(len(self.made), piece.kind, piece.call))
+            self.blocks.append(Block(len(self.blocks), piece.kind, piece.call))
             self._open = piece.key
-            yield BlockStep(BlockChange.OPENED, self.made[-1])
-        block = self.made[-1]
+            yield BlockStep(BlockChange.OPENED, self.blocks[-1])
+        block = self.blocks[-1]
         block.parts.append(piece.text)
         block.logprobs.extend(piece.logprobs)
         if piece.text or piece.logprobs:
-            yield BlockStep(BlockChange.SAID, block, piece.text, piece.logprobs)
+            yield BlockStep(BlockChange.ADDED, block, piece.text, piece.logprobs)
 
     def _close_block(self, *, is_truncated: bool = False) -> Iterator[BlockStep]:
         if self._open:
             self._open = None
-            block = self.made[-1]
+            block = self.blocks[-1]
             if block.kind is BlockKind.CALL and not (block.content or is_truncated):
                 block.parts.append(NO_ARGUMENTS)
-                yield BlockStep(BlockChange.SAID, block, NO_ARGUMENTS)
+                yield BlockStep(BlockChange.ADDED, block, NO_ARGUMENTS)
             yield BlockStep(BlockChange.CLOSED, block)
 
 
@@ -133,7 +133,7 @@ def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
     for delta in deltas:
         for _ in blocks.steps(delta):
             pass
-    return blocks.made
+    return blocks.blocks
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

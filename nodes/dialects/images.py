@@ -18,7 +18,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 from nodes.gateway.worker_files import open_files
@@ -97,7 +97,7 @@ class ImagesResponse(ResponseBody):
 async def generate(request: InferenceRequest) -> Answer:
     """Generate the images of one request."""
     body = parse_request(wire.parse_json_object(request.body))
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     calls = _calls(body, definition.model, definition.generation.defaults)
     images = await gateway.current().run(request, lambda engine: _draw_images(request, engine, calls))

@@ -15,7 +15,7 @@ from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
 from nodes.dialects.openai_common import Text
 from nodes.gateway.endpoint import confirm
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.models import NodeModel
 from operations.executor.work import in_thread
@@ -104,7 +104,7 @@ async def list_models(request: InferenceRequest) -> Answer:
 async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
-    definition = await defined(request.path.removeprefix(MODEL_PREFIX))
+    definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
     return wire.json_answer(_entry(definition))
 
 
@@ -169,7 +169,7 @@ async def show(request: InferenceRequest) -> Answer:
     """Respond with the details of one model; raise ModelNotFound."""
     await confirm(request)
     body = wire.parse_struct(wire.parse_json_object(request.body), ShowBody)
-    definition = await defined(body.model or body.name or "")
+    definition = await find_definition(body.model or body.name or "")
     context = definition.options.get("ContextSize")
     return wire.json_answer(
         ShowResponse(

@@ -30,16 +30,16 @@ from nodes.dialects.openai_messages import (
 from nodes.gateway import generation, schemas
 from nodes.gateway.generation import (
     Conversation,
+    ConversationMessage,
     Dialect,
-    FoldedChoice,
+    Durations,
     Generation,
     Head,
+    MergedChoice,
     Prompt,
     Sampling,
     TextDelta,
-    Took,
     ToolPiece,
-    Utterance,
 )
 
 _NO_LIMITS = (-1, -2)
@@ -221,16 +221,16 @@ def parse_generate(fields: Mapping[str, Any]) -> Generation:
         if body.images:
             raise InvalidInput("images: not with `raw`", field="images")
         return body.to_generation(body.prompt, _NAMES)
-    system = (Utterance("system", body.system),) if body.system else ()
+    system = (ConversationMessage("system", body.system),) if body.system else ()
     images = (
         openai_messages.check_base64(image, f"images[{index}]")
         for index, image in enumerate(body.images or ())
     )
-    conversation = Conversation((*system, Utterance("user", body.prompt)), images=tuple(images))
+    conversation = Conversation((*system, ConversationMessage("user", body.prompt)), images=tuple(images))
     return body.to_generation(conversation, _NAMES | {"messages": "prompt"})
 
 
-def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
+def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form.
 
     Tool results may lack ids; such results are matched with the calls in order.
@@ -250,7 +250,7 @@ def _utterances(messages: Sequence[OllamaMessage]) -> Iterator[Utterance]:
             unanswered_ids = [call_id for call_id in unanswered_ids if call_id != answered_id]
         elif message.role == "assistant":
             unanswered_ids = [call.id for call in calls]
-        yield Utterance(
+        yield ConversationMessage(
             message.role,
             message.content or "",
             name=message.tool_name or "",
@@ -307,7 +307,7 @@ def to_nanoseconds(seconds: float) -> int:
 
 def _render_end(last: TextDelta) -> dict[str, Any]:
     """Return the finish reason, the durations and the token counts."""
-    durations, usage = last.took or Took(), generation.total([last], 1)
+    durations, usage = last.durations or Durations(), generation.total_usage([last], 1)
     return {
         "done_reason": "length" if last.finish == "length" else "stop",
         "total_duration": to_nanoseconds(durations.load + durations.prompt + durations.answer),
@@ -335,7 +335,7 @@ def response_renderer(
     """Return a function that renders a complete response in this form."""
 
     def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
-        choice: FoldedChoice = generation.folded(deltas, 1)[0]
+        choice: MergedChoice = generation.merge_deltas(deltas, 1)[0]
         last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
         content = render(choice.text, choice.reasoning, _render_calls(head, choice.tools))
         fields = _render_line(head, content, **_render_end(last), logprobs=choice.logprobs or UNSET)
@@ -353,13 +353,13 @@ class OllamaLines:
         self._render = render
         self._calls: list[ToolPiece] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the lines of these deltas."""
         return b"".join(
             msgspec.json.encode(line) + b"\n" for delta in deltas for line in self._render_delta(delta)
         )
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the line that ends a failed response."""
         return render_error(error).body + b"\n"
 
@@ -371,7 +371,7 @@ class OllamaLines:
             piece = self._render(delta.text, delta.reasoning, [])
             lines.append(_render_line(self._head, piece, done=False, **logprobs))
         if delta.finish:
-            if calls := generation.joined(self._calls):
+            if calls := generation.merge_tool_calls(self._calls):
                 calls_piece = self._render("", "", _render_calls(self._head, calls))
                 lines.append(_render_line(self._head, calls_piece, done=False))
             fields = _render_line(self._head, self._render("", "", []), **_render_end(delta))

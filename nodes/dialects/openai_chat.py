@@ -12,12 +12,11 @@ from localai_cluster.web.wire import ResponseBody
 from nodes.dialects import openai_common, openai_messages
 from nodes.dialects.openai_common import (
     DONE,
-    Chunks,
+    CompletionEvents,
     FinishReason,
     PositiveInt,
     SamplingBody,
     UsageBody,
-    render_event,
 )
 from nodes.dialects.openai_messages import Choice, Messages, Name, Tools, check_tools, encode_json
 from nodes.gateway import generation, schemas
@@ -25,9 +24,9 @@ from nodes.gateway.generation import (
     NO_ARGUMENTS,
     Conversation,
     Dialect,
-    FoldedChoice,
     Generation,
     Head,
+    MergedChoice,
     TextDelta,
     ToolPiece,
 )
@@ -172,15 +171,15 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             logprobs={"content": choice.logprobs, "refusal": None} if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
-        for index, choice in enumerate(generation.folded(deltas, request.choices))
+        for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
     ]
-    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    usage = openai_common.render_usage(generation.total_usage(deltas, request.n))
     return msgspec.json.encode(
         ChatResponse(id=head.id, created=head.created, model=request.model, choices=choices, usage=usage)
     )
 
 
-def _message(head: Head, index: int, choice: FoldedChoice) -> MessageBody:
+def _message(head: Head, index: int, choice: MergedChoice) -> MessageBody:
     calls = [
         CallBody(
             id=piece.id or _call_id(head, index, piece),
@@ -208,19 +207,16 @@ def _default_arguments(finish: str) -> str:
     return "" if finish == "length" else NO_ARGUMENTS
 
 
-class ChatChunks(Chunks):
+class ChatChunks(CompletionEvents):
     """The chunks of one streamed chat response."""
 
+    object_name = "chat.completion.chunk"
+
     def __init__(self, head: Head) -> None:
-        self._head = head
+        super().__init__(head)
         self._started_choices: set[int] = set()
         self._calls: dict[tuple[int, int], bool] = {}
         """(choice, call index) -> True if any arguments were sent."""
-        self._ended: list[TextDelta] = []
-
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
 
     def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
@@ -233,9 +229,7 @@ class ChatChunks(Chunks):
             if _default_arguments(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
                 chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
             chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
-            self._ended.append(delta)
-            if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
-                chunks.append(self._usage())
+            chunks += self._end_choice(delta)
         return chunks
 
     def _content(self, delta: TextDelta) -> dict[str, Any]:
@@ -273,23 +267,7 @@ class ChatChunks(Chunks):
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
         if self._head.generation.sampling.logprobs:
             choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
-        return self._chunk([choice], None)
-
-    def _usage(self) -> dict[str, Any]:
-        usage = generation.total(self._ended, self._head.generation.n)
-        return self._chunk([], openai_common.render_usage(usage))
-
-    def _chunk(self, choices: list[Any], usage: UsageBody | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
-            "id": self._head.id,
-            "object": "chat.completion.chunk",
-            "created": self._head.created,
-            "model": self._head.generation.model,
-            "choices": choices,
-        }
-        if self._head.generation.usage_in_stream:
-            chunk["usage"] = usage
-        return chunk
+        return self._chunk([choice])
 
 
 DIALECT = Dialect(parse_request, ChatChunks, render_response, DONE)

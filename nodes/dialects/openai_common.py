@@ -8,7 +8,7 @@ A stream consists of server-sent events without names.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,7 +17,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from localai_cluster.web.wire import ResponseBody
 from nodes.gateway import schemas
-from nodes.gateway.generation import Sampling, TextDelta, Usage
+from nodes.gateway.generation import Head, Sampling, TextDelta, Usage, total_usage
 
 MOST_CHOICES = 32
 """Limit on the choices of one request, all prompts together."""
@@ -149,9 +149,44 @@ class Chunks(ABC):
     """The stream of one response."""
 
     @abstractmethod
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an event with the ordinary error envelope, then the end of the stream."""
         return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
+
+
+class CompletionEvents(Chunks):
+    """The chunks of a streamed completion; one with the usage follows the last choice if it was requested."""
+
+    object_name: ClassVar[str]
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._ended: list[TextDelta] = []
+
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
+
+    @abstractmethod
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]: ...
+
+    def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "id": self._head.id,
+            "object": self.object_name,
+            "created": self._head.created,
+            "model": self._head.generation.model,
+            "choices": choices,
+        }
+        return chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {})
+
+    def _end_choice(self, last: TextDelta) -> list[dict[str, Any]]:
+        """Return the chunk with the usage if this was the last delta of the last choice."""
+        request = self._head.generation
+        self._ended.append(last)
+        if not request.usage_in_stream or len(self._ended) < request.choices:
+            return []
+        return [self._chunk([], render_usage(total_usage(self._ended, request.n)))]

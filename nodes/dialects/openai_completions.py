@@ -12,13 +12,12 @@ from nodes.dialects import openai_common
 from nodes.dialects.openai_common import (
     DONE,
     MOST_CHOICES,
-    Chunks,
+    CompletionEvents,
     FinishReason,
     NonNegativeInt,
     SamplingBody,
     Text,
     UsageBody,
-    render_event,
 )
 from nodes.gateway import generation
 from nodes.gateway.generation import Dialect, Generation, Head, TextDelta
@@ -119,9 +118,9 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
             logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
-        for index, choice in enumerate(generation.folded(deltas, request.choices))
+        for index, choice in enumerate(generation.merge_deltas(deltas, request.choices))
     ]
-    usage = openai_common.render_usage(generation.total(deltas, request.n))
+    usage = openai_common.render_usage(generation.total_usage(deltas, request.n))
     return msgspec.json.encode(
         CompletionResponse(
             id=head.id, created=head.created, model=request.model, choices=choices, usage=usage
@@ -146,19 +145,16 @@ def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any
     }
 
 
-class CompletionChunks(Chunks):
+class CompletionChunks(CompletionEvents):
     """The chunks of one streamed completion."""
 
+    object_name = "text_completion"
+
     def __init__(self, head: Head) -> None:
-        self._head = head
+        super().__init__(head)
         self._lengths = [0] * head.generation.choices
-        self._ended: list[TextDelta] = []
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join(part for delta in deltas for part in self._render_delta(delta))
-
-    def _render_delta(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         choice = {
@@ -167,23 +163,7 @@ class CompletionChunks(Chunks):
             "logprobs": logprobs,
             "finish_reason": delta.finish or None,
         }
-        events, request = [self._chunk([choice])], self._head.generation
-        if delta.finish:
-            self._ended.append(delta)
-            if request.usage_in_stream and len(self._ended) == request.choices:
-                usage = generation.total(self._ended, request.n)
-                events.append(self._chunk([], openai_common.render_usage(usage)))
-        return events
-
-    def _chunk(self, choices: list[Any], usage: UsageBody | None = None) -> bytes:
-        chunk: dict[str, Any] = {
-            "id": self._head.id,
-            "object": "text_completion",
-            "created": self._head.created,
-            "model": self._head.generation.model,
-            "choices": choices,
-        }
-        return render_event(chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {}))
+        return [self._chunk([choice]), *(self._end_choice(delta) if delta.finish else [])]
 
 
 DIALECT = Dialect(parse_request, CompletionChunks, render_response, DONE)

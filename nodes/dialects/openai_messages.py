@@ -14,7 +14,7 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.web.wire import field_error
 from nodes.dialects.openai_common import Text
 from nodes.gateway import schemas
-from nodes.gateway.generation import Utterance
+from nodes.gateway.generation import ConversationMessage
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 256
@@ -91,7 +91,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
-def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
+def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
     for number, message in enumerate(messages):
         field_path = f"messages[{number}]"
@@ -100,7 +100,7 @@ def convert_messages(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
             raise field_error(f"{field_path}.content", f"a {message.role}'s message needs it")
-        yield Utterance(
+        yield ConversationMessage(
             # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
             content=_join_texts(message.content) or message.refusal or "",

@@ -36,14 +36,14 @@ from nodes.dialects.openai_messages import (
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
+    ConversationMessage,
     Dialect,
     Generation,
     Head,
     Sampling,
     TextDelta,
     Usage,
-    Utterance,
-    total,
+    total_usage,
 )
 
 
@@ -80,12 +80,14 @@ _NEEDED = {
 }
 
 
-def convert_items(instructions: str | None, input_items: str | Sequence[Item]) -> Iterator[Utterance]:
+def convert_items(
+    instructions: str | None, input_items: str | Sequence[Item]
+) -> Iterator[ConversationMessage]:
     """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
     if instructions:
-        yield Utterance("system", instructions)
+        yield ConversationMessage("system", instructions)
     if isinstance(input_items, str):
-        yield Utterance("user", input_items)
+        yield ConversationMessage("user", input_items)
         return
     answer: list[Item] = []
     for number, item in enumerate(input_items):
@@ -108,13 +110,13 @@ def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
     return item.type == "message" and any(previous_item.type != "reasoning" for previous_item in answer)
 
 
-def _input_message(item: Item) -> Utterance:
+def _input_message(item: Item) -> ConversationMessage:
     if item.type == "function_call_output":
-        return Utterance("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
-    return Utterance("user" if item.role == "user" else "system", _join_texts(item.content))
+        return ConversationMessage("tool", _join_texts(item.output), tool_call_id=item.call_id or "")
+    return ConversationMessage("user" if item.role == "user" else "system", _join_texts(item.content))
 
 
-def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
+def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
     """Yield the message for the items of one earlier response; thoughts alone yield none."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
@@ -122,7 +124,7 @@ def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
         if item.type == "function_call"
     ]
     if any(item.type != "reasoning" for item in items):
-        yield Utterance(
+        yield ConversationMessage(
             "assistant",
             "".join(_join_texts(item.content) for item in items if item.type == "message"),
             reasoning="\n".join(_join_texts(item.content) for item in items if item.type == "reasoning"),
@@ -326,7 +328,7 @@ def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelt
         status,
         items,
         incomplete_details={"reason": "max_output_tokens"} if is_truncated else None,
-        usage=_render_usage(total([last], 1)),
+        usage=_render_usage(total_usage([last], 1)),
     )
 
 
@@ -399,17 +401,17 @@ class ResponseEvents:
         self._blocks = Blocks()
         self._number = 0
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
         return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return an `error` event, which clients raise, and the response with the content so far."""
         error_fields = wire.error_body(error).error
         events = [self._start_events()] if not self._number else []
         flat_fields = {name: getattr(error_fields, name) for name in ("code", "message", "param")}
         events.append(self._event("error", **flat_fields, error=error_fields))
-        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.made]
+        items = [_render_item(self._head, block, "incomplete") for block in self._blocks.blocks]
         reason = {"code": "server_error", "message": error_fields.message}
         events.append(
             self._event("response.failed", response=_response(self._head, "failed", items, error=reason))
@@ -421,10 +423,10 @@ class ResponseEvents:
             yield self._start_events()
         # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
-            is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
+            is_truncated = delta.finish == "length" and step.block is self._blocks.blocks[-1]
             yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _final_response(self._head, self._blocks.made, delta)
+            response = _final_response(self._head, self._blocks.blocks, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:
@@ -444,7 +446,7 @@ class ResponseEvents:
             if inner:
                 part = _render_part(self._head, blank)
                 yield self._event("response.content_part.added", **position, **inner, part=part)
-        elif step.change is BlockChange.SAID:
+        elif step.change is BlockChange.ADDED:
             logprobs = {"logprobs": step.logprobs} if block.kind is BlockKind.TEXT else {}
             yield self._event(f"{name}.delta", **position, **inner, delta=step.text, **logprobs)
         else:

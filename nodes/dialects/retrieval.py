@@ -26,7 +26,7 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import node_header
 
@@ -120,7 +120,7 @@ async def embed(request: InferenceRequest) -> Answer:
 
 async def compute_embeddings(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
     """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
     results = await gateway.current().run(
@@ -322,7 +322,7 @@ class RerankBody(msgspec.Struct, frozen=True):
 async def rerank(request: InferenceRequest) -> Answer:
     """Rank the documents of one request."""
     body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     call = RerankRequest(
         query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model

@@ -78,12 +78,14 @@ def generation_handler(dialect: Dialect) -> Handler:
     """Return the handler of a text route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        generation = dialect.read(wire.parse_json_object(request.body))
+        generation = dialect.parse(wire.parse_json_object(request.body))
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
             return EventStream(
-                request, dialect.told(head), lambda sink: generate(request, generation, sink, lambda: None)
+                request,
+                dialect.stream_format(head),
+                lambda sink: generate(request, generation, sink, lambda: None),
             )
         deltas: list[TextDelta] = []
 
@@ -91,7 +93,7 @@ def generation_handler(dialect: Dialect) -> Handler:
             deltas.append(delta)
 
         await generate(request, generation, collect, deltas.clear)
-        return Answer(dialect.whole(head, deltas), headers=tuple(node_header(request)))
+        return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
 
     return answer
 
@@ -227,7 +229,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
     "/audio/speech": Route(
         name="create_speech",
         summary="Say a text as OpenAI's clients ask",
-        handler=audio_speech.speech(tells_node=True),
+        handler=audio_speech.speech(has_node_header=True),
         limit=wire.MAX_BODY,
         body=audio_speech.SpeechBody,
         other_kinds=_SOUNDS,
@@ -259,7 +261,7 @@ _OTHERS: Mapping[str, Route] = {
     "/tts": Route(
         name="speak",
         summary="Say a text",
-        handler=audio_speech.speech(tells_node=False),
+        handler=audio_speech.speech(has_node_header=False),
         limit=wire.MAX_BODY,
         body=audio_speech.SpeechBody,
         other_kinds=_SOUNDS,

@@ -17,8 +17,8 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.anthropic import CountBody
 from nodes.dialects.openai_common import NonNegativeInt, Text
 from nodes.gateway import gateway
-from nodes.gateway.gateway import defined
-from nodes.gateway.generate import templated, with_prompt
+from nodes.gateway.gateway import find_definition
+from nodes.gateway.generate import render_template, with_prompt
 from nodes.gateway.request import InferenceRequest
 
 
@@ -51,7 +51,7 @@ class CountResponse(ResponseBody):
 async def tokenize(request: InferenceRequest) -> Answer:
     """Respond with the token ids of a text."""
     body = wire.parse_struct(wire.parse_json_object(request.body), TokenizeBody)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
 
@@ -64,7 +64,7 @@ async def tokenize(request: InferenceRequest) -> Answer:
 async def detokenize(request: InferenceRequest) -> Answer:
     """Respond with the text of token ids."""
     body = wire.parse_struct(wire.parse_json_object(request.body), DetokenizeBody)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
     call = DetokenizeRequest(tokens=body.tokens)
 
@@ -77,9 +77,9 @@ async def detokenize(request: InferenceRequest) -> Answer:
 async def count_tokens(request: InferenceRequest) -> Answer:
     """Respond with the number of tokens."""
     body = wire.parse_struct(wire.parse_json_object(request.body), CountBody)
-    definition = await defined(body.model)
+    definition = await find_definition(body.model)
     request.model = definition.name
-    prompt = await templated(definition, body.conversation)
+    prompt = await render_template(definition, body.conversation)
     options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
     if prompt.rendered is None:
         texts = [message.content for message in prompt.messages]

@@ -24,7 +24,7 @@ from localai_cluster.web import sockets
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
 from nodes.gateway.picks import Picker, ProcessHeartbeat, no_weights
-from nodes.gateway.prefix_routing import Prefixes, PrefixService
+from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.registry import heartbeats
@@ -47,7 +47,7 @@ precedence.
 """
 
 
-async def defined(name: str) -> Definition:
+async def find_definition(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
     definition = await folder.find_definition(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
@@ -82,7 +82,7 @@ class Gateway:
     """Access of one web process to replicas, engines and loads."""
 
     def __init__(
-        self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: Prefixes | None = None
+        self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: PrefixRouter | None = None
     ) -> None:
         self.picker = picker
         self._prefixes = prefixes
@@ -117,7 +117,7 @@ class Gateway:
                     raise
                 logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
                 # That replica may stay in service and match the prefix, so the next picks ignore prefixes.
-                request.route_plainly()
+                request.ignore_prefixes()
             finally:
                 self.picker.release(replica)
         raise AssertionError("the last attempt returns or raises")
@@ -135,7 +135,7 @@ class Gateway:
             return await self.picker.acquire(request)
         self._prefixes.advise(request)
         replica = await self.picker.acquire(request)
-        self._prefixes.landed(request)
+        self._prefixes.record_pick(request)
         return replica
 
     async def _check(self, replica: Replica, error: BackendError) -> None:
@@ -145,7 +145,7 @@ class Gateway:
         if not (has_wrong_model or is_dead):
             return
         try:
-            removed = await self.picker.lose(replica, strange=has_wrong_model)
+            removed = await self.picker.exclude(replica, strange=has_wrong_model)
         except database_pool.UNREACHABLE as unreachable:
             raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
@@ -246,7 +246,7 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
+async def _listen(hints: WakeUps, prefixes: PrefixRouter | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         try:
             _handle_notification(channel, payload, hints, prefixes)
@@ -255,7 +255,7 @@ async def _listen(hints: WakeUps, prefixes: Prefixes | None = None) -> None:
             logger.exception("a notification on %s is passed over: %r", channel, payload)
 
 
-def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: Prefixes | None) -> None:
+def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: PrefixRouter | None) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
         heartbeats.identity_cache().forget(payload)

@@ -1,10 +1,10 @@
 """Conversion of a JSON schema to GBNF, the grammars of llama.cpp that engines read in `Grammar`. Pure.
 
-The entry point is `of`. Every text that the grammar accepts is JSON of the schema's shape: types, properties
-in the schema's order, lists and their lengths, enumerated values, references, texts of a supported format. A
-schema whose `const` and `enum` exclude every value is refused. Constraints that would need a huge grammar are
-omitted: bounds of numbers (except the sign), `pattern`, `not`, `uniqueItems`. An engine with better support
-finds the schema beside the grammar.
+The entry point is `from_schema`. Every text that the grammar accepts is JSON of the schema's shape: types,
+properties in the schema's order, lists and their lengths, enumerated values, references, texts of a supported
+format. A schema whose `const` and `enum` exclude every value is refused. Constraints that would need a huge
+grammar are omitted: bounds of numbers (except the sign), `pattern`, `not`, `uniqueItems`. An engine with
+better support finds the schema beside the grammar.
 """
 
 import contextlib
@@ -39,21 +39,21 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class All:
+class Sequenced:
     """A sequence of parts."""
 
     parts: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Any_:
+class Alternatives:
     """A choice of one of the options."""
 
     options: tuple["Grammar", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class Repeated:
     """From `least` to `most` repetitions of the part; without an upper bound if `most` is None."""
 
     part: "Grammar"
@@ -61,13 +61,13 @@ class Many:
     most: int | None = None
 
 
-Grammar = Text | Chars | Reference | All | Any_ | Many
+Grammar = Text | Chars | Reference | Sequenced | Alternatives | Repeated
 
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 
-def written(part: Grammar) -> str:
+def to_text(part: Grammar) -> str:
     """Return the text of a rule's right-hand side."""
     match part:
         case Text(text):
@@ -76,16 +76,16 @@ def written(part: Grammar) -> str:
             return f"[{members}]"
         case Reference(name):
             return name
-        case All(parts):
+        case Sequenced(parts):
             return " ".join(map(_inner, parts)) or '""'
-        case Any_(options):
+        case Alternatives(options):
             return " | ".join(map(_inner, options))
-        case Many(inside, least, most):
+        case Repeated(inside, least, most):
             return f"{_inner(inside)}{_times(least, most)}"
 
 
 def _inner(part: Grammar) -> str:
-    return f"({written(part)})" if isinstance(part, All | Any_) else written(part)
+    return f"({to_text(part)})" if isinstance(part, Sequenced | Alternatives) else to_text(part)
 
 
 def _times(least: int, most: int | None) -> str:
@@ -111,24 +111,24 @@ beyond the limit are omitted.
 _HEX = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
 _SPACE = Reference("space")
-_COMMA = All((Text(","), _SPACE))
+_COMMA = Sequenced((Text(","), _SPACE))
 _NOTHING = Text("")
 
 
 def _digits(count: int) -> Grammar:
-    return Many(_DIGIT, count, count)
+    return Repeated(_DIGIT, count, count)
 
 
 def _quoted(*parts: Grammar) -> Grammar:
-    return All((Text('"'), *parts, Text('"')))
+    return Sequenced((Text('"'), *parts, Text('"')))
 
 
 def _optional(part: Grammar) -> Grammar:
-    return Many(part, 0, 1)
+    return Repeated(part, 0, 1)
 
 
 def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
-    return All((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
+    return Sequenced((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
 
 
 def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
@@ -136,19 +136,23 @@ def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
     if most == 0:
         return _NOTHING
     most = None if most is None else max(most, least)
-    items = All((item, Many(All((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1)))
+    items = Sequenced(
+        (item, Repeated(Sequenced((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1))
+    )
     return items if least else _optional(items)
 
 
 _DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
-_ZONE = Any_((Text("Z"), All((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT))))
+_ZONE = Alternatives(
+    (Text("Z"), Sequenced((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT)))
+)
 _TIME = (
     *(Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT),
-    *(_optional(All((Text("."), Many(_DIGIT, 1, 9)))), _ZONE),
+    *(_optional(Sequenced((Text("."), Repeated(_DIGIT, 1, 9)))), _ZONE),
 )
 _UUID = (
-    *(part for count in (8, 4, 4, 4) for part in (Many(_HEX, count, count), Text("-"))),
-    Many(_HEX, 12, 12),
+    *(part for count in (8, 4, 4, 4) for part in (Repeated(_HEX, count, count), Text("-"))),
+    Repeated(_HEX, 12, 12),
 )
 _FORMATS: Mapping[str, Grammar] = {
     "date": _quoted(*_DATE),
@@ -156,32 +160,37 @@ _FORMATS: Mapping[str, Grammar] = {
     "date-time": _quoted(*_DATE, Text("T"), *_TIME),
     "uuid": _quoted(*_UUID),
 }
-_WHOLE = Any_((Text("0"), All((Chars("1-9"), Many(_DIGIT, 0, 15)))))
+_WHOLE = Alternatives((Text("0"), Sequenced((Chars("1-9"), Repeated(_DIGIT, 0, 15)))))
 _PLAIN: Mapping[str, Grammar] = {
     # Bounded: with unlimited white space a small model may emit nothing else until its tokens are used up.
-    "space": _optional(Any_((Text(" "), All((Text("\n"), Many(Text(" "), 0, 16)))))),
-    "character": Any_(
+    "space": _optional(Alternatives((Text(" "), Sequenced((Text("\n"), Repeated(Text(" "), 0, 16)))))),
+    "character": Alternatives(
         (
             Chars('^"\\\\\\x00-\\x1F\\x7F'),
-            All((Text("\\"), Any_((Chars('"\\\\/bfnrt'), All((Text("u"), Many(_HEX, 4, 4))))))),
+            Sequenced(
+                (
+                    Text("\\"),
+                    Alternatives((Chars('"\\\\/bfnrt'), Sequenced((Text("u"), Repeated(_HEX, 4, 4))))),
+                )
+            ),
         )
     ),
-    "string": _quoted(Many(Reference("character"))),
+    "string": _quoted(Repeated(Reference("character"))),
     "whole": _WHOLE,
-    "integer": All((_optional(Text("-")), Reference("whole"))),
-    "fraction": All(
+    "integer": Sequenced((_optional(Text("-")), Reference("whole"))),
+    "fraction": Sequenced(
         (
-            _optional(All((Text("."), Many(_DIGIT, 1, 16)))),
-            _optional(All((Chars("eE"), _optional(Chars("-+")), Many(_DIGIT, 1, 3)))),
+            _optional(Sequenced((Text("."), Repeated(_DIGIT, 1, 16)))),
+            _optional(Sequenced((Chars("eE"), _optional(Chars("-+")), Repeated(_DIGIT, 1, 3)))),
         )
     ),
-    "number": All((Reference("integer"), Reference("fraction"))),
-    "boolean": Any_((Text("true"), Text("false"))),
+    "number": Sequenced((Reference("integer"), Reference("fraction"))),
+    "boolean": Alternatives((Text("true"), Text("false"))),
     "null": Text("null"),
-    "member": All((Reference("string"), Text(":"), _SPACE, Reference("value"))),
+    "member": Sequenced((Reference("string"), Text(":"), _SPACE, Reference("value"))),
     "object": _enclosed("{", _listed(Reference("member"), 0, None), "}"),
     "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
-    "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
+    "value": Alternatives(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords beside a reference that do not change its meaning."""
@@ -191,12 +200,12 @@ _CHOICES = frozenset({"anyOf", "oneOf"})
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 
-def of(schema: Mapping[str, Any]) -> str:
+def from_schema(schema: Mapping[str, Any]) -> str:
     """Return the grammar's text with rule `root` for the schema. `schemas.check` must accept it first."""
-    return "\n".join(f"{name} ::= {written(part)}" for name, part in rules(schema).items())
+    return "\n".join(f"{name} ::= {to_text(part)}" for name, part in build_rules(schema).items())
 
 
-def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
+def build_rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
     """Return the rules by name; raise InvalidInput if a limit is exceeded."""
     builder = _Rules(schema)
     builder.add("root", builder.of(schema))
@@ -246,7 +255,7 @@ class _Rules:
         self._characters += max(least, most or 0)
         if (not least and most is None) or self._characters > MOST_CHARACTERS:
             return Reference("string")
-        return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
+        return _quoted(Repeated(Reference("character"), least, None if most is None else max(most, least)))
 
     def of(self, part: Any) -> Grammar:
         """Return the grammar of a schema or a part of one; unsupported parts accept any value."""
@@ -268,7 +277,7 @@ class _Rules:
             siblings = {key: value for key, value in part.items() if key != "allOf"}
             return self.of(self._merge_all((siblings, *part["allOf"])))
         if lists := _values(part):
-            return Any_(tuple(map(self._literal, self._common_values(lists))))
+            return Alternatives(tuple(map(self._literal, self._common_values(lists))))
         return self._of_type(part, part.get("type"))
 
     def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
@@ -279,7 +288,7 @@ class _Rules:
                 alternatives.append(self.of(self._merge_all((siblings, option))))
         if not alternatives:
             raise _Contradiction
-        return Any_(tuple(alternatives))
+        return Alternatives(tuple(alternatives))
 
     def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
         """Return the values that are in all lists."""
@@ -293,7 +302,7 @@ class _Rules:
 
     def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
         if isinstance(kind, list) and kind:
-            return Any_(tuple(self._of_type(part, option) for option in kind))
+            return Alternatives(tuple(self._of_type(part, option) for option in kind))
         if kind == "object" or (kind is None and any(name in part for name in _OF_OBJECTS)):
             return self._object(part)
         if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
@@ -302,13 +311,17 @@ class _Rules:
             return self._text(part)
         if kind in ("integer", "number") and _at_least_zero(part):
             return (
-                Reference("whole") if kind == "integer" else All((Reference("whole"), Reference("fraction")))
+                Reference("whole")
+                if kind == "integer"
+                else Sequenced((Reference("whole"), Reference("fraction")))
             )
         return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
 
     def _reference_rule(self, reference: str) -> Reference:
         if reference not in self._references:
-            self._references[reference] = self._add_rule(self.of(schemas.referred(self._schema, reference)))
+            self._references[reference] = self._add_rule(
+                self.of(schemas.resolve_reference(self._schema, reference))
+            )
         return self._references[reference]
 
     def _merge_all(self, parts: Iterable[Any]) -> Mapping[str, Any]:
@@ -325,7 +338,7 @@ class _Rules:
         """Return the schema with its reference resolved and merged with the sibling keywords."""
         if not isinstance(part.get("$ref"), str):
             return part
-        target = schemas.referred(self._schema, part["$ref"])
+        target = schemas.resolve_reference(self._schema, part["$ref"])
         siblings = {key: value for key, value in part.items() if key != "$ref"}
         return (
             self._merge(self._resolve_reference(target), siblings)
@@ -360,13 +373,13 @@ class _Rules:
         all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
         extra = part.get("additionalProperties", not all_properties)
         members = [
-            (name in needed, All((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
+            (name in needed, Sequenced((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in all_properties.items()
             if value is not False
         ]
         extra_member = None
         if extra is not False:
-            extra_member = self._add_rule(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
+            extra_member = self._add_rule(Sequenced((Reference("string"), Text(":"), _SPACE, self.of(extra))))
         return _enclosed("{", self._members(members, extra_member), "}")
 
     def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
@@ -374,17 +387,20 @@ class _Rules:
 
         Each step has two variants: `after_member` if a member precedes, `at_start` if none does.
         """
-        after_member: Grammar = Many(All((_COMMA, extra_member))) if extra_member else _NOTHING
+        after_member: Grammar = Repeated(Sequenced((_COMMA, extra_member))) if extra_member else _NOTHING
         at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _NOTHING
         for is_required, member in reversed(members):
             member_rule = self._add_rule(member)
             # Separate rules: written inline, the tail would double with each optional member.
             tail = self._add_rule(after_member)
-            continued, first = All((_COMMA, member_rule, tail)), All((member_rule, tail))
+            continued, first = Sequenced((_COMMA, member_rule, tail)), Sequenced((member_rule, tail))
             if is_required:
                 after_member, at_start = continued, first
             else:
-                after_member, at_start = Any_((continued, tail)), Any_((first, self._add_rule(at_start)))
+                after_member, at_start = (
+                    Alternatives((continued, tail)),
+                    Alternatives((first, self._add_rule(at_start))),
+                )
         return at_start
 
     def _array(self, part: Mapping[str, Any]) -> Grammar:
@@ -395,9 +411,11 @@ class _Rules:
             exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
             missing = max(least - len(firsts), 0)
             further_items = (
-                _NOTHING if items is False else Many(All((_COMMA, self._add_rule(self.of(items)))), missing)
+                _NOTHING
+                if items is False
+                else Repeated(Sequenced((_COMMA, self._add_rule(self.of(items)))), missing)
             )
-            return _enclosed("[", All((*exact, further_items)), "]")
+            return _enclosed("[", Sequenced((*exact, further_items)), "]")
         if items is False:
             return _enclosed("[", _NOTHING, "]")
         return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")

@@ -25,21 +25,21 @@ from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway, gbnf, templates
-from nodes.gateway.gateway import defined
+from nodes.gateway.gateway import find_definition
 from nodes.gateway.generation import (
     Conversation,
+    Durations,
     Generation,
     Prompt,
     Sampling,
     Sink,
     TextDelta,
-    Took,
     ToolPiece,
     Usage,
 )
-from nodes.gateway.prefix_table import chain, prompt_bytes
+from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import silence
+from nodes.gateway.streams import silence_limit
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
@@ -111,7 +111,7 @@ def sampling_options(
     )
     options.Grammar = sampling.grammar
     if sampling.grammar.startswith("{"):
-        options.Grammar = gbnf.of(orjson.loads(sampling.grammar))
+        options.Grammar = gbnf.from_schema(orjson.loads(sampling.grammar))
         options.Metadata[SCHEMA] = sampling.grammar
     for name, field in _NUMBERS.items():
         requested = getattr(sampling, name, None)
@@ -154,7 +154,7 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: InvalidInput, generation: Generation) -> InvalidInput:
+def rename_field(refusal: InvalidInput, generation: Generation) -> InvalidInput:
     """Return the refusal with its field renamed to the client's name for it.
 
     An engine's refusal concerns the field whose name starts its text, else the prompt, for example if the
@@ -169,7 +169,7 @@ def named(refusal: InvalidInput, generation: Generation) -> InvalidInput:
     return refusal
 
 
-class Reading:
+class ReplyReader:
     """Converts the replies of one call into deltas, in order.
 
     An engine that parses its own output sends it as `chat_deltas`; from the first of them on, the raw text of
@@ -262,14 +262,14 @@ async def generate(
     `request.begun` is set: then the client has received some.
     """
     try:
-        definition = await defined(generation.model)
+        definition = await find_definition(generation.model)
         request.model = definition.name
         prompts = [
-            await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
+            await render_template(definition, prompt) if isinstance(prompt, Conversation) else prompt
             for prompt in generation.prompts
         ]
         if conf.cluster().prefix_cache:
-            request.chain = chain(definition.name, prompt_bytes(prompts[0]))
+            request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
         options = sampling_options(
             generation.sampling, definition, request.request_id, random.getrandbits(31)
         )
@@ -283,13 +283,13 @@ async def generate(
 
         await gateway.current().run(request, work)
     except InvalidInput as refusal:
-        raise named(refusal, generation) from None
+        raise rename_field(refusal, generation) from None
 
 
-async def templated(definition: Definition, prompt: Conversation) -> Conversation:
+async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
     """Return the conversation with the prompt rendered by the definition's template, if it has one."""
     if definition.generation.template:
-        return replace(prompt, rendered=await templates.prompt(definition.generation.template, prompt))
+        return replace(prompt, rendered=await templates.render(definition.generation.template, prompt))
     return prompt
 
 
@@ -346,11 +346,11 @@ class _Attempt:
                 await self._answer(choice, options, not streamed)
 
     async def _answer(self, choice: int, options: PredictOptions, streamed: bool) -> None:
-        reader = Reading(choice, self._generation.sampling, options.Tokens)
+        reader = ReplyReader(choice, self._generation.sampling, options.Tokens)
         replies = self._engine.predict_stream(options) if streamed else self._engine.predict(options)
         first = self._request.deadline - clock.monotonic()
         try:
-            async with silence(conf.cluster().stream_stall, first) as limit:
+            async with silence_limit(conf.cluster().stream_stall, first) as limit:
                 async for reply in replies:
                     # Only the engine's time counts, not the time of a slow client.
                     limit.pause()
@@ -387,5 +387,5 @@ class _Attempt:
             )
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
-        took = Took(self._called_at - self._started_at, first - self._called_at, now - first)
-        await self._sink(replace(last, took=took))
+        durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
+        await self._sink(replace(last, durations=durations))

@@ -1,8 +1,8 @@
 """The common model of all text generation dialects: one request, one stream of deltas.
 
-A dialect is two pure functions without I/O: `read` parses a request's fields into a `Generation`; `events`
-and `whole` render deltas as bytes, incrementally or at once. `engine_calls` converts a generation to engine
-calls and their replies to deltas; `generating` runs them.
+A dialect is pure functions without I/O: `parse` converts a request's fields to a `Generation`; `events` and
+`render_response` render deltas as bytes, incrementally or at once. `generate` converts a generation to engine
+calls and their replies to deltas.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from localai_cluster.kit.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)
-class Utterance:
+class ConversationMessage:
     """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without any."""
 
     role: str
@@ -28,7 +28,7 @@ class Utterance:
 class Conversation:
     """The input of a chat; tools are JSON in OpenAI's form, "" without any."""
 
-    messages: tuple[Utterance, ...]
+    messages: tuple[ConversationMessage, ...]
     tools: str = ""
     tool_choice: str = ""
     parallel_tool_calls: bool | None = None
@@ -112,7 +112,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class Durations:
     """Durations in seconds: until the engine was called, until its first piece, until its last piece."""
 
     load: float = 0.0
@@ -136,7 +136,7 @@ class TextDelta:
     """A mapping for each token: `token`, `logprob`, `bytes`, `top_logprobs`."""
     finish: str = ""
     usage: Usage | None = None
-    took: Took | None = None
+    durations: Durations | None = None
 
     @property
     def size(self) -> int:
@@ -164,11 +164,11 @@ class Head:
 class Events(Protocol):
     """Renders the stream of one response as bytes. Stateful: calls come in the order of the deltas."""
 
-    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of the next deltas."""
         ...
 
-    def failed(self, error: ClusterError, /) -> bytes:
+    def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the events that end a failed stream."""
         ...
 
@@ -180,7 +180,7 @@ WORKING = b": working\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class StreamFormat:
     """The rendering of one streamed response."""
 
     events: Events
@@ -196,21 +196,21 @@ class Telling:
 class Dialect:
     """One wire format for text generation: parsing of requests and rendering of responses."""
 
-    read: Callable[[Mapping[str, Any]], Generation]
+    parse: Callable[[Mapping[str, Any]], Generation]
     events: Callable[[Head], Events]
-    whole: Callable[[Head, Sequence[TextDelta]], bytes]
+    render_response: Callable[[Head, Sequence[TextDelta]], bytes]
     done: bytes = b""
     kind: bytes = EVENTS
     keep_alive: bytes = WORKING
-    """`done`, `kind` and `keep_alive` are as in `Telling`."""
+    """`done`, `kind` and `keep_alive` are as in `StreamFormat`."""
 
-    def told(self, head: Head) -> Telling:
+    def stream_format(self, head: Head) -> StreamFormat:
         """Return the rendering of one streamed response."""
-        return Telling(self.events(head), self.done, self.kind, self.keep_alive)
+        return StreamFormat(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass
-class FoldedChoice:
+class MergedChoice:
     """The merged deltas of one choice."""
 
     text: str = ""
@@ -220,9 +220,9 @@ class FoldedChoice:
     finish: str = "stop"
 
 
-def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
+def merge_deltas(deltas: Iterable[TextDelta], choices: int) -> list[MergedChoice]:
     """Merge the deltas into `choices` choices."""
-    merged = [FoldedChoice() for _ in range(choices)]
+    merged = [MergedChoice() for _ in range(choices)]
     texts: list[list[str]] = [[] for _ in merged]
     thoughts: list[list[str]] = [[] for _ in merged]
     for delta in deltas:
@@ -234,11 +234,11 @@ def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
         choice.finish = delta.finish or choice.finish
     for choice, text, thought in zip(merged, texts, thoughts, strict=True):
         choice.text, choice.reasoning = "".join(text), "".join(thought)
-        choice.tools = joined(choice.tools)
+        choice.tools = merge_tool_calls(choice.tools)
     return merged
 
 
-def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
+def merge_tool_calls(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     """Merge pieces into complete tool calls, in the order of their indices."""
     calls: dict[int, list[ToolPiece]] = {}
     for piece in pieces:
@@ -254,7 +254,7 @@ def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     ]
 
 
-def total(deltas: Iterable[TextDelta], n: int) -> Usage:
+def total_usage(deltas: Iterable[TextDelta], n: int) -> Usage:
     """Return the usage of the whole request. A prompt counts once, regardless of its number of choices."""
     usages = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
     firsts = [usage for choice, usage in usages if choice % n == 0]

@@ -221,7 +221,7 @@ class Picker:
         if self._unsettled:
             raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
 
-    async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
+    async def exclude(self, replica: Replica, *, strange: bool = False) -> bool:
         """Exclude a replica that failed to serve from further picks.
 
         Only the picked row is excluded, not a successor in its slot. `strange`: its engine responds, but

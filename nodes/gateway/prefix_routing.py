@@ -23,8 +23,8 @@ from localai_cluster.kit.database_pool import UNREACHABLE, Parameters, Pool
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
-from nodes.gateway.prefix_table import Affinity, Place
-from nodes.gateway.prefix_updates import Given, News, Outbox, hear
+from nodes.gateway.prefix_table import PrefixTables, Slot
+from nodes.gateway.prefix_updates import Outbox, PrefixObserved, PrefixUpdate, subscribe
 from nodes.gateway.request import InferenceRequest
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
@@ -65,11 +65,11 @@ REPORT_EVERY = 2.0
 """Seconds between two reports of pressure, and between two checks for a due sweep."""
 
 
-class Prefixes:
+class PrefixRouter:
     """Prefix routing of one web process. Bound to the serving event loop."""
 
-    def __init__(self, ttl: float, publish: Callable[[News], None]) -> None:
-        self._affinity = Affinity(ttl)
+    def __init__(self, ttl: float, publish: Callable[[PrefixUpdate], None]) -> None:
+        self._affinity = PrefixTables(ttl)
         self._pressure = Pressure()
         self._unreported: set[str] = set()
         """Models with pressure that is not stored in a row yet."""
@@ -88,7 +88,7 @@ class Prefixes:
         request.preferred = None if match is None else match.place
         request.cached_ratio = 0.0 if match is None else match.depth / len(request.chain)
 
-    def landed(self, request: InferenceRequest) -> None:
+    def record_pick(self, request: InferenceRequest) -> None:
         """Record the result of the request's pick (R3.17, R3.18)."""
         replica = request.replica
         if replica is None or request.is_prefix_cached is None:
@@ -101,15 +101,15 @@ class Prefixes:
         cached_ratio = request.cached_ratio if request.is_prefix_cached and not kept_away else 0.0
         metrics.prefix_picked(model, request.is_prefix_cached, kept_away, len(chain), cached_ratio or 0.0)
         if self._affinity.observe(model, chain, place, clock.monotonic()):
-            self._publish(Given(model, chain, *place))
+            self._publish(PrefixObserved(model, chain, *place))
 
-    def weights(self, model: str) -> list[tuple[Place, float]]:
+    def weights(self, model: str) -> list[tuple[Slot, float]]:
         """Return the prefix weights of the model's replicas for the pick (R3.12)."""
         return self._affinity.weights(model, clock.monotonic())
 
-    def heard(self, update: News) -> None:
+    def apply_update(self, update: PrefixUpdate) -> None:
         """Apply an update of another process (R3.21). It is not forwarded."""
-        if isinstance(update, Given):
+        if isinstance(update, PrefixObserved):
             place = update.node_id, update.replica
             self._affinity.observe(update.model, update.chain, place, clock.monotonic())
         else:
@@ -163,7 +163,7 @@ class PrefixService:
     def __init__(self, ttl: float, bus: Bus) -> None:
         self._bus = bus
         self._telling = Outbox(bus)
-        self.prefixes = Prefixes(ttl, self._telling.tell)
+        self.prefixes = PrefixRouter(ttl, self._telling.queue)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -177,7 +177,7 @@ class PrefixService:
         """Start to send and receive updates. Does not wait for a connection."""
         metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
         hooks.on_removed.append(self._telling.removed)
-        await hear(self._bus, self.prefixes.heard)
+        await subscribe(self._bus, self.prefixes.apply_update)
         self._tasks = [
             asyncio.create_task(self._telling.run(), name="prefix news"),
             asyncio.create_task(self.prefixes.keep(pool, process), name="prefixes"),

@@ -29,7 +29,7 @@ LONGEST = WINDOW * DEPTH
 """Bytes of a prompt that count."""
 
 
-def chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
+def prompt_chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
     """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
     hashes, last = [], xxh64_intdigest(model.encode())
     for start in range(0, min(len(prompt), window * depth), window):
@@ -67,17 +67,17 @@ HALF_LIFE = 120.0
 """Seconds in which a block loses half of its weight (C43)."""
 MOST_ENTRIES = 131_072
 """Limit on the blocks of all models, about 25 MB: 2,048 prompts of the maximum length."""
-MOST_HOMES = 4096
+MOST_OWNERS = 4096
 """Limit on the replicas of one model in the table."""
 
-Place = tuple[UUID, int]
+Slot = tuple[UUID, int]
 """A replica slot: node and index. A new engine in the same slot counts as the same replica."""
 
 
 class Match(NamedTuple):
     """The replica that last received the longest cached prefix of a prompt; `depth` is in blocks."""
 
-    place: Place
+    place: Slot
     depth: int
 
 
@@ -85,7 +85,7 @@ class Match(NamedTuple):
 class _Owner:
     """A replica as the owner of blocks; `weight` is their total weight at the time `at`."""
 
-    place: Place
+    place: Slot
     at: float
     weight: float = 0.0
     blocks: int = 0
@@ -133,7 +133,7 @@ class _Table:
     def __init__(self, ttl: float, half_life: float) -> None:
         self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
-        self.owners: dict[Place, _Owner] = {}
+        self.owners: dict[Slot, _Owner] = {}
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; of one chain the last comes first."""
         self._ttl = ttl
@@ -176,11 +176,11 @@ class _Table:
             depth, node = node.start, node.parent
         return None if node is None else Match(node.owner.place, depth)
 
-    def put(self, chain: Chain, depth: int, place: Place, now: float) -> None:
+    def put(self, chain: Chain, depth: int, place: Slot, now: float) -> None:
         """Make the replica the owner of every block (R3.9), of which the table has `depth`."""
         owner = self.owners.get(place)
         if owner is None:
-            if len(self.owners) >= MOST_HOMES:
+            if len(self.owners) >= MOST_OWNERS:
                 return
             owner = self.owners[place] = _Owner(place, now)
         parent = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
@@ -205,7 +205,7 @@ class _Table:
             if (owner := self.owners.pop(place, None)) is not None:
                 owner.removed = True
 
-    def weights(self, now: float) -> Iterator[tuple[Place, float]]:
+    def weights(self, now: float) -> Iterator[tuple[Slot, float]]:
         """Yield each replica's weight (R3.12). Expired nodes must have been dropped before."""
         for owner in self.owners.values():
             yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
@@ -239,7 +239,7 @@ class _Table:
             del self.owners[owner.place]
 
 
-class Affinity:
+class PrefixTables:
     """The prefix tables of one web process, by model. Times are seconds of a monotonic clock."""
 
     def __init__(self, ttl: float, half_life: float = HALF_LIFE, most: int = MOST_ENTRIES) -> None:
@@ -252,7 +252,7 @@ class Affinity:
         """Return the number of blocks, including those of removed replicas."""
         return sum(len(table.nodes) for table in list(self._tables.values()))
 
-    def observe(self, model: str, chain: Chain, place: Place, now: float) -> bool:
+    def observe(self, model: str, chain: Chain, place: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
 
         Returns True if other processes need the update.
@@ -272,7 +272,7 @@ class Affinity:
         table = self._tables.get(model)
         return None if table is None else table.match(chain, table.depth(chain), now)
 
-    def weights(self, model: str, now: float) -> list[tuple[Place, float]]:
+    def weights(self, model: str, now: float) -> list[tuple[Slot, float]]:
         """Return the weights of all replicas with blocks; every other replica weighs 0."""
         table = self._tables.get(model)
         if table is None:

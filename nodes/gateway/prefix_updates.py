@@ -30,7 +30,7 @@ _HASHES = 2**64
 _INDICES = 2**31
 
 
-class Given(msgspec.Struct, frozen=True):
+class PrefixObserved(msgspec.Struct, frozen=True):
     """A replica received a prompt. Hashes are 64-bit integers, which no double represents exactly."""
 
     model: str
@@ -39,7 +39,7 @@ class Given(msgspec.Struct, frozen=True):
     replica: int
 
 
-class Invalidated(msgspec.Struct, frozen=True):
+class PrefixInvalidated(msgspec.Struct, frozen=True):
     """A replica was removed; an index below 0 means all replicas of the model on the node."""
 
     model: str
@@ -47,25 +47,25 @@ class Invalidated(msgspec.Struct, frozen=True):
     replica: int
 
 
-News = Given | Invalidated
+PrefixUpdate = PrefixObserved | PrefixInvalidated
 _KINDS: dict[str, type[Any]] = {
-    messages.PREFIX_OBSERVED: Given,
-    messages.PREFIX_INVALIDATED: Invalidated,
+    messages.PREFIX_OBSERVED: PrefixObserved,
+    messages.PREFIX_INVALIDATED: PrefixInvalidated,
 }
 _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}
 
 
-def read(subject: str, payload: bytes) -> News | None:
+def decode(subject: str, payload: bytes) -> PrefixUpdate | None:
     """Decode a prefix update; return None if it is malformed or implausible."""
     kind = _KINDS.get(subject)
     if kind is None or len(payload) > LARGEST:
         return None
     try:
-        update: News = msgspec.json.decode(payload, type=kind)
+        update: PrefixUpdate = msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, RecursionError):
         return None
     lowest_index = 0
-    if isinstance(update, Invalidated):
+    if isinstance(update, PrefixInvalidated):
         lowest_index = ALL_REPLICAS
     elif not 1 <= len(update.chain) <= DEPTH or not all(
         0 <= block_hash < _HASHES for block_hash in update.chain
@@ -86,17 +86,17 @@ class Outbox(PeriodicTask):
         super().__init__("prefix updates", self._publish_queued, interval=None)
         self._bus = bus
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[News] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[PrefixUpdate] = deque(maxlen=MOST_WAITING)
 
-    def tell(self, update: News) -> None:
+    def queue(self, update: PrefixUpdate) -> None:
         """Queue an update for best-effort delivery. Call it on the event loop only."""
         self._waiting.append(update)
         self.wake()
 
     def removed(self, replica: RemovedReplica) -> None:
         """Queue the invalidation of a replica whose row this process removed (R3.21, R3.23). Thread-safe."""
-        update = Invalidated(replica.model_name, replica.node_id, replica.replica_index)
-        self._loop.call_soon_threadsafe(self.tell, update)
+        update = PrefixInvalidated(replica.model_name, replica.node_id, replica.replica_index)
+        self._loop.call_soon_threadsafe(self.queue, update)
 
     async def _publish_queued(self) -> None:
         while self._waiting:
@@ -107,11 +107,11 @@ class Outbox(PeriodicTask):
                 self._waiting.clear()
 
 
-async def hear(bus: Bus, on_update: Callable[[News], None]) -> None:
+async def subscribe(bus: Bus, on_update: Callable[[PrefixUpdate], None]) -> None:
     """Subscribe to prefix updates; call `on_update` with each update of another process, in order."""
 
     async def on_message(message: Message) -> None:
-        if (update := read(message.subject, message.payload)) is not None:
+        if (update := decode(message.subject, message.payload)) is not None:
             on_update(update)
 
     await bus.subscribe(messages.PREFIX_NEWS, on_message, limit=1)

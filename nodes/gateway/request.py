@@ -95,7 +95,7 @@ class InferenceRequest:
         """The requirements of the next pick."""
         return PickRequest(self.model, self.candidates, self.preferred, self.cached_ratio)
 
-    def route_plainly(self) -> None:
+    def ignore_prefixes(self) -> None:
         """Exclude prefixes from the next picks."""
         self.chain, self.preferred, self.cached_ratio = (), None, None
 

@@ -104,13 +104,13 @@ def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str
         raise field_error(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:
         raise field_error(field, f"a reference has more than {LONGEST_REFERENCE} characters")
-    target = referred(schema, reference)
+    target = resolve_reference(schema, reference)
     if not reference.startswith("#") or not isinstance(target, dict):
         raise field_error(field, f"the schema has no {reference[:100]!r}")
     return target
 
 
-def referred(schema: Mapping[str, Any], reference: str) -> Any:
+def resolve_reference(schema: Mapping[str, Any], reference: str) -> Any:
     """Return the part of the schema for a reference such as `#/$defs/city`; None if there is none."""
     target: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:

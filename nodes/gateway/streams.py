@@ -22,7 +22,7 @@ from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.gateway.endpoint import until_stop
-from nodes.gateway.generation import Sink, Telling, TextDelta
+from nodes.gateway.generation import Sink, StreamFormat, TextDelta
 from nodes.gateway.request import InferenceRequest, Replica
 
 
@@ -55,7 +55,7 @@ class SilenceLimit:
 
 
 @asynccontextmanager
-async def silence(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
+async def silence_limit(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
     """Raise TimeoutError after `first` seconds of silence, or after `seconds` following a `begin`."""
     async with asyncio.timeout(None) as limit:
         silence_limit = SilenceLimit(limit, seconds, first)
@@ -122,7 +122,7 @@ class Pipe:
 class EventStream:
     """One streamed response. `work` produces it; `play` sends it and ends with it."""
 
-    def __init__(self, request: InferenceRequest, rendering: Telling, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, rendering: StreamFormat, work: Work) -> None:
         self._request = request
         self._rendering = rendering
         self._work = work
@@ -141,7 +141,7 @@ class EventStream:
         ticker = asyncio.ensure_future(self._tick())
         _playing.add(self)
         try:
-            async with silence(conf.cluster().stream_stall, math.inf) as limit:
+            async with silence_limit(conf.cluster().stream_stall, math.inf) as limit:
                 return await self._send_all(Outgoing(send, limit), producer)
         except TimeoutError:
             raise wire.Disconnected from None
@@ -158,7 +158,7 @@ class EventStream:
         except ClusterError as error:
             if not self._has_started:
                 raise
-            await reader.body(self._rendering.events.failed(error))
+            await reader.body(self._rendering.events.render_failure(error))
             return error.status
         await self._begin(reader)
         await reader.body(self._rendering.done)
@@ -200,7 +200,7 @@ class EventStream:
             if deltas:
                 self._is_quiet = False
                 await self._begin(reader)
-                await reader.body(self._rendering.events.told(deltas))
+                await reader.body(self._rendering.events.render(deltas))
             elif not self._pipe.ended:
                 await self._keep_alive(reader)
 
@@ -320,7 +320,7 @@ class ByteStream:
 @contextlib.asynccontextmanager
 async def _reader(send: Send) -> AsyncIterator[Outgoing]:
     try:
-        async with silence(conf.cluster().stream_stall, math.inf) as limit:
+        async with silence_limit(conf.cluster().stream_stall, math.inf) as limit:
             yield Outgoing(send, limit)
     except TimeoutError:
         raise wire.Disconnected from None

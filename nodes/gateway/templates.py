@@ -23,7 +23,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.kit.processes import MARK_VARIABLE
 from nodes.gateway import template_process
-from nodes.gateway.generation import Conversation, Utterance
+from nodes.gateway.generation import Conversation, ConversationMessage
 from nodes.gateway.template_process import LARGEST_PROMPT, LENGTH, PROMPT, REFUSED, REPLY, TOO_MUCH
 
 LONGEST = 5.0
@@ -54,7 +54,7 @@ class _Silent(Exception):
     """The process neither replied nor ended in time."""
 
 
-async def prompt(source: str, conversation: Conversation) -> str:
+async def render(source: str, conversation: Conversation) -> str:
     """Return the prompt that the template renders.
 
     Raises InvalidInput if the template refuses the messages or its output is too long, else TemplateUnusable.
@@ -90,7 +90,7 @@ def _render(source: str, conversation: Conversation) -> str:
     return text
 
 
-def _message(utterance: Utterance) -> Mapping[str, Any]:
+def _message(utterance: ConversationMessage) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": utterance.role, "content": utterance.content}
     if utterance.name:
         message["name"] = utterance.name

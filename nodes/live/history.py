@@ -1,7 +1,7 @@
-"""What changed from one look to the next, numbered, and kept for a while for those who come back.
+"""Numbered changes of the nodes, stored for a while for readers who reconnect.
 
-A reader's place is a cursor, `<epoch>:<number>`. The epoch is new with every process: its numbers mean
-nothing elsewhere. Several changes that a reader missed are told as one. Nothing here waits or reads a clock.
+A reader's position is a cursor, `<epoch>:<number>`. The epoch is new with every process: its numbers have no
+meaning elsewhere. Changes that a reader missed are sent as one. Nothing here waits or reads a clock.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ KEPT_PATCHES = 50_000
 
 @dataclass(frozen=True)
 class Delta:
-    """From the look before to this one: what to change in which node, which ones to forget."""
+    """The changes from one snapshot to the next: patches by node, and removed nodes."""
 
     number: int
     at: float
@@ -29,13 +29,12 @@ class Delta:
 
     @property
     def size(self) -> int:
-        """What it counts for."""
         return len(self.patches) + len(self.removed)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a look has that the one before had not: its rows, the nodes that read differently, the patches."""
+    """The differences of a snapshot from the last accepted one."""
 
     rows: dict[str, Raw]
     nodes: dict[str, LiveNode]
@@ -44,7 +43,7 @@ class Difference:
 
 
 def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
-    """The keys that changed, all of them for a new node; nothing if it only reads differently."""
+    """Return the changed keys, all of them for a new node; {} if none is visible."""
     if before is None:
         return now
     changed = {key: value for key, value in now.items() if value != before[key]}
@@ -52,7 +51,7 @@ def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
 
 
 class History:
-    """The nodes as of the last look, and the changes that led there."""
+    """The nodes as of the last snapshot, and the latest changes."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
@@ -64,32 +63,32 @@ class History:
 
     @property
     def cursor(self) -> str:
-        """Where a reader stands who knows everything."""
+        """The cursor of a reader who has every change."""
         return f"{self.epoch}:{self.number}"
 
     def take(self, rows: dict[str, Raw], at: float) -> bool:
-        """A look at `at` (monotonic seconds); answers whether anything differs from the one before."""
+        """Compare and accept the rows read at `at` (monotonic seconds); return True if anything differs."""
         return self.accept(self.compare(rows), at)
 
     def compare(self, rows: dict[str, Raw]) -> Difference:
-        """What a look differs in from the last accepted one. Changes nothing, so any thread may ask."""
-        known, before = self._raw, self.nodes
+        """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
+        raw_before, before = self._raw, self.nodes
         nodes, patches = {}, {}
         for node, raw in rows.items():
-            if raw != known.get(node):
+            if raw != raw_before.get(node):
                 nodes[node] = now = render(raw)
                 if patch := _patch(node, before.get(node), now):
                     patches[node] = patch
-        return Difference(rows, nodes, patches, frozenset(known.keys() - rows.keys()))
+        return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
-    def accept(self, found: Difference, at: float) -> bool:
-        """The look counts from now on; answers whether it differs. No other one may have come between."""
-        self._raw = found.rows
-        self.nodes.update(found.nodes)
-        for node in found.removed:
+    def accept(self, difference: Difference, at: float) -> bool:
+        """Accept the snapshot compared last; return True if it differs from the one before."""
+        self._raw = difference.rows
+        self.nodes.update(difference.nodes)
+        for node in difference.removed:
             del self.nodes[node]
         self._forget(at)
-        change = Delta(self.number + 1, at, found.patches, found.removed)
+        change = Delta(self.number + 1, at, difference.patches, difference.removed)
         if not change.size:
             return False
         self.number = change.number
@@ -107,19 +106,19 @@ class History:
             self._size -= self._kept.popleft().size
 
     def place(self, cursor: str) -> int | None:
-        """The number behind a cursor from which changes are still known; None for any other text."""
+        """Return the number in a cursor from which changes are still stored; None for any other text."""
         epoch, _, number = cursor.partition(":")
         if epoch != self.epoch or not (number.isascii() and number.isdecimal() and len(number) <= 18):
             return None
         return int(number) if self.knows(int(number)) else None
 
     def knows(self, number: int) -> bool:
-        """Whether every change after this number is still kept."""
+        """Return True if every change after this number is still stored."""
         oldest = self._kept[0].number if self._kept else self.number + 1
         return oldest - 1 <= number <= self.number
 
     def since(self, number: int) -> tuple[list[Patch], list[str]]:
-        """What changed after a number that is still known, as one change: patches and removed ids."""
+        """Return the changes after a stored number as one change: patches and removed ids."""
         patches: dict[str, Patch] = {}
         removed: set[str] = set()
         for change in self._kept:

@@ -1,7 +1,6 @@
-"""What an operator should know about the cluster itself, on every page.
+"""Notices about the cluster itself, shown on every page.
 
-Each notice has a stable id, a text that names the problem, and a hint that says what to do about it.
-Pure: from facts to sentences.
+Each has a stable id, a text that names the problem, and a hint for its repair. Pure: from facts to sentences.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ _SILENCE = timedelta(seconds=SILENT_AFTER)
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a look found. `readable_since` = since when the database has been answering this process.
+    """The facts that notices depend on. `readable_since`: the end of the last outage of the database.
 
-    A controller that wrote nothing while the database was away is not silent; None when there was no outage.
+    A controller that wrote nothing during an outage is not silent; None when there was no outage.
     """
 
     controllers: Seen
@@ -56,31 +55,31 @@ def _notice(name: str, level: str, text: str, hint: str) -> Notice:
 
 
 def database_notice(as_of: datetime | None) -> Notice:
-    """The database cannot be read; the pages show old data."""
-    seen = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
+    """Return the notice that the database cannot be read and the pages show old data."""
+    age = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
     return _notice(
         "database-unreachable",
         "error",
-        f"The database is unreachable; {seen}.",
+        f"The database is unreachable; {age}.",
         "Check PostgreSQL and DATABASE_URL. This notice disappears when the database is back.",
     )
 
 
-def active_notices(facts: ClusterFacts, told: NoticeSettings, now: datetime) -> list[Notice]:
-    """All that holds, the worst first."""
+def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime) -> list[Notice]:
+    """Return all notices, the worst first."""
     return [
         *disk_notices(facts.disk),
         *_controller_notices(facts, now),
         *_task_and_redis_notices(facts, now),
         *_silence_notices(facts),
-        *_identity_notices(facts, told),
+        *_identity_notices(facts, settings),
         *_version_notices(facts),
-        *_secret_notices(told),
+        *_secret_notices(settings),
     ]
 
 
 def disk_notices(usage: DiskUsage | None) -> list[Notice]:
-    """The disk of the data folder is full: then little else works, whether or not the database is read."""
+    """Return the notice that the disk of the data folder is full; it does not depend on the database."""
     if usage is None or not usage.is_full:
         return []
     text = f"The disk of the server's data folder is full: {usage}."
@@ -89,9 +88,8 @@ def disk_notices(usage: DiskUsage | None) -> list[Notice]:
 
 
 def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
-    """Whether a controller runs and reaches the workers."""
-    seen = facts.controllers
-    if _silent(seen.at, facts, now):
+    controllers = facts.controllers
+    if _silent(controllers.at, facts, now):
         return [
             _notice(
                 "no-controller",
@@ -100,7 +98,7 @@ def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
                 "Start one with `manage.py controller`. Requested operations wait until then.",
             )
         ]
-    if _silent(seen.connected_at, facts, now):
+    if _silent(controllers.connected_at, facts, now):
         return [
             _notice(
                 "nats-unreachable",
@@ -113,19 +111,18 @@ def _controller_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
 
 
 def _task_and_redis_notices(facts: ClusterFacts, now: datetime) -> list[Notice]:
-    """Whether schedules are carried out, and whether changes reach the pages at once."""
-    found = []
+    notices = []
     waits = facts.tasks_wait_since
     if waits is not None:
-        waits = max(one for one in (waits, facts.readable_since) if one is not None)
+        waits = max(moment for moment in (waits, facts.readable_since) if moment is not None)
         if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
             text = "No task process is running; nodes that fall silent and expired leases go unnoticed."
             hint = "Start one with `manage.py qcluster`. The page System health shows the schedules."
-            found.append(_notice("no-tasks", "error", text, hint))
+            notices.append(_notice("no-tasks", "error", text, hint))
     if facts.redis_away:
         text = "Redis or Valkey is unreachable; pages hear of operations later."
-        found.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
-    return found
+        notices.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
+    return notices
 
 
 def _silence_notices(facts: ClusterFacts) -> list[Notice]:
@@ -136,25 +133,25 @@ def _silence_notices(facts: ClusterFacts) -> list[Notice]:
 
 
 def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
-    heard = max((one for one in (at, facts.readable_since) if one is not None), default=None)
-    return heard is None or now - heard > _SILENCE
+    last_sign = max((moment for moment in (at, facts.readable_since) if moment is not None), default=None)
+    return last_sign is None or now - last_sign > _SILENCE
 
 
-def _identity_notices(facts: ClusterFacts, told: NoticeSettings) -> list[Notice]:
-    found = []
+def _identity_notices(facts: ClusterFacts, settings: NoticeSettings) -> list[Notice]:
+    notices = []
     if facts.open_conflicts:
         number = facts.open_conflicts
-        what = "1 identity conflict" if number == 1 else f"{number} identity conflicts"
-        text = f"{what}: another machine is claiming a registered node's name."
+        conflicts = "1 identity conflict" if number == 1 else f"{number} identity conflicts"
+        text = f"{conflicts}: another machine is claiming a registered node's name."
         hint = "Resolve it on the Nodes page. Until then the registered node keeps running."
-        found.append(_notice("identity-conflicts", "warning", text, hint))
-    if told.allow_shared_token_nodes:
+        notices.append(_notice("identity-conflicts", "warning", text, hint))
+    if settings.allow_shared_token_nodes:
         count = facts.weak_nodes
         text = "Workers that have only the shared token can register"
         text += f"; {count} {'node has' if count == 1 else 'nodes have'} no identity of their own."
         hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
-        found.append(_notice("shared-token-nodes", "warning", text, hint))
-    return found
+        notices.append(_notice("shared-token-nodes", "warning", text, hint))
+    return notices
 
 
 def _version_notices(facts: ClusterFacts) -> list[Notice]:
@@ -167,18 +164,18 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
     return [_notice("worker-versions", "warning", text, hint)]
 
 
-def _secret_notices(told: NoticeSettings) -> list[Notice]:
+def _secret_notices(settings: NoticeSettings) -> list[Notice]:
     secrets = (
-        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", told.registration_token),
-        ("weak-key", "admin key", "LOCALAI_API_KEY", told.api_key),
+        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", settings.registration_token),
+        ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_key),
     )
     return [
         _notice(
             name,
             "warning",
-            f"The {what} is weak: short or easy to guess.",
+            f"The {secret} is weak: short or easy to guess.",
             f"Set {setting} to a long random value, or let `make run` generate one.",
         )
-        for name, what, setting, value in secrets
+        for name, secret, setting, value in secrets
         if value and weak_secret(value)
     ]

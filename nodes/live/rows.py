@@ -1,9 +1,9 @@
-"""All nodes as the pages see them: one view of the database, the same few queries for any number of nodes.
+"""All nodes as the pages show them: one view of the database, the same few queries for any number of nodes.
 
-A look is made every second while somebody watches, and most nodes have not changed since the last one. So a
-node comes as the raw values of the queries, which compare at the speed of C; only what differs is made into
-the object of the wire (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always there, so that a change
-is said by the keys that changed.
+The feed reads them every second while somebody watches, and most have not changed. So a node comes as the raw
+values of the queries, which compare at the speed of C; only the ones that differ are rendered in the shape of
+the wire (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always there, so that a patch is the set of
+changed keys.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ _STATUS_FACTS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-"""What lies behind a status and is shown as `reason` and `since` only."""
+"""Facts that are shown as `reason` and `since` only."""
 _GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
 """Shown as `gpus`, with what loads have reserved on each."""
 
 
 class _InOrder(Aggregate):
-    """A group as one JSON text, in a fixed order: what did not change reads the same."""
+    """Aggregate: a group as one JSON text in a fixed order, so that equal rows compare equal."""
 
     function = "jsonb_agg"
     output_field = TextField()
@@ -50,7 +50,7 @@ class _NamesOf(_InOrder):
 
 
 class Raw(NamedTuple):
-    """One node as the queries answer it; texts are JSON, empty for nothing."""
+    """One node as the queries return it; texts are JSON, "" for none."""
 
     columns: tuple[Any, ...]
     labels: str
@@ -61,9 +61,9 @@ class Raw(NamedTuple):
 
 
 def read_nodes() -> dict[str, Raw]:
-    """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
+    """Return every node by id, in the order of names; six queries in the caller's view of the database."""
     columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_STATUS_FACTS.values())
-    found = BackendNode.objects.order_by("name").values_list(*columns)
+    nodes = BackendNode.objects.order_by("name").values_list(*columns)
     reservations = reserved_memory.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
     return {
@@ -75,7 +75,7 @@ def read_nodes() -> dict[str, Raw]:
             conflicts.get(node, 0),
             tuple(reservations.get(UUID(node), ())) if reservations else (),
         )
-        for columns in found
+        for columns in nodes
     }
 
 
@@ -100,28 +100,28 @@ def _conflicts() -> dict[str, int]:
 
 
 def render(raw: Raw) -> LiveNode:
-    """The node as it leaves."""
+    """Return the node in its shape."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
-    more = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
-    behind = {name: more[name] for name in _STATUS_FACTS}
-    its = {"gpus": orjson.loads(more["gpus"]), "vram_read_at": more["vram_read_at"]}
-    models = [LIVE_MODEL.trimmed(one) for one in orjson.loads(raw.replicas or "[]")]
+    extra = dict(zip((*_GPUS, *_STATUS_FACTS), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    behind = {name: extra[name] for name in _STATUS_FACTS}
+    gpu_reading = {"gpus": orjson.loads(extra["gpus"]), "vram_read_at": extra["vram_read_at"]}
+    models = [LIVE_MODEL.trimmed(model) for model in orjson.loads(raw.replicas or "[]")]
     node["open_conflicts"] = raw.open_conflicts
     node["reason"], node["since"] = status_reason(node, behind)
     node["version_skew"] = version_skew_of(node)
     return LIVE_NODE.of(
         **node,
-        gpus=reserved_memory.shown_gpus(its, raw.reservations),
+        gpus=reserved_memory.shown_gpus(gpu_reading, raw.reservations),
         labels=orjson.loads(raw.labels) if raw.labels else {},
         models=models,
-        model_count=sum(one["state"] == "loaded" for one in models),
-        in_flight_count=sum(one["in_flight"] for one in models if one["state"] in COUNTED_IN_FLIGHT),
+        model_count=sum(model["state"] == "loaded" for model in models),
+        in_flight_count=sum(model["in_flight"] for model in models if model["state"] in COUNTED_IN_FLIGHT),
         backends=orjson.loads(raw.backends) if raw.backends else [],
     )
 
 
 def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """Why the node has its status, in words, and since when; neither for a healthy one."""
+    """Return why the node has its status and since when; neither for a healthy one."""
     status = node["status"]
     if status == "pending":
         return _pending_reason(node)
@@ -129,10 +129,10 @@ def status_reason(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str
         drain = node["drain"]
         by = "the worker" if drain["own"] else drain["by"]
         return _with_reason(f"{actions.DRAIN.done} by {by}", drain), drain["since"]
-    if (known := behind.get(status)) is None:
+    if (fact_text := behind.get(status)) is None:
         return "", None
-    held = orjson.loads(known)
-    return held["reason"], held["at"]
+    fact = orjson.loads(fact_text)
+    return fact["reason"], fact["at"]
 
 
 def _pending_reason(node: LiveNode) -> tuple[str, str | None]:
@@ -146,5 +146,5 @@ def _pending_reason(node: LiveNode) -> tuple[str, str | None]:
     return "awaiting approval", node["created_at"]
 
 
-def _with_reason(what: str, held: Row) -> str:
-    return f"{what}: {held['reason']}" if held["reason"] else what
+def _with_reason(sentence: str, fact: Row) -> str:
+    return f"{sentence}: {fact['reason']}" if fact["reason"] else sentence

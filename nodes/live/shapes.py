@@ -38,14 +38,13 @@ FEED_USER = Shape(
 
 
 class Message(Shape):
-    """A message; `type` tells which."""
+    """A message; `type` distinguishes it."""
 
     def __init__(self, name: str, kind: str, meaning: str, *fields: Field) -> None:
         self.kind = kind
         super().__init__(name, meaning, [field("type", {"type": "string", "enum": [kind]}), *fields])
 
     def of(self, **values: object) -> Row:
-        """The message with these values."""
         return super().of(type=self.kind, **values)
 
 

@@ -56,7 +56,7 @@ READ_LIMIT = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one look found."""
+    """The rows of one refresh."""
 
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
@@ -68,7 +68,7 @@ class Snapshot:
 
 
 def read_snapshot() -> Snapshot:
-    """Reads everything, in one view of the database and a constant number of queries."""
+    """Read everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
         held, revision = mass_silence.current_hold(), rules.rules_revision()
@@ -78,7 +78,6 @@ def read_snapshot() -> Snapshot:
 
 
 async def ping_redis() -> bool:
-    """Whether Redis or Valkey answers."""
     client = redis.asyncio.Redis.from_url(
         conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
     )
@@ -91,7 +90,7 @@ async def ping_redis() -> bool:
 
 
 class NodeFeed:
-    """Looks while somebody watches, and tells every watcher what he does not know yet."""
+    """Polls the rows while somebody watches, and sends to every watcher what is new for it."""
 
     def __init__(
         self, read: Callable[[], Snapshot] = read_snapshot, ping: Callable[[], Awaitable[bool]] | None = None
@@ -102,13 +101,13 @@ class NodeFeed:
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
         self.hints: dict[str, dict[str, Any]] = {}
-        """Messages that say which lists have changed, by their type."""
+        """Messages about changed lists, by their type."""
         self.looks = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()
         self._looked = False
-        """Whether the state is the running look's own and not that of an earlier watcher."""
+        """True once the running task has read the rows; earlier state is of an earlier watcher."""
         self._as_of: datetime | None = None
         self._failing = False
         self._readable_since: datetime | None = None
@@ -116,20 +115,20 @@ class NodeFeed:
         self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """The messages for one watcher who stands at `cursor`, forever.
+        """Yield the messages for a watcher at `cursor`, forever.
 
         The first one about nodes comes even if nothing was missed. Close the iterator to stop watching.
         """
         async with self._watched():
             place = self.history.place(cursor) if cursor else None
-            told: list[Notice] | None = None
+            sent_notices: list[Notice] | None = None
             hints: dict[str, dict[str, Any]] = {}
             greeted = False
             while True:
                 turn = self._turn
-                if self._looked and told is not self.notices:
-                    told = self.notices
-                    yield _text(shapes.NOTICES.of(notices=told))
+                if self._looked and sent_notices is not self.notices:
+                    sent_notices = self.notices
+                    yield _text(shapes.NOTICES.of(notices=sent_notices))
                 for kind, hint in self.hints.items() if self._looked else ():
                     if hints.get(kind) != hint:
                         hints[kind] = hint
@@ -142,7 +141,7 @@ class NodeFeed:
                     await turn.wait()
 
     def _message(self, place: int | None) -> str:
-        """What somebody at `place` has to be told, made once for all who stand there."""
+        """Return the message for a watcher at `place`, created once for all who are there."""
         if place not in self._texts:
             if place is None:
                 nodes = list(self.history.nodes.values())
@@ -179,11 +178,11 @@ class NodeFeed:
                 woken.clear()
                 await self._look()
                 # An outage is over when it is over, however long the last look waited for its end.
-                rest = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
+                pause = 0.0 if self._failing else REST_FACTOR * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(POLL_EVERY, rest)):
+                    async with asyncio.timeout(max(POLL_EVERY, pause)):
                         await woken.wait()
-                        await asyncio.sleep(max(GATHER_SECONDS, rest))
+                        await asyncio.sleep(max(GATHER_SECONDS, pause))
         finally:
             await cancellation.end(hearing)
             await cancellation.end(pinging)
@@ -224,10 +223,10 @@ class NodeFeed:
             await asyncio.wait({reading}, timeout=READ_LIMIT)
 
     def _compare(self) -> tuple[Snapshot, Difference]:
-        found = self._read()
-        return found, self.history.compare(found.nodes)
+        snapshot = self._read()
+        return snapshot, self.history.compare(snapshot.nodes)
 
-    def _take(self, found: Snapshot, difference: Difference) -> None:
+    def _take(self, snapshot: Snapshot, difference: Difference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
@@ -235,52 +234,56 @@ class NodeFeed:
         self.looks += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.hints = self.hints, _change_messages(found)
-        self._tell(active_notices(self._facts(found), _notice_settings(), now), moved, self.hints != before)
+        before, self.hints = self.hints, _change_messages(snapshot)
+        self._tell(
+            active_notices(self._facts(snapshot), _notice_settings(), now), moved, self.hints != before
+        )
 
-    def _facts(self, found: Snapshot) -> ClusterFacts:
+    def _facts(self, snapshot: Snapshot) -> ClusterFacts:
         return ClusterFacts(
-            controllers=found.controllers,
-            open_conflicts=sum(raw.open_conflicts for raw in found.nodes.values()),
+            controllers=snapshot.controllers,
+            open_conflicts=sum(raw.open_conflicts for raw in snapshot.nodes.values()),
             weak_nodes=sum(node["weak_identity"] for node in self.history.nodes.values()),
             skewed_nodes=sum(bool(node["version_skew"]) for node in self.history.nodes.values()),
             readable_since=self._readable_since,
-            tasks_wait_since=found.tasks_wait_since,
+            tasks_wait_since=snapshot.tasks_wait_since,
             redis_away=self._unanswered > 1,
-            held=found.held,
+            held=snapshot.held,
             disk=self._disk,
         )
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._failing:
-            log.warning("nodes not read: %s; looking again", why)
+            log.warning("nodes not read: %s; looking again", reason)
             self._failing = True
-        known = [one for one in self.notices if one["id"] not in ("database-unreachable", "disk-full")]
-        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *known], False)
+        other_notices = [
+            notice for notice in self.notices if notice["id"] not in ("database-unreachable", "disk-full")
+        ]
+        self._tell([*disk_notices(self._disk), database_notice(self._as_of), *other_notices], False)
 
-    def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
-        """Wakes the watchers if there is anything new."""
-        news = moved or more or not self._looked or found != self.notices
-        if found != self.notices:
-            self.notices = found
+    def _tell(self, notices: list[Notice], moved: bool, has_messages: bool = False) -> None:
+        """Wake the watchers if there is anything new."""
+        has_news = moved or has_messages or not self._looked or notices != self.notices
+        if notices != self.notices:
+            self.notices = notices
         if moved:
             self._texts.clear()
         self._looked = True
-        if news:
+        if has_news:
             turn, self._turn = self._turn, asyncio.Event()
             turn.set()
 
 
-def _change_messages(found: Snapshot) -> dict[str, dict[str, Any]]:
-    standing = found.backends
+def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    check_state = snapshot.backends
     backends = shapes.BACKENDS_CHANGED.of(
-        revision=standing.revision,
-        checked_at=standing.checked_at.isoformat() if standing.checked_at else None,
-        checking=standing.checking,
-        problems=dict(standing.problems),
+        revision=check_state.revision,
+        checked_at=check_state.checked_at.isoformat() if check_state.checked_at else None,
+        checking=check_state.checking,
+        problems=dict(check_state.problems),
     )
-    told = (backends, shapes.RULES_CHANGED.of(revision=found.rules))
-    return {hint["type"]: hint for hint in told}
+    messages = (backends, shapes.RULES_CHANGED.of(revision=snapshot.rules))
+    return {hint["type"]: hint for hint in messages}
 
 
 def _notice_settings() -> NoticeSettings:
@@ -296,7 +299,7 @@ _shared: NodeFeed | None = None
 
 
 def shared() -> NodeFeed:
-    """The one feed of this process."""
+    """Return the feed of this process."""
     global _shared
     if _shared is None:
         _shared = NodeFeed(ping=ping_redis)
@@ -308,7 +311,7 @@ ALIVE_EVERY = 5.0
 
 
 def greeting(scope: Scope) -> str:
-    """Says who the server is and whom it takes the client for."""
+    """Return the first message: the server, and the user as whom the client is authenticated."""
     principal = scope["principal"]
     return encode_message(
         shapes.HELLO.of(
@@ -321,14 +324,14 @@ def greeting(scope: Scope) -> str:
 
 
 async def node_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Nodes and notices."""
+    """Yield nodes and notices."""
     async with contextlib.aclosing(shared().follow(query_text(scope, "nodes"))) as messages:
         async for message in messages:
             yield message
 
 
 async def alive_messages(scope: Scope) -> AsyncGenerator[str, None]:
-    """Lets a page tell a quiet cluster from a dead socket."""
+    """Yield signs of life, so that a page can distinguish a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
         yield encode_message(shapes.ALIVE.of(at=clock.now().isoformat()))

@@ -18,7 +18,7 @@ from nodes.registry import dial_targets
 
 
 async def admit(scope: Scope) -> None:
-    """Raises NotFound for an unknown node, InvalidInput for a name that no model has."""
+    """Raise NotFound for an unknown node, InvalidInput for a name that no model has."""
     node, model = _node_and_model(scope)
     if node is None or not await database_sync_to_async(BackendNode.objects.filter(pk=node).exists)():
         raise errors.NotFound("node not found")
@@ -27,7 +27,7 @@ async def admit(scope: Scope) -> None:
 
 
 async def output(scope: Scope) -> AsyncGenerator[str, None]:
-    """The worker's messages; ends with the reason."""
+    """Yield the worker's messages; end with the reason."""
     node, model = _node_and_model(scope)
     assert node is not None
     try:

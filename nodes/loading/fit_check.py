@@ -6,7 +6,7 @@ questions in the same order, by the same functions that placement asks.
 
 from localai_cluster.kit import errors, names
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import load_explanation
 from nodes.loading.reason_shapes import DECISION, decision
 from nodes.placement.choose import has_memory
@@ -39,7 +39,7 @@ def node_fit(model_name: str) -> Row:
     if wanted is None:
         raise errors.NotFound("there is no such model")
     selector = fleet_queries.selectors_of([model_name])[model_name]
-    fleet = fleet_queries.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
+    fleet = fleet_cache.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
     fleet = fleet_queries.mark_installed(fleet, wanted.definition.backend)
     view = FleetView(fleet, wanted.need, selector)
     found = view.decide()

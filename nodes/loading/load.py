@@ -41,7 +41,7 @@ from nodes.models import BackendNode
 from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
-from nodes.replicas import load_ends, retire, slots
+from nodes.replicas import engine_ends, slots
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Postpone, Work, in_thread
 from operations.models import TERMINAL, Operation, Status
@@ -64,7 +64,7 @@ class LoadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Run the load; raise Postpone with the reason while it must wait."""
-        await in_thread(load_ends.end_abandoned_loads, work.operation.element, now=clock.now())
+        await in_thread(slots.end_abandoned_loads, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
         except FolderUnresponsive as hangs:
@@ -228,7 +228,7 @@ class LoadModel:
         node_options.check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
-            retire.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
+            engine_ends.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
         ):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(retired))
         return engine
@@ -318,7 +318,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before controllers have confirmed the end of this engine.
     """
-    engine = await in_thread(load_ends.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 

@@ -155,7 +155,7 @@ def decide(
     name = wanted.definition.name
     backoffs = {**recent_refusals(wanted.definition.backend, now=clock.now()), **backoffs}
     selector = fleet_queries.selectors_of([name])[name]
-    view, decision = fleet_cache.shared_cache().decided(
+    view, decision = fleet_cache.shared_cache().decide(
         name,
         FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), request.is_restricted),
         only=request.allowed_nodes,

@@ -67,6 +67,12 @@ TERMS = Shape(
         field("busy", FLAG, "Whether a replica is loaded there; idle nodes first."),
         field("in_flight", count(), "Requests on a busy node; fewest first."),
         field("memory", _BYTES, "VRAM: free if `has_memory`, else available; most first."),
+        field(
+            "lacks_backend",
+            FLAG,
+            "Whether the backend has to be installed there; named where all other terms are equal.",
+            optional=True,
+        ),
     ],
 )
 BEST = Shape(

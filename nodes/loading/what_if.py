@@ -7,7 +7,7 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from localai_cluster.web.shapes import Row
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
 from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector
@@ -82,7 +82,7 @@ class PlanSnapshot:
 def read_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) -> PlanSnapshot:
     """Read the snapshot that a placement decision uses, in a constant number of queries."""
     model, selector = question.model, _selector(question)
-    fleet = fleet_queries.read_fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = fleet_cache.read_fleet(model, selector=selector, conflicts=question.conflicts)
     fleet = fleet_queries.mark_installed(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     residents = eviction.residents([node.id for node in fleet], now=now)

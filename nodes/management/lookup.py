@@ -54,8 +54,8 @@ def join_token(text: str) -> JoinToken:
 
 
 def _listed(matches: list[BackendNode]) -> str:
-    more = ", …" if len(matches) > MAX_MATCHES else ""
-    return ", ".join(row.name for row in matches[:MAX_MATCHES]) + more
+    ellipsis = ", …" if len(matches) > MAX_MATCHES else ""
+    return ", ".join(row.name for row in matches[:MAX_MATCHES]) + ellipsis
 
 
 _RESUME = "use `manage.py nodes resume {name}` to return it to service"

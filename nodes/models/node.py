@@ -59,7 +59,7 @@ def _when() -> "models.DateTimeField[Any, Any]":
     return models.DateTimeField(null=True, blank=True, editable=False)
 
 
-def _who() -> "models.CharField[str, str]":
+def _actor() -> "models.CharField[str, str]":
     return models.CharField(max_length=150, blank=True, default="", editable=False)
 
 
@@ -128,10 +128,10 @@ class BackendNode(models.Model):
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
 
-    approved_at, approved_by, approval_reason = _when(), _who(), _why()
-    rejected_at, rejected_by, reject_reason = _when(), _who(), _why()
-    revoked_at, revoked_by, revoke_reason = _when(), _who(), _why()
-    drained_at, drained_by, drain_reason = _when(), _who(), _why()
+    approved_at, approved_by, approval_reason = _when(), _actor(), _why()
+    rejected_at, rejected_by, reject_reason = _when(), _actor(), _why()
+    revoked_at, revoked_by, revoke_reason = _when(), _actor(), _why()
+    drained_at, drained_by, drain_reason = _when(), _actor(), _why()
     drain_is_own = models.BooleanField(default=False, editable=False)
     """The worker drained itself; its next registration ends that. An admin's drain ends by an admin alone."""
     drain_deadline = _when()
@@ -142,10 +142,10 @@ class BackendNode(models.Model):
     """The reason why that could not be confirmed."""
     engines_due_at = _when()
     """Time of the next check of its running engines; null = at once."""
-    offline_at, offline_by, offline_reason = _when(), _who(), _why()
+    offline_at, offline_by, offline_reason = _when(), _actor(), _why()
     offline_recovers = models.BooleanField(default=False, editable=False)
     """A heartbeat brings it back: it fell silent, it did not leave (R5.5, R5.7)."""
-    unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _who(), _why()
+    unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _actor(), _why()
     status = models.GeneratedField(
         expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True
     )
@@ -382,7 +382,7 @@ class NodeSample(models.Model):
 
 
 class MassSilence(models.Model):
-    """The only row of a mass-disruption hold (`nodes/reconcilers/mass_disruption.py`)."""
+    """The only row of a mass-disruption hold (`nodes/reconcilers/liveness.py`)."""
 
     ONLY = 1
 

@@ -35,6 +35,11 @@ class Selector:
         """Return True if a node with these labels matches; additional labels do not matter."""
         return self.labels is not None and self.labels <= labels
 
+    def tested(self, labels: Labels) -> Labels:
+        """Return the labels with a key that the selector tests."""
+        keys = {key for key, _ in self.labels or ()}
+        return frozenset(pair for pair in labels if pair[0] in keys) if keys else frozenset()
+
     def __str__(self) -> str:
         subject = f"the selector of model {self.model}" if self.model else "the selector"
         if self.labels is None:
@@ -128,8 +133,8 @@ class Candidate:
     """True if a model's files cannot be sent to the node now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
     """Loaded models that share a concurrency group with this one (R2.81)."""
-    has_backend: bool = False
-    """True if the model's backend is installed; read for nodes that are otherwise equal
+    has_backend: bool | None = None
+    """True if the model's backend is installed; None = not read, because nodes are told apart by other facts
     (`decisions/fleet_queries.py`).
     """
 

@@ -269,6 +269,7 @@ def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     for place, node in enumerate(decision.ranked[:SHOWN]):
         terms = rank_node(node, snapshot.need, snapshot.backoffs)
         against = {"against": _behind(snapshot, node, decision.ranked[0])} if place else {}
+        lacks_backend = {} if node.has_backend is None else {"lacks_backend": terms.lacks_backend}
         yield {
             "node_id": str(node.id),
             "node": node.name,
@@ -282,6 +283,7 @@ def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
                 "busy": terms.busy,
                 "in_flight": terms.in_flight,
                 "memory": -terms.memory,
+                **lacks_backend,
             },
             **against,
         }

@@ -90,7 +90,6 @@ class _Ranking:
 
     def __init__(self, need: Need, labels: Labels | None) -> None:
         self.need, self.selector = need, Selector("", labels)
-        self.keys = {key for key, _ in labels or ()}
         self.nodes: dict[UUID, Candidate] = {}
         self.refused: dict[UUID, Reason] = {}
         self.ranks: dict[UUID, Rank] = {}
@@ -118,7 +117,7 @@ class _Ranking:
         return self.ranks.pop(id, None)
 
     def _judge(self, node: Candidate) -> Rank | None:
-        tested_labels = frozenset(pair for pair in node.labels if pair[0] in self.keys)
+        tested_labels = self.selector.tested(node.labels)
         self.nodes[node.id] = node = (
             replace(node, labels=tested_labels) if node.labels != tested_labels else node
         )

@@ -1,27 +1,24 @@
-"""Any stored decision, made again from rows alone: its record and the log of what it saw (I14).
+"""Replay stored decisions from rows alone: the record, and the log of the snapshot that it used (I14).
 
-Each kind has its own way. What this finds and what the record says are equal, or something that the decision
-depends on is not in the rows.
+The replayed decision equals the record, or something that the decision depends on is not in the rows.
 """
 
 from dataclasses import dataclass
 from uuid import UUID
 
 from nodes.decisions import decision_log, load_snapshots, scale_records, snapshot_log
-from nodes.decisions import scale_records as scheduling
 from nodes.decisions.snapshot_log import SnapshotRef, State
 from nodes.loading import load_attempts
 from nodes.models import DecisionKind, PlacementRecord
-from nodes.placement.evict import Eviction
-from nodes.placement.explain import DecisionOutcome, Explanation
+from nodes.placement.explain import DecisionOutcome
 from nodes.placement.load_decision import decide_load
-from nodes.replicas import unload_records
+from nodes.replicas import unload_requests
 from nodes.scheduling.plan import plan
 
 
 @dataclass(frozen=True)
 class ReplayedDecision:
-    """What a decision says."""
+    """The part of a decision that its record has too."""
 
     outcome: str
     reason: str
@@ -29,69 +26,54 @@ class ReplayedDecision:
 
 
 def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
-    """What the record says."""
+    """Return the decision as the record has it."""
     return ReplayedDecision(record.outcome, record.reason, record.node_id)
 
 
 def replay(record: PlacementRecord) -> ReplayedDecision | None:
-    """The decision again; None if what it saw is not kept any more."""
+    """Decide again; return None if the snapshot has been pruned."""
     if record.kind == DecisionKind.ATTEMPT:
         return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
     if record.base is None or record.position is None:
         return None
     state = snapshot_log.read_snapshot(SnapshotRef(record.base, record.position))
-    return None if state is None else _from(state, record)
-
-
-def _from(state: State, record: PlacementRecord) -> ReplayedDecision | None:
-    match record.kind:
-        case DecisionKind.SCALE:
-            return _scaled(state, record)
-        case DecisionKind.UNLOAD:
-            words = unload_records.replay_unload(state, record.model_name, record.operation_id)
-            return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
-        case DecisionKind.EVICTION:
-            return _evicted(state, record)
-        case _:
-            settled = _settled(state, record, record.model_name)
-            if settled is None:
-                return None
-            told, _ = settled
-            return ReplayedDecision(told.outcome, told.sentence, told.node.id if told.node else None)
-
-
-def _settled(state: State, record: PlacementRecord, model: str) -> tuple[Explanation, Eviction | None] | None:
-    known = load_snapshots.decode_load(state, str(record.operation_id), model)
-    if known is None:
+    if state is None:
         return None
-    question, decision = known.question, known.question.view.decide()
-    room = known.occupants.choose_eviction(question, decision) if known.occupants is not None else None
-    return decide_load(question, decision, room, over=known.over), room
+    if record.kind == DecisionKind.SCALE:
+        return _replay_rule(state, record)
+    if record.kind == DecisionKind.UNLOAD:
+        words = unload_requests.replay_unload(state, record.model_name, record.operation_id)
+        return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
+    return _replay_load(state, record)
 
 
-def _evicted(state: State, record: PlacementRecord) -> ReplayedDecision | None:
-    model = record.facts["for"]
-    settled = _settled(state, record, model)
-    if settled is None:
+def _replay_load(state: State, record: PlacementRecord) -> ReplayedDecision | None:
+    """Replay a placement, or the eviction of a replica for a placement."""
+    is_eviction = record.kind == DecisionKind.EVICTION
+    model = record.facts["for"] if is_eviction else record.model_name
+    snapshot = load_snapshots.decode_load(state, str(record.operation_id), model)
+    if snapshot is None:
         return None
-    told, room = settled
-    for one in room.victims if room is not None else ():
-        if (one.model_name, one.replica_index) == (record.model_name, record.replica_index):
-            return ReplayedDecision(
-                DecisionOutcome.EVICTED, decision_log.describe_eviction(model, one), one.node_id
-            )
-    return ReplayedDecision(told.outcome, told.sentence, told.node.id if told.node else None)
+    question, decision = snapshot.question, snapshot.question.view.decide()
+    candidates = snapshot.occupants
+    eviction = candidates.choose_eviction(question, decision) if candidates is not None else None
+    for victim in eviction.victims if is_eviction and eviction is not None else ():
+        if (victim.model_name, victim.replica_index) == (record.model_name, record.replica_index):
+            reason = decision_log.describe_eviction(model, victim)
+            return ReplayedDecision(DecisionOutcome.EVICTED, reason, victim.node_id)
+    explanation = decide_load(question, decision, eviction, over=snapshot.over)
+    node_id = explanation.node.id if explanation.node else None
+    return ReplayedDecision(explanation.outcome, explanation.sentence, node_id)
 
 
-def _scaled(state: State, record: PlacementRecord) -> ReplayedDecision | None:
-    seen = scheduling.decode_rule(state, record.model_name)
-    if seen is None:
+def _replay_rule(state: State, record: PlacementRecord) -> ReplayedDecision | None:
+    decoded = scale_records.decode_rule(state, record.model_name)
+    if decoded is None:
         return None
-    fleet, demand, now, tick = seen
-    for ruling in plan(fleet, [demand], now, tick=tick):
-        words = scale_records.sentence(ruling)
-        if record.outcome == DecisionOutcome.REFUSED and record.facts["decided"] == words:
-            # What came of it was not this decision's to say.
-            return recorded_decision(record)
-        return ReplayedDecision(scale_records.outcome(ruling) or "", words, None)
+    fleet, rule, now, tick = decoded
+    for decision in plan(fleet, [rule], now, tick=tick):
+        sentence = scale_records.sentence(decision)
+        if record.outcome == DecisionOutcome.REFUSED and record.facts["decided"] == sentence:
+            return recorded_decision(record)  # the refusal was not this decision's
+        return ReplayedDecision(scale_records.outcome(decision) or "", sentence, None)
     return None

@@ -16,7 +16,7 @@ from localai_cluster.kit.locks import Lock, try_lock
 from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
-from nodes.replicas import upgrade_drains
+from nodes.replicas import drains
 from operations import targets
 from operations.ledger import target_changes
 from operations.models import OperationTarget, TargetStatus
@@ -64,7 +64,7 @@ def _catch_up(now: datetime) -> int:
 
 def _put_back(now: datetime) -> int:
     """Return withdrawn replicas to the picks where no upgrade needs them; no intent ends."""
-    if restored := upgrade_drains.return_without_upgrade():
+    if restored := drains.return_without_upgrade():
         log.info("%d replicas serve again: no upgrade needs them out of the picks", restored)
     return 0
 

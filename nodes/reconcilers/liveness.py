@@ -8,7 +8,7 @@ marked unhealthy, because nothing listened for its commands, is healthy again af
 the bus. A heartbeat alone proves nothing about the bus, and work would be retried there endlessly (H7).
 
 A web process that stopped refreshing its row is dead; its running requests are subtracted from the replicas.
-Nodes that fall silent in masses are held for some time (`mass_disruption.py`), while a controller pings each
+Nodes that fall silent in masses are held for some time, while a controller pings each
 of them on the bus.
 """
 
@@ -24,9 +24,48 @@ from django.db.models import Q
 from localai_cluster.accounts.actors import task
 from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
-from nodes.reconcilers.mass_disruption import NEARLY, Hold, Silence, decide
 from nodes.registry import change, lifecycle, mass_silence
 from nodes.replicas import statements
+
+SMALLEST_FLEET = 20
+"""Number of nodes, the silent ones included, from which on silent nodes may be held."""
+HEALING = timedelta(seconds=30)
+"""Three heartbeat intervals of ten seconds."""
+NEARLY = 0.75
+"""Fraction of the limit after which a node is nearly silent: four heartbeats of ten seconds are missing."""
+
+
+@dataclass(frozen=True)
+class MassHold:
+    """The start and the end of a hold on silent nodes."""
+
+    since: datetime
+    until: datetime
+
+
+@dataclass(frozen=True)
+class Silence:
+    """The numbers of nodes beyond the limit, of nearly silent nodes, and of all nodes."""
+
+    silent: int
+    nearly: int
+    of: int
+
+
+def decide_hold(counts: Silence, hold: MassHold | None, now: datetime, seconds: float) -> MassHold | None:
+    """Return the hold from now on, or None; `seconds` is the duration of a new one, 0 = holds are off.
+
+    An expired hold is not followed by another one in the same pass: its nodes are given up. While a cut
+    heals, the nodes are heard one after another, so the last few are held for `HEALING` longer.
+    """
+    if not counts.silent or not seconds:
+        return None
+    massive = counts.of >= SMALLEST_FLEET and (counts.silent + counts.nearly) * 3 > counts.of
+    if hold is None:
+        return MassHold(now, now + timedelta(seconds=seconds)) if massive else None
+    if not massive:
+        hold = MassHold(hold.since, min(hold.until, now + HEALING))
+    return hold if now < hold.until else None
 
 
 @dataclass(frozen=True)
@@ -40,7 +79,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Heard:
+class NodeSigns:
     """Signs of life of a node: its last heartbeat (None = never), and since when it is marked unhealthy.
 
     `answered_at` is the time of the last request on the bus that it replied to.
@@ -64,7 +103,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Listener:
+class WebSigns:
     """A web process: its last sign of life, and the start of its present uninterrupted run."""
 
     id: UUID
@@ -76,9 +115,9 @@ class Listener:
 class Observed:
     """Approved nodes that are not offline, web processes, and the active mass-disruption hold."""
 
-    nodes: Sequence[Heard]
-    processes: Sequence[Listener]
-    hold: Hold | None = None
+    nodes: Sequence[NodeSigns]
+    processes: Sequence[WebSigns]
+    hold: MassHold | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +132,7 @@ class Plan:
     held: list[UUID] = field(default_factory=list)
     of: int = 0
     """Number of observed nodes."""
-    hold: Hold | None = None
+    hold: MassHold | None = None
     released: bool = False
     """True if the active hold is over."""
 
@@ -117,7 +156,7 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     ages = {heard.id: now - max(heard.at or since, since) for heard in observed.nodes}
     silent = [id for id, age in ages.items() if age > node]
     nearly = sum(node * NEARLY < age <= node for age in ages.values())
-    hold = decide(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
+    hold = decide_hold(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
     silent_ids = frozenset(silent)
     returned = [heard for heard in observed.nodes if heard.is_back and heard.id not in silent_ids]
     return Plan(
@@ -140,11 +179,11 @@ def observe() -> Observed:
     held = mass_silence.current_hold()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
-        nodes=[Heard(*row) for row in nodes.values_list(*_HEARD)],
+        nodes=[NodeSigns(*row) for row in nodes.values_list(*_HEARD)],
         processes=[
-            Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
+            WebSigns(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
         ],
-        hold=Hold(held.since, held.until) if held else None,
+        hold=MassHold(held.since, held.until) if held else None,
     )
 
 
@@ -192,3 +231,14 @@ def _drop_dead_processes(ids: Sequence[UUID], locked: Sequence[UUID], now: datet
         cursor.execute(statements.DROP_DEAD_PROCESSES, parameters)
         (dead,) = cursor.fetchone()
     return int(dead)
+
+
+def recount() -> int:
+    """Sets the counts that are not the sum of their shares; answers how many. Two statements."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(statements.LOCK_MISCOUNTED)
+        ids = [id for (id,) in cursor.fetchall()]
+        if not ids:
+            return 0
+        cursor.execute(statements.RECOUNT, {"ids": ids})
+        return int(cursor.rowcount)

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import assert_never
 from uuid import UUID
 
+from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, Exists, F, Q, Value, When
 from django.db.models.functions import Greatest
@@ -21,6 +22,7 @@ from django.db.models.functions import Greatest
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.kit.outage import is_outage
+from localai_cluster.kit.periodic_task import PeriodicTask
 from nodes.decisions import scale_records
 from nodes.definitions import folder
 from nodes.loading import load_request
@@ -45,6 +47,7 @@ from nodes.scheduling.snapshot import (
     RuleDecision,
     Unsatisfiable,
 )
+from operations.executor.work import in_thread
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ def _run_plan(
     about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
     rulings = plan(fleet, demands, now, tick=tick)
     seen = scale_records.record_decisions(rulings, fleet, about, now, tick=tick)
-    done = [apply(ruling, now) for ruling in rulings]
+    done = [apply_decision(ruling, now) for ruling in rulings]
     scale_records.record_refusals(rulings, done, seen, now)
     return done
 
@@ -146,7 +149,7 @@ def definition_revisions() -> dict[str, str] | None:
         return None
 
 
-def apply(ruling: RuleDecision, now: datetime) -> RuleDecision:
+def apply_decision(ruling: RuleDecision, now: datetime) -> RuleDecision:
     """Asks for what a rule needs, until something is refused (R4.15); answers what was done of it."""
     done: list[Action] = []
     for action in ruling.actions:
@@ -215,3 +218,21 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
         )
         operation = unload_requests.unload(request, now=now).operation
         drains.drain_idle(row, operation_id=operation.id, now=now)
+
+
+GATHER = 1.0
+"""Seconds for which changes are gathered into one pass."""
+
+
+class ReplicaPass(PeriodicTask):
+    """Runs the pass in a controller as soon as a node or a rule changes; the schedule is the safety net."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "replica pass", self._run_step, interval=None, gather=GATHER, retry_on=(DatabaseError,)
+        )
+
+    async def _run_step(self) -> None:
+        if not await in_thread(run_pass, tick=False):
+            # The pass of another process may have read the rows before the change.
+            self.wake()

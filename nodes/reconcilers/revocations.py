@@ -74,9 +74,9 @@ class Revocations(PeriodicTask):
         if self._bus is not None and self._operator is not None:
             await self._bus.wait_connected()
             with passes.counted("revocations"):
-                await self.look_once(self._bus, self._operator)
+                await self.compare(self._bus, self._operator)
 
-    async def look_once(self, bus: NatsBus, operator: KeyPair) -> int:
+    async def compare(self, bus: NatsBus, operator: KeyPair) -> int:
         """Make the server's revocations equal to the rows; return the number of pushes.
 
         Raise ClusterError, and ValueError if the server refuses or another controller keeps pushing.

@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import probe
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.backends.inventory import engines_of
 from nodes.commands.commands import Worker
 from nodes.registry import dial_targets
@@ -54,27 +54,27 @@ class StatePass(PeriodicTask):
             await super().run()
 
     async def _begin_pass(self) -> None:
-        self._passes.create_task(self._look_once(), name="state pass")
+        self._passes.create_task(self._run_pass(), name="state pass")
         await asyncio.sleep(_GATHER)
 
-    async def _look_once(self) -> None:
+    async def _run_pass(self) -> None:
         """The claims of a look that failed run out, and the schedule asks again."""
         try:
-            await self.look_once()
+            await self.run_pass()
         except DatabaseError as error:
             log.warning("cannot find out which engines have ended: %s", error)
         except Exception:
             # R4.5: a defect must not end the looks of this controller.
             log.exception("a look at engines failed")
 
-    async def look_once(self) -> int:
+    async def run_pass(self) -> int:
         """Looks at everything that nobody looks at; answers how many replicas that was."""
         now = clock.now()
         heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
         suspects = await in_thread(checks.claim_suspects, heard_since=heard_since, now=now)
         if not suspects:
             return 0
-        by_node = groupby(sorted(suspects, key=_node_of), key=_node_of)
+        by_node = groupby(sorted(suspects, key=_node_id), key=_node_id)
         looks = [asyncio.create_task(self._judged(list(group))) for _, group in by_node]
         try:
             done, _ = await asyncio.wait(looks, timeout=LIMIT)
@@ -112,5 +112,5 @@ class StatePass(PeriodicTask):
             return await probe(suspect.address, token, PROBE_TIMEOUT)
 
 
-def _node_of(suspect: Suspect) -> str:
+def _node_id(suspect: Suspect) -> str:
     return str(suspect.node_id)

@@ -8,12 +8,29 @@ from localai_cluster.accounts import audit
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.locks import Lock, try_lock
 from localai_cluster.kit.outage import left_out_in_an_outage
+from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
-from nodes.reconcilers import intents, replicas, stuck_replicas
-from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
+from nodes.reconcilers import intents, replicas
+from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
 from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
-from nodes.replicas import checks, recount
+from nodes.replicas import checks, unload_requests
+
+# Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
+SCHEDULES = [
+    Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
+    # C1. What it asks for is done by controllers, which are on the bus.
+    Recurring("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
+    Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
+    # C1; between two ticks the controllers run the pass after each change (`replicas.py`).
+    Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
+    Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
+    Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
+    Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
+    # Every six hours (C47); the first one is a controller's, ten seconds after it starts.
+    Recurring("backends: upgrade check", "nodes.reconcilers.tasks.check_upgrades", "23 */6 * * * 0"),
+]
+
 
 PRUNED_AT_ONCE = 5000
 
@@ -49,8 +66,8 @@ def state_pass() -> None:
             return
         now = clock.now()
         checks.request_checks(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
-        corrected = recount.recount()
-    if stuck_engines := stuck_replicas.report_stuck(now=now):
+        corrected = recount()
+    if stuck_engines := unload_requests.report_stuck(now=now):
         log.warning("%d engines could not be stopped: see the operations", stuck_engines)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
@@ -89,13 +106,8 @@ def prune_timeline() -> None:
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
     prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
-    prunes.append((decision_log.prune, _latest(before, decision_log.fitting_since(cluster.decision_space))))
-    prunes.append(
-        (
-            snapshot_log.prune,
-            _latest(snapshots_before, snapshot_log.fitting_since(cluster.decision_space)),
-        )
-    )
+    for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
+        prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
     for prune, since in prunes:
         while _prune_chunk(prune, since) == PRUNED_AT_ONCE:
             pass

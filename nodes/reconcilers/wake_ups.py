@@ -15,7 +15,7 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.metrics import passes
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.loading import load_request, needs
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
@@ -60,7 +60,7 @@ def _loads(changed: Changed) -> list[UUID]:
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        fleet_queries.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_cache.read_fleet("", selector=Selector("", labels), only=changed),
         fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()
@@ -94,7 +94,7 @@ def _could_take(
     )
 
 
-class Wakes(PeriodicTask):
+class NodeWakeUps(PeriodicTask):
     """The periodic task of a controller that wakes waiting work: one pass for all changes of a moment."""
 
     def __init__(self, then: Callable[[], Awaitable[None]]) -> None:

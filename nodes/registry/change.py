@@ -27,7 +27,7 @@ from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts, facts_of
 from nodes.registry.timeline import Entry
-from nodes.replicas import retire
+from nodes.replicas import engine_ends
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -55,12 +55,11 @@ _CHANGED_MEANWHILE = "the node was changed in the meantime"
 
 
 def event_kind(event: Event) -> NodeEvent.Kind:
-    """What the timeline calls `event`."""
     return _KIND.get(event) or NodeEvent.Kind(event.value)
 
 
 def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
-    """The columns in which `after` differs from `before`, each with when, who and why."""
+    """Return the columns in which `after` differs from `before`, each with time, author and reason."""
     changed: dict[str, Any] = {}
     for fact, (at, by, why) in _COLUMNS.items():
         value = getattr(after, fact)
@@ -76,7 +75,7 @@ def changed_columns(before: Facts, after: Facts, actor: Actor, reason: str, now:
 
 
 class Change:
-    """What happens to one locked node in this transaction, for which request; `save` writes it."""
+    """The changes to one locked node in this transaction; `save` writes them."""
 
     def __init__(self, node: BackendNode, now: datetime, request: str = "") -> None:
         self.node, self.now = node, now
@@ -93,9 +92,9 @@ class Change:
         detail: Mapping[str, Any] | None = None,
         routine: bool = False,
     ) -> bool:
-        """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no.
+        """Apply `event`; return True if a fact changed. Raise Conflict if the table refuses it.
 
-        A `routine` event is news only if a fact changes.
+        A `routine` event is recorded only if a fact changes.
         """
         before, reason = facts_of(self.node), names.plain(reason)
         after = states.apply(event, before)
@@ -109,7 +108,6 @@ class Change:
         return after != before
 
     def set(self, **values: Any) -> None:
-        """Sets columns."""
         for name, value in values.items():
             setattr(self.node, name, value)
         self._columns |= values
@@ -124,7 +122,7 @@ class Change:
         before: str = "",
         after: str = "",
     ) -> None:
-        """Adds an event to the timeline; without a status it is the present one on both sides."""
+        """Add an event to the timeline; both statuses default to the present one."""
         status = states.status_of(facts_of(self.node))
         statuses = before or status, after or status
         self._entries.append(
@@ -141,17 +139,15 @@ class Change:
         )
 
     def save(self) -> None:
-        """Writes columns, timeline and NOTIFY; nothing if nothing happened."""
         save_all([self])
 
     @property
     def has_changes(self) -> bool:
-        """Whether there is anything to write."""
         return bool(self._columns or self._entries)
 
     @property
     def ends_credentials(self) -> bool:
-        """Whether credentials for the bus must not outlive this: other identity, no approval, the end."""
+        """True if credentials for the bus must end: new identity, no approval, or removal."""
         return (
             "fingerprint" in self._columns
             or ("approved_at" in self._columns and self.node.approved_at is None)
@@ -159,23 +155,23 @@ class Change:
         )
 
     def close(self) -> tuple[frozenset[str], list[Entry]]:
-        """The columns that were set, the new revision among them, and what to tell; then starts over."""
+        """Return the columns that were set, the new revision included, and the events; start over."""
         self.set(revision=self.node.revision + 1, updated_at=self.now)
         names_set, entries = frozenset(self._columns), self._entries
         self._columns, self._entries = {}, []
         return names_set, entries
 
-    def _depart(self, which: states.Replicas) -> None:
-        if which == "forgotten":
-            retire.forget_nodes(self.node.id)
-        elif which == "all" or (
-            which == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
+    def _depart(self, ended_replicas: states.Replicas) -> None:
+        if ended_replicas == "forgotten":
+            engine_ends.forget_nodes(self.node.id)
+        elif ended_replicas == "all" or (
+            ended_replicas == "idle" and not any(fleet_queries.lock_in_flight_counts(self.node.id).values())
         ):
-            retire.depart(self.node.id, now=self.now)
+            engine_ends.depart(self.node.id, now=self.now)
 
 
 def save_all(changes: Sequence[Change]) -> None:
-    """Writes changes to different nodes at one time, in a constant number of statements."""
+    """Write changes to different nodes at one time, in a constant number of statements."""
     changes = [change for change in changes if change.has_changes]
     if not changes:
         return
@@ -195,9 +191,9 @@ def save_all(changes: Sequence[Change]) -> None:
 
 
 def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
-    """Writes these attributes and leaves a NOTIFY for each node, in one statement.
+    """Write these attributes and a NOTIFY for each node, in one statement.
 
-    Raises Conflict if one of them has not the revision any more that was read.
+    Raises Conflict if the revision of one of them is no longer the one that was read.
     """
     fields = [f for f in BackendNode._meta.concrete_fields if f.name in attributes or f.attname in attributes]
     rows = [
@@ -226,10 +222,10 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
 
 
 def lock_node(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
-    """The node's row, locked until the transaction ends; raises NotFound.
+    """Lock the node's row until the transaction ends, and return it; raise NotFound.
 
-    With the `revision` that somebody decided on, it also raises Conflict (field `revision`) if it has moved.
-    Who is about to remove it (`removing`) also keeps out new rows that refer to it.
+    With the `revision` that a decision is based on, raises Conflict (field `revision`) if it has changed.
+    With `removing`, the lock also keeps out new rows that refer to the node.
     """
     node = BackendNode.objects.select_for_update(no_key=not removing).filter(pk=node_id).first()
     if node is None:
@@ -241,7 +237,7 @@ def lock_node(node_id: UUID, revision: int | None = None, *, removing: bool = Fa
 
 @contextmanager
 def node_change(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
-    """A transaction around one change to one node, saved at its end; raises as `locked` does."""
+    """Open a transaction with one change to one node, saved at its end; raise like `lock_node`."""
     with transaction.atomic():
         change = Change(lock_node(node_id, revision), now)
         yield change
@@ -285,6 +281,6 @@ def _publish(entries: Sequence[Entry], event: Event, now: datetime) -> None:
         return
     ids = [entry.node_id for entry in entries]
     if states.TRANSITIONS[event].replicas == "all":
-        retire.depart(*ids, now=now)
+        engine_ends.depart(*ids, now=now)
     timeline.record(*entries, at=now)
     events.notify(events.NODES, *map(str, ids))

@@ -246,14 +246,14 @@ def _check_lookup(target: addresses.Address, name: str) -> None:
     if addresses.is_number(target.host):
         return
     try:
-        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except OSError:
         return
-    _checked(target.host, found, name)
+    _checked(target.host, results, name)
 
 
-def _checked(host: str, found: Sequence[tuple[Any, ...]], name: str) -> list[str]:
-    numbers = list(dict.fromkeys(addresses.host(entry[4][0].partition("%")[0]) for entry in found))
+def _checked(host: str, results: Sequence[tuple[Any, ...]], name: str) -> list[str]:
+    numbers = list(dict.fromkeys(addresses.host(entry[4][0].partition("%")[0]) for entry in results))
     barred = next((number for number in numbers if _is_barred(number, name)), None)
     if barred is not None and host not in _listed_hosts(name):
         raise AddressRefused(

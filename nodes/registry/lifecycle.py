@@ -215,10 +215,10 @@ LONGEST_DEADLINE = 30 * 86400.0
 def drain(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", deadline: float | None = None
 ) -> BackendNode:
-    """R1.19: nothing new goes there, what runs goes on, for `deadline` seconds at most.
+    """Drain the node (R1.19): no new requests; running ones have `deadline` seconds, by default a setting.
 
-    Without one the settings say how long, up to 30 days. Draining again keeps author and time, and takes over
-    a new reason or deadline. Raises InvalidInput for a deadline that is negative or beyond 30 days.
+    Draining again keeps author and time, and replaces reason or deadline. Raises InvalidInput for a deadline
+    that is negative or beyond 30 days.
     """
     usual = min(conf.cluster().drain_deadline, LONGEST_DEADLINE)
     seconds = usual if deadline is None else deadline
@@ -246,14 +246,14 @@ def _update_drain(change: Change, actor: Actor, reason: str, deadline: float | N
 
 
 def drain_by_worker(node_id: UUID, *, now: datetime, reason: str = "its worker is stopping") -> None:
-    """§1.3: the worker stops; an admin's drain that stands already keeps its author and deadline."""
+    """Drain the node because its worker stops (§1.3); an admin's drain keeps its author and deadline."""
     with node_change(node_id, now) as change:
         if change.apply(Event.DRAINED_ITSELF, actors.WORKER, reason=reason):
             change.set(drain_deadline=now + timedelta(seconds=OWN_DEADLINE))
 
 
 def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
-    """R1.18: ends any drain and takes "unhealthy" back; Conflict unless there is something to resume from."""
+    """End any drain and revert "unhealthy" (R1.18); raise Conflict if there is nothing to resume from."""
     with node_change(node_id, now) as change:
         absent = change.node.offline_at is not None
         change.apply(Event.RESUMED, actor, reason=reason or (RESUMED_OFFLINE if absent else ""))
@@ -261,13 +261,13 @@ def resume(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> B
 
 
 def resume_by_worker(node_id: UUID, *, now: datetime) -> None:
-    """§1.4: the worker takes its own drain back; Conflict for an admin's."""
+    """End the worker's own drain (§1.4); raise Conflict for an admin's."""
     with node_change(node_id, now) as change:
         change.apply(Event.RESUMED_ITSELF, actors.WORKER)
 
 
 def finish_drains(*, now: datetime) -> int:
-    """Ends the drains on which nothing runs or whose deadline has passed; answers how many nodes.
+    """End the drains on which nothing runs or whose deadline has passed; return the number of nodes.
 
     One query when nothing is due, else a constant number of statements.
     """
@@ -276,20 +276,21 @@ def finish_drains(*, now: datetime) -> int:
         return 0
     with transaction.atomic():
         nodes = lock_in_order(BackendNode.objects.filter(pk__in=due, status="draining"))
-        left = lock_in_flight_counts(*(node.id for node in nodes))
-        over = [node for node in nodes if node.id in left and (not left[node.id] or _is_overdue(node, now))]
+        running = lock_in_flight_counts(*(node.id for node in nodes))
+        ended_nodes = [
+            node for node in nodes if node.id in running and (not running[node.id] or _is_overdue(node, now))
+        ]
         ended = apply_to_all(
-            over,
+            ended_nodes,
             Event.DRAIN_ENDED,
             actors.task("drains"),
-            lambda node: _drain_end_cause(left[node.id]),
+            lambda node: _drain_end_cause(running[node.id]),
             now=now,
         )
     return len(ended)
 
 
 def _due(now: datetime) -> list[UUID]:
-    """Draining nodes that have replicas and no reason to keep them."""
     draining = NodeModel.objects.filter(node__status="draining").values("node_id")
     counted = draining.annotate(running=Sum("in_flight"), deadline=Max("node__drain_deadline"))
     return list(counted.filter(Q(running=0) | Q(deadline__lte=now)).values_list("node_id", flat=True))

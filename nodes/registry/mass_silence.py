@@ -34,7 +34,7 @@ def current_hold() -> CurrentHold | None:
 def hold(
     nodes: Sequence[UUID], *, since: datetime, until: datetime, of: int, actor: Actor, now: datetime
 ) -> None:
-    """CurrentHold these silent nodes; nodes that are newly held get an event in their timeline.
+    """Hold these silent nodes; nodes that are newly held get an event in their timeline.
 
     Needs a transaction in which no one else decides. A constant number of statements.
     """

@@ -22,14 +22,14 @@ from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 
 class LabelsOf(Aggregate):
-    """The labels of a group as one JSON text."""
+    """Aggregate: the labels of a group as one JSON text."""
 
     function = "jsonb_object_agg"
     output_field = TextField()
 
 
 def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
-    """The list elements of these nodes, in their order; `whole` says that no node is left out."""
+    """Return the list elements of these nodes, in their order; `whole`: no node is left out."""
     rows = of.rows(nodes)
     among = None if whole else [row["id"] for row in rows]
     counts, labels, conflicts = _counts(among), _labels(among), _open_conflicts(among)
@@ -40,19 +40,18 @@ def list_rows(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sh
             row["labels"] = orjson.loads(labels[node])
         if node in conflicts:
             row["open_conflicts"] = conflicts[node]
-        if said := version_skew_of(row):
-            row["version_skew"] = said
+        if difference := version_skew_of(row):
+            row["version_skew"] = difference
     return rows
 
 
 def version_skew_of(row: Row) -> str:
-    """What is odd about the version of a node in any of its shapes."""
+    """Return the version difference of a node in any of its shapes."""
     weak = bool(row.get("weak_identity"))
     return version_skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
-    """Grouped by the node's id."""
     rows = rows if among is None else rows.filter(node_id__in=among)
     return rows.order_by().values("node_id").values_list(text("node_id"))
 
@@ -72,7 +71,7 @@ def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:
 
 
 def detail_row(node_id: UUID) -> Row | None:
-    """The node on its own, None if there is none: the list element and what lies behind its status.
+    """Return the node's list element with the facts behind its status; None if there is no such node.
 
     `labels` is always an object (R1.107).
     """
@@ -80,12 +79,11 @@ def detail_row(node_id: UUID) -> Row | None:
     if not rows:
         return None
     sources = dict(NodeLabel.objects.filter(node=node_id).values_list("key", "source"))
-    found: Row = {"labels": {}} | rows[0] | {"label_sources": sources, "gpus": _gpus(node_id)}
-    return shape.NODE_DETAIL.of(**found, overrides=_overrides(node_id, found))
+    row: Row = {"labels": {}} | rows[0] | {"label_sources": sources, "gpus": _gpus(node_id)}
+    return shape.NODE_DETAIL.of(**row, overrides=_overrides(node_id, row))
 
 
 def _gpus(node_id: UUID) -> list[Row]:
-    """With what is reserved on each."""
     node = BackendNode.objects.values("gpus", "vram_read_at").filter(pk=node_id).first()
     if node is None or not node["gpus"]:
         return []
@@ -94,15 +92,17 @@ def _gpus(node_id: UUID) -> list[Row]:
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:
-    """What an admin says instead of the worker: by whom and since when, as far as it is still known."""
-    held = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
-    told = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
-    told = told.annotate(
-        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in held), default=Value(""))
+    """Return who overrode the worker's values and when, as far as the timeline still has it."""
+    overridden = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
+    override_events = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
+    override_events = override_events.annotate(
+        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in overridden), default=Value(""))
     )
-    latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
-    known = {what: shape.OVERRIDE.of(by=by, at=at) for what, by, at in latest}
-    return shape.OVERRIDES.of(**{name: known.get(name) or shape.OVERRIDE.of(by="", at=None) for name in held})
+    latest = override_events.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
+    author_by_name = {name: shape.OVERRIDE.of(by=by, at=at) for name, by, at in latest}
+    return shape.OVERRIDES.of(
+        **{name: author_by_name.get(name) or shape.OVERRIDE.of(by="", at=None) for name in overridden}
+    )
 
 
 STOCK = "stock worker"

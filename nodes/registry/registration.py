@@ -35,7 +35,7 @@ from nodes.registry import (
 from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_all
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event, facts_of
-from nodes.replicas import retire
+from nodes.replicas import engine_ends
 from nodes.replicas.lifecycle import engine_of
 from nodes.scheduling.passes import clear_cooldowns
 
@@ -442,7 +442,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
 
     Those that cannot run any more end. The others depart: controllers stop them, as also those that departed
     earlier and are listed now. A stock worker lists nothing, and registers again for new credentials while
-    its engines run on: a controller asks it for them (`nodes/backends/inventory.py`).
+    its engines run on: a controller requests its list (`nodes/backends/inventory.py`).
     """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
@@ -452,7 +452,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
         keep = [row.pk for row in rows[node.id] if _still_runs(row, registration, node.weak_identity)]
         ended = [row.pk for row in rows[node.id] if _has_ended(row, registration, now)]
         if len(keep) < len(rows[node.id]):
-            retire.depart(node.id, now=now, keep=keep, ended=ended)
+            engine_ends.depart(node.id, now=now, keep=keep, ended=ended)
 
 
 def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:

@@ -74,7 +74,7 @@ FACT = Shape(
 
 
 def fact_column(at: str, by: str, reason: str) -> Combinable:
-    """A fact of a node's row as a JSON text, null while it does not hold."""
+    """Return a fact of a node's row as a JSON text, null while it does not hold."""
     return FACT.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
 
 
@@ -83,7 +83,6 @@ def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
 
 
 def _of_node(rows: QuerySet[NodeModel] | QuerySet[NodeConflict], figure: Count | Sum) -> Coalesce:
-    """A figure over other rows of the node."""
     grouped = rows.filter(node=OuterRef("pk")).order_by().values("node").annotate(figure=figure)
     return Coalesce(Subquery(grouped.values("figure")), 0)
 
@@ -413,10 +412,13 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
 
 
 def _fields(view: str) -> list[Field]:
-    found = [one for views, one in FIELDS if view in views]
+    fields = [shape_field for views, shape_field in FIELDS if view in views]
     if view == LIVE:
-        return [replace(one, optional=False) for one in found]
-    return [replace(one, optional=one.optional or one.nullable, nullable=False) for one in found]
+        return [replace(shape_field, optional=False) for shape_field in fields]
+    return [
+        replace(shape_field, optional=shape_field.optional or shape_field.nullable, nullable=False)
+        for shape_field in fields
+    ]
 
 
 NODE = Shape("Node", "One node in the list (§2.1).", _fields(LIST))
@@ -439,7 +441,6 @@ LIVE_NODE_PATCH = Shape(
 
 
 def _claim(*kinds: NodeConflict.Mismatch) -> Case:
-    """What was offered, in a conflict of these kinds."""
     return Case(When(kind__in=kinds, then=F("claim")), default=Value(""))
 
 

@@ -1,6 +1,6 @@
-"""The rows of replicas and their only writer: reserve, publish, count, retire.
+"""The life of replicas and the only writer of their rows; `states.py` has the table of phases and events.
 
-`slots.py` takes a place for a load and turns it into a replica, `retire.py` removes rows and announces each
-removal to `hooks.py`, `statements.py` and `prefix_statement.py` hold the SQL that counts requests in and out
-(run by `nodes/gateway`), `fleet_queries.py` reads. Who removes a replica, and why, is decided elsewhere.
+`slots.py` reserves, stages, starts and publishes, or ends a load. `drains.py` takes replicas out of the picks
+and returns them, `terminations.py` takes them out for good, `stops.py` stops engines, `engine_ends.py`
+deletes rows when the end is confirmed and calls `hooks.py`. Each goes through `lifecycle.apply_event`.
 """

@@ -11,7 +11,7 @@ from datetime import datetime
 from uuid import UUID
 
 from localai_cluster.messaging.messages import process_key
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 
 MISSED_REPORTS = 2
 """Consecutive lists without the engine after which it counts as ended (C6)."""

@@ -93,8 +93,8 @@ def engine_of(row: NodeModel) -> Engine:
 def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
     """Let `event` happen to those of the rows to which the table allows it; return how many.
 
-    Writes the phase that follows and `columns`. Rows that the event ends are left alone: `retire.py` ends
-    them.
+    Writes the phase that follows and `columns`. `engine_ends.py` deletes the rows that
+    the event ends.
     """
     follows = TRANSITIONS[event].moves
     columns["phase"] = Case(

@@ -10,23 +10,29 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from django.db.models import Q
+
 from localai_cluster.kit.commit_hooks import committed
 from nodes.decisions import decision_log, reserved_memory
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.reserved_memory import GpuShare
 from nodes.models import (
+    BEING_LOADED,
+    LOADING_PHASES,
     BackendNode,
     ModelLoadInfo,
     NodeModel,
     Phase,
+    PhaseReason,
 )
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, lifecycle, states, terminations
-from nodes.replicas.lifecycle import AttemptId
+from nodes.replicas import engine_ends, eviction, lifecycle, states, terminations
+from nodes.replicas.lifecycle import AttemptId, Engine
 from nodes.replicas.states import ReplicaEvent
+from operations.changes import events
 
 
 @dataclass(frozen=True)
@@ -242,3 +248,44 @@ def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
     rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
     phases = dict(rows.values_list("pk", "phase"))
     return replaced if phases.get(replaced) == Phase.SERVING else None
+
+
+def end_attempt(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
+    """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
+    with committed("load.ended"):
+        ended = _end_loads(NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id), now)
+    return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
+
+
+def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
+    """End the loads, of one model or all, whose attempt does not run any more or is too old; return their
+    rows.
+
+    A killed attempt leaves its row, and so does one whose reservation was committed after its operation was
+    cancelled. Rows that may have an engine are stopped by the controllers.
+    """
+    rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
+    abandoned = rows.filter(Q(deadline__lte=now) | ~Q(lifecycle.has_running_attempt()))
+    if not abandoned.filter(phase__in=LOADING_PHASES).exists():
+        return []
+    with committed("load.abandoned"):
+        return _end_loads(abandoned.filter(state__in=BEING_LOADED), now)
+
+
+def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
+    """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
+    rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
+    started = [row for row in rows if row.phase == Phase.STARTING]
+    lifecycle.apply_event(
+        NodeModel.objects.filter(pk__in=[row.pk for row in started]),
+        ReplicaEvent.LOAD_ENDED,
+        **lifecycle.CONTROLLERS,
+        **lifecycle.stop_from(now),
+        reason=PhaseReason.LOAD_FAILED,
+    )
+    for row in started:
+        row.phase, row.reason = Phase.STOPPING, PhaseReason.LOAD_FAILED
+    engine_ends.end_rows([row for row in rows if row not in started])
+    if started:
+        events.notify(events.NODES, *sorted({str(row.node_id) for row in started}))
+    return rows

@@ -1,22 +1,126 @@
 """Stops of engines: which ones are due, who sends them, and what follows until the worker confirms the end.
 
-An unload stops its own engines. All others, also those that an ended operation has left, are claimed here by
-one controller at a time. Each outcome names the row of the engine, so it says nothing about another engine
-that has the same slot later.
+An unload stops its own engines. All others are claimed by one controller at a time: engines of ended load
+attempts, those that an ended operation has left, those of departed replicas as soon as their node can be
+reached. Each outcome names the row of the engine, so it does not affect another engine that has the same slot
+later.
+
+`model.stop` names key and address, so it does not affect an engine that was started since under the same key.
+A worker without this command gets a stop of the key, and `models.running` reports the result. Every request
+is idempotent: a lost or late reply costs one more request, which finds that the engine has ended. Only a
+confirmation ends an engine, except at a stock worker, which cannot confirm it.
 """
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import assert_never
+from uuid import UUID
 
+from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, F, Q, Value, When
 
-from localai_cluster.kit import backoff, names
+from localai_cluster.kit import backoff, clock, names
+from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.kit.rows import claim_rows
-from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason
-from nodes.replicas import drains, lifecycle, states
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.metrics import passes
+from localai_cluster.rpc.client import probe
+from localai_cluster.rpc.messages import Sign
+from nodes.commands.commands import PING_TIMEOUT, Worker
+from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
+from nodes.registry import dial_targets
+from nodes.replicas import drained_nodes, drains, engine_ends, lifecycle, slots, states, terminations
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
+
+POLL_EVERY = 5.0
+"""Seconds between two passes without a wake-up."""
+AT_ONCE = 16
+_GATHER = 1.0
+"""Seconds for which wake-ups are gathered into one pass: nodes change more often than drains end."""
+_POLL_AFTER_STOP = 1.0
+_PROBE_TIMEOUT = 1.0
+"""C4."""
+
+StillDue = Callable[[], Awaitable[bool]]
+"""Callable that returns True while the stop is still due; called before each command after the first."""
+NO_CONFIRMATION = "termination not confirmed"
+
+
+@dataclass(frozen=True)
+class StopResult:
+    """The result of a stop. `gone`: the engine certainly does not run any more; otherwise see `reason`.
+
+    `silent`: its worker does not answer at all. `sent_at`: time of the stop that ended it; None if it may
+    have ended before.
+    """
+
+    gone: bool
+    reason: str = ""
+    silent: bool = False
+    sent_at: datetime | None = None
+
+
+GONE = StopResult(True)
+
+
+async def stop_exactly(worker: Worker, process_key: str, address: str, still: StillDue) -> StopResult:
+    """Stop the engine at this address; "" is an unknown address."""
+    sent_at = clock.now()
+    outcome = await worker.stop_model(process_key, address)
+    if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
+        recorded_address = outcome.reply.address
+        if address and _port(recorded_address) != _port(address):
+            return GONE  # another process has the key now, so this one has ended
+        if recorded_address != address and await still():
+            # A stock worker compares with its own form of the address (nats.md §4.5).
+            outcome = await worker.stop_model(process_key, recorded_address)
+    match outcome:
+        case Done(reply):
+            return StopResult(True, sent_at=sent_at if reply.matched else None)
+        case NoResponders(reason):
+            if not await still():
+                return StopResult(False, reason)
+            return await _stop_by_key(worker, process_key, address)
+        case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
+            return StopResult(False, reason)
+        case _:
+            assert_never(outcome)
+
+
+async def _stop_by_key(worker: Worker, process_key: str, address: str) -> StopResult:
+    """Stop the engine of a worker without `model.stop`, or of an absent worker (nats.md §6.3)."""
+    if address:
+        await worker.unload_model(process_key.rpartition("#")[0], address)
+    await worker.stop(process_key)
+    answer = await worker.running()
+    match answer:
+        case Done(reply):
+            keys = {messages.process_key(model.model_id, model.replica_index) for model in reply.models}
+            return StopResult(False, NO_CONFIRMATION) if process_key in keys else GONE
+        case NoResponders(reason):
+            # A worker that answers other requests has received the stop but cannot confirm it: that must do.
+            is_connected = isinstance(await worker.backends(PING_TIMEOUT), Done)
+            return GONE if is_connected else StopResult(False, reason, silent=True)
+        case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
+            return StopResult(False, reason)
+        case _:
+            assert_never(answer)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
 
 _LONGEST_ERROR = 240
 _LONGEST_PAUSE = 300.0
@@ -61,6 +165,14 @@ def is_due(engine: Engine) -> bool:
     return NodeModel.engines.filter(pk=engine.id, phase__in=_STOPPABLE).exists()
 
 
+async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | None:
+    """Send one stop; None if the engine has ended, serves again or has departed: then no stop is due."""
+    if not await in_thread(record_sent, engine, now=clock.now()):
+        return None
+    worker = Worker(bus, str(engine.node_id), node_name)
+    return await stop_exactly(worker, engine.process_key, engine.address, lambda: in_thread(is_due, engine))
+
+
 def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
     """The engine may still run: keep the reason, and the time of the next stop."""
     with transaction.atomic():
@@ -77,3 +189,76 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
             claimed_until=None,
         )
         events.notify(events.NODES, str(row.node_id))
+
+
+class Stopper(PeriodicTask):
+    """Stops engines in a controller: after a change of nodes, and every `POLL_EVERY` seconds.
+
+    Each stop is claimed, so one controller at a time contacts a worker.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(
+            "stops", self._run_step, interval=POLL_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+        )
+        self._bus = bus
+
+    async def _run_step(self) -> float | None:
+        with passes.counted("stops"):
+            return _POLL_AFTER_STOP if self._bus.connected and await self.run_pass() else None
+
+    async def run_pass(self) -> int:
+        """End what has no owner and send the stops that are due; return the number of stops."""
+        now = clock.now()
+        for row in await in_thread(slots.end_abandoned_loads, now=now):
+            log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
+        for row in await in_thread(engine_ends.forget_departed, now=now):
+            log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
+        for engine in await in_thread(drains.return_abandoned):
+            log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
+        engines = await in_thread(claim_due, AT_ONCE, now=now)
+        nodes = await in_thread(drained_nodes.claim_due, AT_ONCE, now=now)
+        stops = [
+            *(self._stop(engine) for engine in engines),
+            *(drained_nodes.stop_engines(self._bus, node) for node in nodes),
+        ]
+        for failure in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(failure, Exception):
+                # Its claim expires.
+                log.warning("an engine was not stopped: %r", failure)
+        return len(stops)
+
+    async def _stop(self, engine: Engine) -> None:
+        """Send the stop of an engine that this controller has claimed."""
+        if (
+            engine.is_lost
+            and await self._answers(engine)
+            and await in_thread(terminations.restore_lost, engine)
+        ):
+            log.info("%s serves again: its engine answers", engine.process_key)
+            return
+        name = await in_thread(_node_name, engine.node_id)
+        stopped = await send_stop(self._bus, engine, name)
+        if stopped is None:
+            return
+        if stopped.gone and not engine.may_still_start(clock.now()):
+            await in_thread(engine_ends.confirm, engine.id, stop_sent=stopped.sent_at)
+            return
+        if stopped.reason:
+            log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)
+        await in_thread(record_failure, engine, stopped.reason, now=clock.now())
+
+    async def _answers(self, engine: Engine) -> bool:
+        """Return True if the engine serves its model: it was only out of reach when a request came."""
+        proof = await in_thread(_bearer, engine.node_id)
+        return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
+
+
+def _node_name(node_id: UUID) -> str:
+    return BackendNode.objects.filter(pk=node_id).values_list("name", flat=True).first() or ""
+
+
+def _bearer(node_id: UUID) -> str | None:
+    """Return what a call to an engine of the node carries; None when the node was removed."""
+    node = BackendNode.objects.filter(pk=node_id).values_list("engine_token", "weak_identity").first()
+    return None if node is None else dial_targets.bearer(*node)

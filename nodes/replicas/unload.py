@@ -29,9 +29,9 @@ from nodes.commands.outcomes import (
     Unreadable,
 )
 from nodes.models import BackendNode
-from nodes.replicas import drains, retire, staged_files, stops, unload_requests
-from nodes.replicas.exact_stop import StopResult, stop_exactly
+from nodes.replicas import drains, engine_ends, staged_files, stops, unload_requests
 from nodes.replicas.lifecycle import Engine
+from nodes.replicas.stops import StopResult
 from operations import targets
 from operations.executor.work import Work, in_thread
 from operations.ledger import attempts
@@ -145,19 +145,14 @@ class UnloadModel:
 
         async def stop() -> StopResult | None:
             await work.report(_tick(part, "stopping", f"stopping {replica.process_key} on {part.name}"))
-            if not await in_thread(stops.record_sent, replica, now=clock.now()):
-                return None
-            worker = Worker(self._bus, str(part.node_id), part.name)
-            return await stop_exactly(
-                worker, replica.process_key, replica.address, lambda: in_thread(stops.is_due, replica)
-            )
+            return await stops.send_stop(self._bus, replica, part.name)
 
         async with bound:
             stopped = await _until_confirmed(stop)
         if stopped is None:
             return await in_thread(_reason_not_stopped, part, replica)
         if stopped.gone:
-            await in_thread(retire.confirm, replica.id, stop_sent=stopped.sent_at)
+            await in_thread(engine_ends.confirm, replica.id, stop_sent=stopped.sent_at)
             return ""
         await in_thread(stops.record_failure, replica, stopped.reason, now=clock.now())
         return f"{replica.process_key} may still run: {stopped.reason}"

@@ -5,18 +5,73 @@ model, as each of its loads does, so unloads and loads exclude each other. The n
 operation is created.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from localai_cluster.kit import conf, errors
-from nodes.models import BEING_LOADED, BackendNode, NodeModel, NodeType
+from nodes.decisions import decision_log, snapshot_log
+from nodes.decisions.decision_log import DecisionRecord
+from nodes.decisions.snapshot_log import Section, State
+from nodes.models import BEING_LOADED, BackendNode, DecisionKind, NodeModel, NodeType
 from nodes.models.replica import ALL_SUFFIX, load_key
-from nodes.replicas import drains, replica_queries, unload_records
+from nodes.placement.evict import join_names
+from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
+from nodes.replicas import drains, replica_queries, terminations
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
+
+_COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
+
+
+def record_unload(
+    model_name: str,
+    operation_id: UUID,
+    *,
+    because: str,
+    node_id: UUID | None,
+    index: int | None,
+    now: datetime,
+) -> None:
+    """Record the reason for the unload of all replicas, of one node's, or of one. Three statements."""
+    rows = NodeModel.objects.of(model_name).values_list(*_COLUMNS)
+    replicas = {row[0]: row[1:] for row in rows}
+    of_operation = {
+        "because": because,
+        "node": None if node_id is None else str(node_id),
+        "index": index,
+    }
+    snapshot_ref = snapshot_log.store_snapshot(
+        {f"held/{model_name}": Section(replicas), f"unload/{operation_id}": Section(of_operation)}, now=now
+    )
+    explanation = decision_log.explanation_without_fleet(
+        DecisionOutcome.UNLOADING, _sentence(replicas, of_operation)
+    )
+    decision_log.record(
+        DecisionRecord(model_name, operation_id, explanation, snapshot_ref, DecisionKind.UNLOAD), now=now
+    )
+
+
+def replay_unload(state: State, model_name: str, operation_id: UUID | None) -> str | None:
+    """Return the sentence of the record, from its snapshot; None if that lacks the operation."""
+    request = state.get(f"unload/{operation_id}")
+    return _sentence(state.get(f"held/{model_name}", {}), request) if request else None
+
+
+def _sentence(replicas: Mapping[Any, Any], request: Mapping[str, Any]) -> str:
+    terminating = [
+        f"{index} on {node}"
+        for node_id, node, index, state in replicas.values()
+        if state in drains.HELD
+        and request["node"] in (None, str(node_id))
+        and request["index"] in (None, index)
+    ]
+    outcome = f"replicas that leave: {join_names(terminating)}" if terminating else "no replica is there"
+    return truncate(f"{request['because']}; {outcome}", LONGEST_SENTENCE)
+
 
 UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
 LONGEST_GRACE = 3600
@@ -100,9 +155,7 @@ def _deletion(request: UnloadRequest, targets: Targets, now: datetime) -> Admiss
 def _record(request: UnloadRequest, kind: str, operation: Operation, now: datetime) -> None:
     reason = request.reason or f"{kind} asked for by {request.actor}"
     node_id = request.node.id if request.node is not None else None
-    unload_records.record_unload(
-        request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now
-    )
+    record_unload(request.model, operation.id, because=reason, node_id=node_id, index=request.index, now=now)
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
@@ -155,3 +208,25 @@ def _refuse_while_loading(request: UnloadRequest, node: BackendNode) -> None:
         raise errors.Conflict(
             f"model {request.model} is being loaded on node {node.name} (operation {operation})"
         )
+
+
+log = logging.getLogger(__name__)
+
+ACTOR = "system"
+
+
+def report_stuck(*, now: datetime) -> int:
+    """Asks for the unloads, each in a transaction of its own; answers how many."""
+    told = 0
+    for row in terminations.overdue_stops(now=now):
+        reason = (
+            f"its engine was to go ({row.get_reason_display().lower()}) and was not stopped: {row.stop_error}"
+        )
+        request = UnloadRequest(
+            row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
+        )
+        try:
+            told += unload(request, now=now).created
+        except errors.ClusterError as refusal:
+            log.info("%s on %s: %s; %s", row, row.node.name, reason, refusal.message)
+    return told

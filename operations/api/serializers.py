@@ -222,7 +222,7 @@ STARTED = Shape(
 
 @dataclass(frozen=True)
 class CommandTexts:
-    """What an answer says: of a new operation, and of the one that was under way."""
+    """The messages for a new operation, and for one that was active already."""
 
     started: str
     joined: str
@@ -240,13 +240,12 @@ class NodesSerializer(NullIsAbsent):
     )
 
 
-def started_body(admission: Admission, said: CommandTexts) -> dict[str, Any]:
-    """What the answer says."""
+def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
     job = str(admission.operation.id)
     return STARTED.of(
         jobID=job,
         uuid=job,
         statusUrl=f"/api/backends/job/{job}",
-        message=said.started if admission.created else said.joined,
+        message=texts.started if admission.created else texts.joined,
         deduplicated=not admission.created,
     )

@@ -108,11 +108,11 @@ class Decisions:
         self.beaten = clock.monotonic()
 
     def _in_memory(self) -> Any:
-        from nodes.decisions import fleet_queries
+        from nodes.decisions import fleet_cache
         from nodes.placement.ranking import RankedFleet
 
         fleet = RankedFleet()
-        for node in fleet_queries.read_fleet("any"):
+        for node in fleet_cache.read_fleet("any"):
             fleet.put(node)
         return fleet
 
@@ -123,10 +123,10 @@ class Decisions:
 
     def plain(self) -> None:
         """All rows, all nodes."""
-        from nodes.decisions import fleet_queries
+        from nodes.decisions import fleet_cache
 
         name, asked = self.turn()
-        replace(asked, nodes=fleet_queries.read_fleet(name)).decide()
+        replace(asked, nodes=fleet_cache.read_fleet(name)).decide()
 
     def in_memory(self) -> None:
         """The chosen node has a request more, and a tenth of the nodes beats every second."""
@@ -146,7 +146,7 @@ class Decisions:
         from nodes.placement.load_decision import LoadQuestion, decide_load
 
         (name, asked), load = self.turn(), uuid4()
-        view, decision = self.mirror.decided(name, asked)
+        view, decision = self.mirror.decide(name, asked)
         question = LoadQuestion(view)
         seen = snapshot_log.store_snapshot(encode_load(str(load), name, question), now=clock.now())
         told = decide_load(question, decision)
@@ -161,7 +161,7 @@ class Decisions:
         from nodes.replicas.lifecycle import AttemptId
 
         (name, asked), load = self.turn(), UUID(int=self.chance.getrandbits(128))
-        view, decision = self.mirror.decided(name, asked)
+        view, decision = self.mirror.decide(name, asked)
         assert decision.node is not None
         question = LoadQuestion(view)
         told = decide_load(question, decision)

@@ -80,7 +80,7 @@ async def picker(
     """The picker of a web process, and how many statements it has made."""
     from localai_cluster.kit.database_pool import DedicatedConnection, Pool
     from nodes.gateway.picks import Picker
-    from nodes.gateway.prefix_routing import Prefixes
+    from nodes.gateway.prefix_routing import PrefixRouter
     from nodes.gateway.request import InferenceRequest
 
     class Counting(DedicatedConnection):
@@ -99,14 +99,14 @@ async def picker(
             request.chain = (*beginnings[caller], next(ends))
         prefixes.advise(request)
         replica = await ours.acquire(request)
-        prefixes.landed(request)
+        prefixes.record_pick(request)
         assert replica is not None
         ours.release(replica)
 
     pool, connection, ends = Pool(url), Counting(url), itertools.count(10**9)
     beginnings = [tuple(range(number * BLOCKS, (number + 1) * BLOCKS - 1)) for number in range(64)]
     await pool.open()
-    prefixes = Prefixes(300.0, lambda news: None)
+    prefixes = PrefixRouter(300.0, lambda news: None)
     ours = Picker(pool, connection, prefixes.weights)
     await ours.settle()
     yield pair, lambda: connection.executed

@@ -25,7 +25,6 @@ ROOMS = (
     "nodes/reconcilers/intents.py",
     "nodes/replicas/slots.py",
     "nodes/replicas/unload.py",
-    "nodes/replicas/unload_records.py",
     "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")

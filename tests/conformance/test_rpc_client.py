@@ -12,8 +12,7 @@ import pytest
 
 from localai_cluster.rpc.client import BackendClient, probe
 from localai_cluster.rpc.errors import Lost
-from localai_cluster.rpc.messages import HealthMessage, Reply
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import HealthMessage, Reply, Sign
 from tests.support.backends import free_port
 
 

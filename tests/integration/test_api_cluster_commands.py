@@ -273,7 +273,7 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
         Operation.objects.all().delete()
         return wait_for_end(operation, seconds)
 
-    monkeypatch.setattr(cluster_backends, "ended", cleared)
+    monkeypatch.setattr(cluster_backends, "wait_for_end", cleared)
     answer = post(SYSTEM_DELETE, name="echo")
     assert (answer.status_code, answer.json()["error"]) == (502, "the record of the operation was cleared")
 

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from localai_cluster.api_document import SchemaView
 from localai_cluster.kit import clock
 from nodes.backends import worker_logs
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.decisions.decision_log import record
 from nodes.definitions.files import parse_definition
 from nodes.loading import load_explanation
@@ -181,7 +181,7 @@ def reasons(read: Reader) -> None:
 
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
-    for nodes in ([], fleet_queries.read_fleet(model, only=[node.id])):
+    for nodes in ([], fleet_cache.read_fleet(model, only=[node.id])):
         record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 

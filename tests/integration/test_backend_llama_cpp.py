@@ -175,7 +175,7 @@ async def test_a_schema_and_a_grammar_bind_the_answer(engine: Engine) -> None:
     """Grammar is GBNF, or a JSON schema; both for messages and for a prompt. A schema of a request comes as
     GBNF too, for engines that read nothing else."""
     schema = json.dumps(CITY)
-    made = gbnf.of(CITY)
+    made = gbnf.from_schema(CITY)
     both = {"Grammar": made, "Metadata": {"json_schema": schema}}
     for request in (
         chat(tokens=40, Grammar=schema),

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
-from nodes.decisions import fleet_queries, reserved_memory
+from nodes.decisions import fleet_cache, reserved_memory
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import load_ends, replica_queries, slots
+from nodes.replicas import replica_queries, slots
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT
@@ -33,13 +33,13 @@ def column(node: BackendNode) -> int:
 
 
 def free(node: BackendNode) -> int:
-    (seen,) = fleet_queries.read_fleet("any", only=[node.pk])
+    (seen,) = fleet_cache.read_fleet("any", only=[node.pk])
     return seen.free_vram
 
 
 def begun(node: BackendNode, model: str, need: int, *, required: bool = False, mark: str = "") -> Slot | None:
     """A load takes its slot."""
-    (view,) = fleet_queries.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
     wants = Need(vram=need, vram_required=required)
     slot = slots.reserve(
         view, model, attempt=attempt(mark or f"{model}:1"), backend="b", now=clock.now(), need=wants
@@ -175,10 +175,10 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
     assert slot is not None
     assert other is not None
     if end == "given up":
-        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
-        load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+        slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+        slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     elif end == "killed":
-        load_ends.end_abandoned_loads("m", now=clock.now())
+        slots.end_abandoned_loads("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
         reserved_memory.release(node.pk, 4 * GB, since=clock.now())
@@ -210,7 +210,7 @@ def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
     slot = begun(node, "large", 10 * GB)
     assert slot is not None
     assert free(node) == -6 * GB
-    load_ends.end_attempt(slot, attempt=attempt("large:1"), now=clock.now())
+    slots.end_attempt(slot, attempt=attempt("large:1"), now=clock.now())
     assert (column(node), free(node)) == (12 * GB, 4 * GB)
 
 
@@ -221,7 +221,7 @@ def test_the_fleet_is_four_queries(django_assert_num_queries: Queries) -> None:
         node = hot.node(f"n{number}", available_vram=16 * GB)
         begun(node, "m", 2 * GB)
     with django_assert_num_queries(4):
-        assert [one.free_vram for one in fleet_queries.read_fleet("m")] == [14 * GB] * 5
+        assert [one.free_vram for one in fleet_cache.read_fleet("m")] == [14 * GB] * 5
 
 
 RACERS, NODES, EACH, SIZE = 32, 8, 5, 16
@@ -231,7 +231,7 @@ def placed(number: int) -> Slot | Reason:
     """One racer: looks, chooses, takes, and looks again when somebody was faster."""
     need = Need(vram=EACH * GB, vram_required=True)
     while True:
-        decision = choose_node(fleet_queries.read_fleet(f"m{number}"), need=need)
+        decision = choose_node(fleet_cache.read_fleet(f"m{number}"), need=need)
         if decision.node is None:
             assert set(decision.refused.values()) == {Reason.MEMORY}
             return Reason.MEMORY
@@ -275,14 +275,14 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     there = SIZE // EACH
     assert sorted(len([s for s in won if s.node_id == n.pk]) for n in nodes) == [there] * NODES
     assert results[:RACERS].count(Reason.MEMORY) == RACERS - there * NODES
-    assert all(one.free_vram == (SIZE - there * EACH) * GB for one in fleet_queries.read_fleet("any"))
+    assert all(one.free_vram == (SIZE - there * EACH) * GB for one in fleet_cache.read_fleet("any"))
 
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: slots.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
-    assert all(one.free_vram == SIZE * GB for one in fleet_queries.read_fleet("any"))
+    assert all(one.free_vram == SIZE * GB for one in fleet_cache.read_fleet("any"))
     assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}
 
 
@@ -434,7 +434,7 @@ def test_finders_and_the_pure_choice_have_one_order(
         node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
         for index, (state, requests) in enumerate(replicas):
             hot.replica(node, index=index, state=state, in_flight=requests)
-    seen = fleet_queries.read_fleet("another")
+    seen = fleet_cache.read_fleet("another")
     roomy = choose_node(seen, need=Need(vram=least * GB, vram_required=True))
     assert _ids(roomy.ranked) == [node.pk for node in replica_queries.with_vram(least * GB)]
     idle = [node.pk for node in replica_queries.idle()]

@@ -25,7 +25,7 @@ from nodes.loading.failures import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
 from nodes.replicas import unload_requests
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import passes, store
 from nodes.scheduling.plan import plan
@@ -70,7 +70,7 @@ async def test_an_eviction_is_kept_with_the_slot_that_it_makes_room_for(
     )
     playing = asyncio.create_task(stage.handler(stage.work))
     assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     await playing
     assert await in_thread(records) == [
         ("echo", "placement", "placed", "one"),

@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
-from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request, staging, transfer, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
 from nodes.loading.load_attempts import attempt_id
@@ -27,7 +27,7 @@ from nodes.models.replica import load_key
 from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import load_ends, slots, staged_files
+from nodes.replicas import slots, staged_files
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
@@ -243,7 +243,7 @@ async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
 ) -> None:
     """And one with files waits, with the reason, while there is no other node (review R4)."""
     await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
-    nodes = await in_thread(fleet_queries.read_fleet, "echo")
+    nodes = await in_thread(fleet_cache.read_fleet, "echo")
     assert {find_refusal(node, need=Need(disk=1)) for node in nodes} == {None}
     decision = FleetView(nodes, Need(files=1)).decide()
     assert decision.describe_refusals() == "no node can take it: 2 with a file port that does not answer"
@@ -306,8 +306,8 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
 
     def refused() -> Any:
         looks = (
-            fleet_queries.read_fleet("echo"),
-            fleet_cache.FleetCache().decided("echo", FleetView((), need))[0].nodes,
+            fleet_cache.read_fleet("echo"),
+            fleet_cache.FleetCache().decide("echo", FleetView((), need))[0].nodes,
         )
         first, second = ({one.id: find_refusal(one, need=need) for one in nodes} for nodes in looks)
         assert first == second
@@ -321,14 +321,14 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
-        there = await in_thread(fleet_queries.model_file_bytes, "echo")
+        there = await in_thread(fleet_cache.model_file_bytes, "echo")
         assert there == {stage.one.pk: SIZE + len(b"projector")}
         await in_thread(disk_of, stage.one, 2**30)
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
     await in_thread(staged_files.forget, stage.one.pk, "echo")
-    assert await in_thread(fleet_queries.model_file_bytes, "echo") == {}
+    assert await in_thread(fleet_cache.model_file_bytes, "echo") == {}
 
 
 def disk_of(node: BackendNode, free: int) -> None:
@@ -338,7 +338,7 @@ def disk_of(node: BackendNode, free: int) -> None:
 def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
-    (view,) = [one for one in fleet_queries.read_fleet("echo") if one.id == node.id]
+    (view,) = [one for one in fleet_cache.read_fleet("echo") if one.id == node.id]
     return slots.reserve(
         view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
     )
@@ -372,7 +372,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(load_ends.end_abandoned_loads, "echo", now=clock.now()))
+    left = await in_thread(partial(slots.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
     assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))

@@ -18,7 +18,7 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.rpc.errors import BackendError
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.definitions.files import parse_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
@@ -30,11 +30,11 @@ from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
-from nodes.replicas import eviction, hooks, retire, slots, stops, terminations
+from nodes.replicas import engine_ends, eviction, hooks, slots, stops, terminations
 from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
 from tests.support import hot
@@ -60,7 +60,7 @@ def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: A
 
 
 def asked(model: str, need: Need) -> LoadQuestion:
-    return LoadQuestion(FleetView(fleet_queries.read_fleet(model), need))
+    return LoadQuestion(FleetView(fleet_cache.read_fleet(model), need))
 
 
 def placed(number: int, need: Need) -> Slot | Eviction | None:
@@ -163,7 +163,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
 
     def free(available: int) -> int:
         BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
-        return fleet_queries.read_fleet("any")[0].free_vram // GB
+        return fleet_cache.read_fleet("any")[0].free_vram // GB
 
     try:
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
@@ -172,7 +172,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert [one.vram for one in eviction.terminating_replicas(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
         assert stops.record_sent(engine_of(victim), now=clock.now())
-        assert retire.confirm(victim.pk, stop_sent=later)
+        assert engine_ends.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
     assert removed == [RemovedReplica("a", node.pk, 0)]
@@ -244,14 +244,14 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
-    (view,) = fleet_queries.read_fleet("m")
+    (view,) = fleet_cache.read_fleet("m")
     assert isinstance(
         slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
     )
-    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
+    assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
     assert stops.record_sent(engine_of(victim), now=clock.now())
-    assert retire.confirm(victim.pk, stop_sent=sent)
-    assert fleet_queries.read_fleet("any")[0].free_vram == -5 * GB
+    assert engine_ends.confirm(victim.pk, stop_sent=sent)
+    assert fleet_cache.read_fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
@@ -263,8 +263,8 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     question = asked("m", need)
     with django_assert_num_queries(3):
         find_eviction("m", question, question.view.decide())
-    with django_assert_num_queries(5):
-        found = fleet_queries.read_fleet("m", conflicts={"a", "c"})
+    with django_assert_num_queries(4):
+        found = fleet_cache.read_fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 
 
@@ -297,7 +297,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
     playing = asyncio.create_task(stage.handler(stage.work))
     assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
     assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
-    assert await Stopper(stage.bus).look_once() == 1
+    assert await Stopper(stage.bus).run_pass() == 1
     assert (await asyncio.wait_for(playing, 60))["node"] == "one"
     assert not await in_thread(NodeModel.objects.filter(pk=victim).exists)
 
@@ -316,7 +316,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
     await in_thread(Operation.objects.all().delete)
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.objects.count) == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.models import BackendNode
 from nodes.placement import choose
 from nodes.reconcilers.file_ports import FilePorts
@@ -82,10 +82,10 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
     assert pauses[:4] == [FIRST_PAUSE * 2**times for times in range(4)]
     assert pauses[-1] == LONGEST_PAUSE
     assert stored(node).file_port_failed_at == began
-    (candidate,) = fleet_queries.read_fleet("echo")
+    (candidate,) = fleet_cache.read_fleet("echo")
     assert choose.find_refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
     record_check(node.id, "", now=now)
-    (candidate,) = fleet_queries.read_fleet("echo")
+    (candidate,) = fleet_cache.read_fleet("echo")
     assert choose.find_refusal(candidate, need=choose.Need(files=1)) is None
 
 

@@ -12,7 +12,7 @@ from django.db import IntegrityError, OperationalError, transaction
 from pytest_django import Settings
 
 from localai_cluster.kit import clock
-from nodes.decisions import decision_log, fleet_queries, snapshot_log
+from nodes.decisions import decision_log, fleet_cache, snapshot_log
 from nodes.decisions.snapshot_log import Section, SnapshotRef
 from nodes.models import PlacementLog, PlacementRecord
 from nodes.reconcilers import decision_replay, tasks
@@ -70,7 +70,7 @@ def test_a_clock_that_was_set_back_and_an_hour_begin_a_base() -> None:
 
 
 def test_a_log_that_has_grown_larger_than_its_base_ends() -> None:
-    now, large = clock.now(), "x" * snapshot_log.LEAST_LOG
+    now, large = clock.now(), "x" * snapshot_log.MIN_LOG_SIZE
     first = remember(now, a="")
     assert remember(now, a=large).base == first.base
     assert remember(now, a="").base != first.base
@@ -161,9 +161,14 @@ def test_threads_of_one_process_share_a_log_without_a_gap() -> None:
 
     def load(model: str) -> Any:
         told = decided(model)
-        assert told.told.node is not None
+        assert told.explanation.node is not None
         return slots.reserve(
-            told.told.node, model, attempt=attempt(f"{uuid4()}:1"), backend="b", now=clock.now(), why=told
+            told.explanation.node,
+            model,
+            attempt=attempt(f"{uuid4()}:1"),
+            backend="b",
+            now=clock.now(),
+            why=told,
         )
 
     jobs = [lambda number=number: load(f"m{number % 5}") for number in range(24)]
@@ -194,9 +199,9 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
     for age in (0, 23, 25):
         snapshot_log.start_new_base()
         told = decided(f"m{age}")
-        assert told.seen is not None
+        assert told.snapshot is not None
         decision_log.record(told, now=now)
-        PlacementLog.objects.filter(base=told.seen.base).update(at=now - timedelta(hours=age))
+        PlacementLog.objects.filter(base=told.snapshot.base).update(at=now - timedelta(hours=age))
     tasks.prune_timeline()
     found = {one.model_name: decision_replay.replay(one) for one in PlacementRecord.objects.all()}
     assert {name: one is None for name, one in found.items()} == {"m0": False, "m23": False, "m25": True}
@@ -207,7 +212,7 @@ def test_a_thousand_nodes_are_bounded() -> None:
     """A base of a thousand nodes, and a decision after a beat of one of them."""
     now = clock.now()
     hot.node("a")
-    (view,) = fleet_queries.read_fleet("m")
+    (view,) = fleet_cache.read_fleet("m")
     nodes = [dataclasses.replace(view, id=UUID(int=n), name=f"node-{n:04}") for n in range(1000)]
     decision_log.record(decided("m", nodes=nodes), now=now)
     nodes[7] = dataclasses.replace(nodes[7], free_vram=5)
@@ -215,4 +220,4 @@ def test_a_thousand_nodes_are_bounded() -> None:
     base, entry = (len(bytes(row.body)) for row in PlacementLog.objects.order_by("id"))
     assert base < 200_000
     assert entry < 1_000
-    assert snapshot_log.restored([b"{}"]) == {}
+    assert snapshot_log.restore([b"{}"]) == {}

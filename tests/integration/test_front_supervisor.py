@@ -16,7 +16,7 @@ from localai_cluster.embedded.supervisor import (
     STEADY_SECONDS,
     Program,
     Supervisor,
-    how_it_ended,
+    describe_exit,
     next_delay,
 )
 from localai_cluster.embedded.terminal import Log
@@ -133,5 +133,5 @@ def test_backoff_doubles_up_to_its_limit_and_is_forgotten_after_a_steady_minute(
 
 
 def test_how_it_ended_names_the_signal() -> None:
-    assert how_it_ended(1) == "exit code 1"
-    assert how_it_ended(-9) == "signal SIGKILL"
+    assert describe_exit(1) == "exit code 1"
+    assert describe_exit(-9) == "signal SIGKILL"

@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries, reserved_memory
+from nodes.decisions import fleet_cache, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.loading.load_placement import find_eviction
@@ -29,13 +29,13 @@ from nodes.models.replica import load_key
 from nodes.placement.choose import Need, choose_node
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
-from nodes.reconcilers import replicas, stuck_replicas, tasks
+from nodes.reconcilers import replicas, tasks
 from nodes.registry import lifecycle
-from nodes.replicas import drains, eviction, load_ends, retire, slots, terminations, unload_requests
+from nodes.replicas import drains, engine_ends, eviction, slots, terminations, unload_requests
 from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
@@ -69,7 +69,7 @@ async def lost(row: NodeModel, *, strange: bool = False) -> None:
     """As a request says that got no answer there."""
     async with hot.picker() as picker:
         replica = Replica(row.id, row.node_id, row.replica_index, row.model_name, row.address)
-        assert await picker.lose(replica, strange=strange)
+        assert await picker.exclude(replica, strange=strange)
 
 
 async def state(row: NodeModel) -> str:
@@ -87,10 +87,10 @@ async def test_what_a_request_found_dead_is_stopped_exactly_before_its_row_goes(
     await lost(row)
     assert await state(row) == "unloading"
     bus = bus_of(node, [RequestTimeout("late"), TERMINATED])
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert await state(row) == "unloading", "no confirmation, so it may still run"
     await in_thread(lambda: stop_now())
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert await state(row) == "gone"
     assert stops(bus, node) == [("echo#0", row.address)] * 2
 
@@ -103,10 +103,10 @@ async def test_what_was_only_out_of_reach_serves_again() -> None:
         row = await in_thread(lambda: hot.replica(node, address=engine.address))
         await lost(row)
         bus = bus_of(node)
-        await Stopper(bus).look_once()
+        await Stopper(bus).run_pass()
         assert await state(row) == "loaded"
         await lost(row, strange=True)
-        await Stopper(bus).look_once()
+        await Stopper(bus).run_pass()
     assert await state(row) == "gone", "another model answers there, or none"
     assert len(stops(bus, node)) == 1
 
@@ -118,9 +118,9 @@ async def test_requests_that_run_there_may_end_first() -> None:
     row = await in_thread(lambda: hot.replica(node, in_flight=1))
     await lost(row, strange=True)
     bus = bus_of(node)
-    assert await Stopper(bus).look_once() == 0
+    assert await Stopper(bus).run_pass() == 0
     await in_thread(lambda: stop_now())
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert await state(row) == "gone"
 
 
@@ -146,13 +146,13 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     node = hot.node()
     row = hot.replica(node, in_flight=1)
     terminations.lose_all([row.pk], now=clock.now())
-    assert stuck_replicas.report_stuck(now=clock.now()) == 0
+    assert unload_requests.report_stuck(now=clock.now()) == 0
     assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
     stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
-    assert stuck_replicas.report_stuck(now=clock.now()) == 0
+    assert unload_requests.report_stuck(now=clock.now()) == 0
     stop_now()
     tasks.state_pass()
-    assert stuck_replicas.report_stuck(now=clock.now()) == 0
+    assert unload_requests.report_stuck(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
     assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
@@ -162,14 +162,14 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
     if started:
         assert slots.start(slot, attempt=mine, now=clock.now())
         slots.record_answer(slot, "127.0.0.1:7")
-    load_ends.end_attempt(slot, attempt=mine, now=clock.now())
+    slots.end_attempt(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -179,14 +179,14 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: fleet_queries.read_fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_cache.read_fleet("echo")[0].taken) == set(), "it was no replica"
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
-    await Stopper(silent).look_once()
+    await Stopper(silent).run_pass()
     assert await in_thread(NodeModel.objects.count) == 1
     await in_thread(stop_now)
-    await Stopper(bus_of(node)).look_once()
+    await Stopper(bus_of(node)).run_pass()
     assert await in_thread(NodeModel.objects.count) == 0
 
 
@@ -204,7 +204,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return fleet_queries.read_fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_cache.read_fleet("any", only=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -214,7 +214,7 @@ async def test_what_an_unload_gives_back_counts_until_the_next_reading() -> None
     await in_thread(lambda: BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8)))
     row = await in_thread(lambda: old(node, "echo"))
     await lost(row, strange=True)
-    await Stopper(bus_of(node)).look_once()
+    await Stopper(bus_of(node)).run_pass()
     assert await state(row) == "gone"
     assert await in_thread(lambda: free(node)) == 12
     await in_thread(lambda: BackendNode.objects.update(available_vram=11 * GB, vram_read_at=clock.now()))
@@ -231,7 +231,7 @@ async def test_what_a_reading_may_show_already_is_not_given_away_twice(case: str
     row = await in_thread(lambda: hot.replica(node, vram_needed=10 * GB, loaded_at=loaded_at))
     await lost(row, strange=True)
     reply = dataclasses.replace(TERMINATED, matched=False) if case == "ended-before" else TERMINATED
-    await Stopper(bus_of(node, reply)).look_once()
+    await Stopper(bus_of(node, reply)).run_pass()
     assert await state(row) == "gone"
     assert await in_thread(lambda: free(node)) == 2
 
@@ -265,11 +265,9 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
     row = hot.replica(node, loaded_at=clock.now() if state == "unloading" else None, **fields)
     if state == "unloading":
-        assert retire.confirm(row.pk, stop_sent=clock.now())
+        assert engine_ends.confirm(row.pk, stop_sent=clock.now())
     else:
-        load_ends.end_attempt(
-            Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now()
-        )
+        slots.end_attempt(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
     assert not NodeModel.objects.exists()
 
 
@@ -351,7 +349,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
         for number in range(3):
             await in_thread(evicts, number, need)
             await in_thread(gives_way, rows[number])
-            await stopper.look_once()
+            await stopper.run_pass()
         await in_thread(lambda: lifecycle.finish_drains(now=clock.now()))
         over.set()
 
@@ -362,7 +360,7 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = fleet_queries.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_cache.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
@@ -417,7 +415,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
         bus.replies[command(str(frozen.id))] = NEVER
     bus.replies[messages.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
     await lost(row)
-    stopping = asyncio.create_task(Stopper(bus).look_once())
+    stopping = asyncio.create_task(Stopper(bus).run_pass())
     try:
         await in_thread(lambda: replicas.run_pass(tick=False))
         (operation,) = await in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
@@ -435,7 +433,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
 
 def placed_besides(frozen: BackendNode) -> Slot:
     """What the load takes when the frozen worker has not answered: its slot there is not free either."""
-    decision = choose_node(fleet_queries.read_fleet("echo"))
+    decision = choose_node(fleet_cache.read_fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
     taken = slots.reserve(

@@ -16,7 +16,7 @@ from pytest_django import Settings
 from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
-from localai_cluster.metrics import exposed, kinds
+from localai_cluster.metrics import kinds, registries
 from localai_cluster.rpc.client import BackendClient
 from nodes.gateway import gateway
 from nodes.gateway.request import Replica
@@ -69,7 +69,7 @@ def test_a_warm_answer_is_counted_for_its_model() -> None:
     """One request, one pick, one latency."""
 
     def counted() -> tuple[float, ...]:
-        families = text_string_to_metric_families(exposed.text("web").decode())
+        families = text_string_to_metric_families(registries.text("web").decode())
         found = {(one.name, *one.labels.values()): one.value for f in families for one in f.samples}
         names: list[tuple[str, ...]] = [
             ("inference_requests_total", "echo", "200"),

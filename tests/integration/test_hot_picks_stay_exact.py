@@ -223,7 +223,7 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
         async with hot.picker() as picker:
             replica = await acquire(picker)
             stale = replace(replica, address="127.0.0.1:9")
-            kept, gone = await picker.lose(stale), await picker.lose(replica)
+            kept, gone = await picker.exclude(stale), await picker.exclude(replica)
             picker.release(replica)
             await picker.settle()
             return kept, gone
@@ -249,7 +249,7 @@ def test_removal_races_with_picks() -> None:
                 for _ in range(50):
                     two.release(await acquire(two))
 
-            await asyncio.gather(busy(), busy(), one.lose(dead), busy())
+            await asyncio.gather(busy(), busy(), one.exclude(dead), busy())
             one.release(dead)
             await asyncio.gather(one.settle(), two.settle())
 

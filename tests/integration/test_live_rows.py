@@ -224,7 +224,7 @@ def raws(**nodes: int) -> dict[str, rows.Raw]:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> History:
     """A history of two-key nodes."""
-    monkeypatch.setattr(history, "shown", _shown)
+    monkeypatch.setattr(history, "render", _shown)
     return History("e")
 
 
@@ -259,11 +259,11 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
             raise KeyError("x")
         return _shown(raw)
 
-    monkeypatch.setattr(history, "shown", broken)
+    monkeypatch.setattr(history, "render", broken)
     with pytest.raises(KeyError):
         plain.take(raws(a=2, b=2), 1)
     assert (plain.cursor, plain.nodes["a"]["value"]) == ("e:1", 1)
-    monkeypatch.setattr(history, "shown", _shown)
+    monkeypatch.setattr(history, "render", _shown)
     assert plain.take(raws(a=2, b=2), 2)
     assert plain.since(1) == ([{"id": "a", "value": 2}, {"id": "b", "value": 2}], [])
 
@@ -290,7 +290,7 @@ STATES = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
 def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_number: int) -> None:
     """After any gap: what a tab had, with the change since then, is what there is."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(history, "shown", _shown)
+        patched.setattr(history, "render", _shown)
         kept = History("e")
         known: dict[int, dict[str, Any]] = {0: {}}
         for turn, state in enumerate(states):

@@ -18,7 +18,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.locks import Lock
 from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import tasks
-from nodes.reconcilers.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness
+from nodes.reconcilers.liveness import Limits, NodeSigns, Observed, WebSigns, apply, observe, plan_liveness
 from nodes.registry import timeline
 from nodes.registry.lifecycle import deactivate
 from nodes.registry.timeline import Entry
@@ -65,8 +65,8 @@ def status(node: BackendNode) -> str:
 @given(st.lists(st.floats(0, 300)))
 def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float]) -> None:
     """R5.4: strictly longer than the limit; I13: a node that answers in time is never declared gone."""
-    nodes = [Heard(uuid4(), ago(age)) for age in ages]
-    webs = [Listener(uuid4(), ago(age), ago(999)) for age in [*ages, 0.0]]
+    nodes = [NodeSigns(uuid4(), ago(age)) for age in ages]
+    webs = [WebSigns(uuid4(), ago(age), ago(999)) for age in [*ages, 0.0]]
     plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
     assert plan.nodes == [node.id for node in nodes if node.at and NOW - node.at > timedelta(seconds=60)]
     assert plan.processes == [web.id for web in webs if NOW - web.at > timedelta(seconds=15)]
@@ -80,12 +80,12 @@ def test_exactly_those_heard_and_answering_after_they_were_marked_are_well_again
 ) -> None:
     """Both strictly later than marked, and not silent; who was only heard is asked."""
     nodes = [
-        Heard(
+        NodeSigns(
             uuid4(), ago(heard), None if since is None else ago(since), None if asked is None else ago(asked)
         )
         for heard, since, asked in rows
     ]
-    webs = [Listener(uuid4(), ago(0), ago(999))]
+    webs = [WebSigns(uuid4(), ago(0), ago(999))]
     plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
     back = [
         (node.id, asked is not None and ago(asked) > ago(since))
@@ -100,8 +100,8 @@ def test_exactly_those_heard_and_answering_after_they_were_marked_are_well_again
 @pytest.mark.parametrize("hearing", [None, 59.0, 61.0])
 def test_silence_counts_only_while_somebody_could_hear(hearing: float | None) -> None:
     """I12: after an outage of all web processes or the database no node is declared gone for that outage."""
-    nodes = [Heard(uuid4(), ago(300)), Heard(uuid4(), None)]
-    webs = [] if hearing is None else [Listener(uuid4(), ago(1), ago(hearing))]
+    nodes = [NodeSigns(uuid4(), ago(300)), NodeSigns(uuid4(), None)]
+    webs = [] if hearing is None else [WebSigns(uuid4(), ago(1), ago(hearing))]
     plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
     assert plan.nodes == ([node.id for node in nodes] if hearing == 61.0 else [])
 

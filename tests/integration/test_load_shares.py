@@ -15,7 +15,7 @@ from django.db import transaction
 from localai_cluster.kit import clock, conf, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
 from nodes.loading.load_request import (
@@ -166,7 +166,7 @@ class TestSlots:
 
         def race(number: int) -> slots.Slot | None:
             for looked in itertools.count():
-                chosen = choose_node(fleet_queries.read_fleet("m")).node
+                chosen = choose_node(fleet_cache.read_fleet("m")).node
                 if chosen is None:
                     return None
                 slot = slots.reserve(
@@ -187,7 +187,7 @@ class TestSlots:
     @pytest.mark.rule("R1.63", "R2.44")
     def test_a_place_is_taken_as_the_rows_are_now_and_not_as_they_were(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        (view,) = fleet_queries.read_fleet("m")
+        (view,) = fleet_cache.read_fleet("m")
         hot.replica(node, "m", 0)
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
@@ -204,7 +204,7 @@ class TestSlots:
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
         hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
-        (view,) = fleet_queries.read_fleet("m")
+        (view,) = fleet_cache.read_fleet("m")
         slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
@@ -308,7 +308,7 @@ class TestPlacing:
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
             with django_assert_num_queries(6):
                 selector = fleet_queries.selectors_of(["m", "n"])["m"]
-                seen = fleet_queries.read_fleet("m", selector=selector)
+                seen = fleet_cache.read_fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)
 
 

@@ -14,15 +14,15 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import node_options
 from nodes.loading.failures import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import load_ends, retire, slots
+from nodes.replicas import engine_ends, slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.ledger import attempts
 from tests.conftest import eventually
@@ -120,7 +120,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
 
     @transaction.atomic
     def leaves() -> None:
-        retire.depart(stage.one.id, now=clock.now())
+        engine_ends.depart(stage.one.id, now=clock.now())
 
     loads.append(leaves)
     ended = await stage.play()
@@ -168,7 +168,7 @@ async def test_the_next_attempt_leaves_the_slot_of_a_killed_one_alone(stage: Sta
     done = await stage.handler(stage.work)
     assert (done["node"], done["replica_index"]) == ("two", 1)
     assert await in_thread(left) == [("echo#0", "")]
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     assert stage.bus.stops(stage.two.id) == ["echo#0"]
 
 
@@ -189,7 +189,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
         assert operation.id == active.id
         marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
-            (view, _) = sorted(fleet_queries.read_fleet("echo"), key=lambda one: one.name)
+            (view, _) = sorted(fleet_cache.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index
@@ -216,7 +216,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[NodeModel]:
         try:
-            return load_ends.end_abandoned_loads("m", now=clock.now())
+            return slots.end_abandoned_loads("m", now=clock.now())
         finally:
             connection.close()
 

@@ -23,8 +23,8 @@ from nodes.loading import load, load_placement
 from nodes.loading.failures import LoadFailed
 from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
-from nodes.replicas import retire
-from nodes.replicas.stopper import Stopper
+from nodes.replicas import engine_ends
+from nodes.replicas.stops import Stopper
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.models import Operation
@@ -155,11 +155,11 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
         if not stage.bus.asked[messages.backend_install(str(stage.one.id))]:
             return False
         with transaction.atomic():
-            return retire.depart(stage.one.id, now=clock.now()) > 0
+            return engine_ends.depart(stage.one.id, now=clock.now()) > 0
 
     ended = await stage.play(silent)
     assert isinstance(ended, Postpone), ended
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine may live on"
 
 

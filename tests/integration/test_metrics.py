@@ -24,7 +24,7 @@ from localai_cluster.asgi import application
 from localai_cluster.kit import clock, conf, connections
 from localai_cluster.kit.addresses import Address
 from localai_cluster.management.commands import qcluster
-from localai_cluster.metrics import exposed
+from localai_cluster.metrics import registries
 from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.models import PendingBackendOp, WebProcess
@@ -82,7 +82,7 @@ def test_a_scraper_s_token_and_an_admin_s_key_open_it_and_nothing_else_does() ->
     user, admin = key_of("ann", staff=False), key_of("root", staff=True)
     for key in (SCRAPER, API_KEY, admin):
         reply = asked(key)
-        assert (reply.status, reply.headers["content-type"]) == (200, exposed.CONTENT_TYPE)
+        assert (reply.status, reply.headers["content-type"]) == (200, registries.CONTENT_TYPE)
         assert reply.headers["cache-control"] == "no-store"
     strangers: list[str | None] = [None, "", "wrong", SCRAPER[:-1], REGISTRATION_TOKEN]
     refused = {**dict.fromkeys(strangers, 401), user: 403}
@@ -329,10 +329,10 @@ def test_the_monitor_counts_each_result(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(qcluster, "listen", lambda: began.append(True))
     at = clock.now()
     result = {"started": at, "stopped": at + timedelta(seconds=2), "success": True}
-    text = exposed.text("tasks").decode()
+    text = registries.text("tasks").decode()
     qcluster.count("django_q", {**result, "func": "nodes.reconcilers.tasks.liveness"})
     qcluster.count("django_q", {**result, "func": conf.cluster, "success": False})
-    found = samples(list(text_string_to_metric_families(exposed.text("tasks").decode())))
+    found = samples(list(text_string_to_metric_families(registries.text("tasks").decode())))
     before = samples(list(text_string_to_metric_families(text)))
     assert found["passes_total", "liveness", "ok"] == before.get(("passes_total", "liveness", "ok"), 0) + 1
     assert found["passes_total", "cluster", "failed"] == 1

@@ -14,7 +14,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.rpc.messages import options_to_mapping
 from nodes.api.heartbeats import HeartbeatApplication
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.live import rows as live_rows
 from nodes.loading import load
 from nodes.loading.failures import LoadFailed
@@ -25,7 +25,7 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
-from nodes.replicas import load_ends, retire, slots
+from nodes.replicas import engine_ends, slots
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import NoSlot, Slot
@@ -70,13 +70,13 @@ def told_by(name: str, *free: int, **more: Any) -> BackendNode:
 
 def rooms(node: BackendNode) -> list[int]:
     """What placement takes for free on each GPU, in GiB."""
-    (seen,) = fleet_queries.read_fleet("any", only=[node.pk])
+    (seen,) = fleet_cache.read_fleet("any", only=[node.pk])
     return [room // GIB for _, room in sorted(seen.gpus)]
 
 
 def begun(node: BackendNode, model: str, size: int, *, required: bool = True) -> Slot | NoSlot:
     """A load takes its slot, whatever placement says."""
-    (view,) = fleet_queries.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
     need = Need(vram=size * GIB, vram_required=required)
     return slots.reserve(view, model, attempt=attempt(f"{model}:1"), backend="b", now=clock.now(), need=need)
 
@@ -226,7 +226,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    load_ends.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
+    slots.end_attempt(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -260,7 +260,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
         its = [{"index": index, "uuid": f"GPU-{index}", "bytes": size * GIB, "seen": 24 * GIB}]
         hot.replica(node, f"old{number}", vram_needed=size * GIB, gpus=its, **long_ago)
     need = Need(vram=20 * GIB, vram_required=True)
-    fleet = fleet_queries.read_fleet("m")
+    fleet = fleet_cache.read_fleet("m")
     view = FleetView(fleet, need)
     room = find_eviction("m", LoadQuestion(view), view.decide())
     assert room is not None
@@ -275,7 +275,7 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     assert engine_stops.record_sent(engine_of(victim), now=clock.now())
     with CaptureQueriesContext(connection) as asked:
         later = clock.now() + timedelta(seconds=2)
-        assert retire.confirm(room.victims[0].id, stop_sent=later)
+        assert engine_ends.confirm(room.victims[0].id, stop_sent=later)
     assert len([one for one in asked if one["sql"].startswith('UPDATE "node_models"')]) == 1
     for free in (6, 22, 12, 2):  # the victim still shows; it is gone; the new engine takes half, then all
         read(node, 4, free)
@@ -293,7 +293,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     def placed(number: int) -> Slot | Reason:
         need = Need(vram=(9 if number % 2 else 5) * GIB, vram_required=True)
         while True:
-            decision = choose_node(fleet_queries.read_fleet(f"m{number}"), need=need)
+            decision = choose_node(fleet_cache.read_fleet(f"m{number}"), need=need)
             if decision.node is None:
                 return decision.refused[node.pk]
             slot = slots.reserve(
@@ -320,7 +320,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
     marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
-        lambda slot=slot: load_ends.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+        lambda slot=slot: slots.end_attempt(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]
@@ -330,7 +330,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
 def test_two_racers_for_the_last_room_on_one_gpu() -> None:
     """Both saw it free; under the node's lock one takes it and the other is refused."""
     node = told_by("one", 12, 4)
-    (view,) = fleet_queries.read_fleet("m", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("m", only=[node.pk])
     need = Need(vram=10 * GIB, vram_required=True)
 
     def taking(name: str) -> Slot | NoSlot:

@@ -30,7 +30,7 @@ from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit.errors import ClusterError
-from nodes.decisions.fleet_queries import read_fleet
+from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
 from nodes.placement.choose import find_refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness

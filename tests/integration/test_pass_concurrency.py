@@ -12,7 +12,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
-from nodes.decisions.fleet_queries import read_fleet
+from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,

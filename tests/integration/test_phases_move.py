@@ -10,7 +10,7 @@ from django.db.migrations.executor import MigrationExecutor
 
 from localai_cluster.kit import clock
 from nodes.models import NodeModel
-from nodes.replicas import load_ends, stops
+from nodes.replicas import slots, stops
 from operations.models import Operation
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -122,7 +122,7 @@ def test_every_engine_has_a_row_in_the_phase_that_follows() -> None:
 def test_controllers_go_on_with_what_was_under_way() -> None:
     """What a running load owns stays; every other engine that was to go is stopped."""
     now = clock.now() + timedelta(seconds=301)
-    assert load_ends.end_abandoned_loads(now=now) == []
+    assert slots.end_abandoned_loads(now=now) == []
     due = {engine.model_name for engine in stops.claim_due(99, now=now)}
     stays = {"reserved", "staging", "starting", "serving", "unload", "upgrade", "upgrade and unload"}
     assert due == set(PHASES) - stays

@@ -17,14 +17,14 @@ from localai_cluster.kit.database_pool import Pool
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
-from nodes.gateway.prefix_routing import Prefixes, PrefixService
-from nodes.gateway.prefix_table import chain
-from nodes.gateway.prefix_updates import Given
+from nodes.gateway.prefix_routing import PrefixRouter, PrefixService
+from nodes.gateway.prefix_table import prompt_chain
+from nodes.gateway.prefix_updates import PrefixObserved
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, PrefixPressure
 from nodes.reconcilers import replicas
-from nodes.replicas import hooks, retire
+from nodes.replicas import engine_ends, hooks
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.scheduling import pressure, store
 from nodes.scheduling.rules import Rule
@@ -49,7 +49,7 @@ LAW, COOKING = body("You know the law. " * 60), body("You cook. " * 100)
 
 
 @asynccontextmanager
-async def two_engines(prefixes: Prefixes) -> AsyncIterator[tuple[hot.Client, list[Scripted], Any]]:
+async def two_engines(prefixes: PrefixRouter) -> AsyncIterator[tuple[hot.Client, list[Scripted], Any]]:
     """Two replicas of `m` on two nodes."""
     engines = [Scripted(words("Yes.")), Scripted(words("No."))]
     async with AsyncExitStack() as stack:
@@ -74,7 +74,7 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     told: list[Any] = []
 
     async def scenario() -> tuple[list[int], int]:
-        prefixes = Prefixes(300.0, told.append)
+        prefixes = PrefixRouter(300.0, told.append)
         async with two_engines(prefixes) as (client, engines, picker):
             await say(client, LAW)
             await say(client, COOKING)
@@ -90,9 +90,9 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     counts, _ = asyncio.run(scenario())
     assert counts == [4, 4]
     first = told[0]
-    assert isinstance(first, Given)
+    assert isinstance(first, PrefixObserved)
     prompt = "".join(f"{one['role']}\n{one['content']}\n" for one in LAW["messages"])
-    assert (first.model, first.chain, first.replica) == ("m", chain("m", prompt.encode()), 0)
+    assert (first.model, first.chain, first.replica) == ("m", prompt_chain("m", prompt.encode()), 0)
     assert len(told) == 8, "each question is new at its end"
 
 
@@ -129,7 +129,7 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
     def remove() -> None:
         node = hot.node(id=NODE)
         gone = hot.replica(node, "m", state="unloading")
-        assert retire.confirm(gone.pk)
+        assert engine_ends.confirm(gone.pk)
 
     async def scenario() -> None:
         async with hot.serving(prefixes):
@@ -185,36 +185,36 @@ async def test_processes_tell_each_other_over_the_bus(tmp_path: Path) -> None:
     assert not hooks.on_removed
 
 
-def land(prefixes: Prefixes, prompt: bytes) -> None:
+def land(prefixes: PrefixRouter, prompt: bytes) -> None:
     request = asked(prompt)
     prefixes.advise(request)
     request.is_prefix_cached, request.replica = False, Replica(uuid4(), NODE, 0, "m", "a:1")
-    prefixes.landed(request)
+    prefixes.record_pick(request)
 
 
-def advised(prefixes: Prefixes, prompt: bytes) -> tuple[UUID, int] | None:
+def advised(prefixes: PrefixRouter, prompt: bytes) -> tuple[UUID, int] | None:
     request = asked(prompt)
     prefixes.advise(request)
     return request.preferred
 
 
 def asked(prompt: bytes) -> InferenceRequest:
-    return InferenceRequest(model="m", chain=chain("m", prompt))
+    return InferenceRequest(model="m", chain=prompt_chain("m", prompt))
 
 
 # --- pressure
 
 
-def kept_away(prefixes: Prefixes, times: int = 1) -> None:
+def kept_away(prefixes: PrefixRouter, times: int = 1) -> None:
     """So many requests did not get the replica that remembers them."""
     for _ in range(times):
         request = asked(b"law " * 200)
         request.preferred, request.cached_ratio, request.is_prefix_cached = (NODE, 0), 1.0, True
         request.replica = Replica(uuid4(), NODE, 1, "m", "a:1")
-        prefixes.landed(request)
+        prefixes.record_pick(request)
 
 
-def report(prefixes: Prefixes, process: UUID) -> None:
+def report(prefixes: PrefixRouter, process: UUID) -> None:
     async def scenario() -> None:
         opened = Pool(hot.database_url())
         await opened.open()

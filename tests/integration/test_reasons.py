@@ -21,7 +21,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from nodes.decisions import decision_log, fleet_queries
+from nodes.decisions import decision_log, fleet_cache
 from nodes.definitions.files import Definition, parse_definition
 from nodes.loading import load_placement, load_request
 from nodes.models import (
@@ -194,7 +194,7 @@ class TestRecords:
     def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
         """What fails after the row takes it back, too."""
         hot.node("a")
-        (view,) = fleet_queries.read_fleet("m")
+        (view,) = fleet_cache.read_fleet("m")
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
@@ -206,7 +206,7 @@ class TestRecords:
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
-        (view,) = fleet_queries.read_fleet("m")
+        (view,) = fleet_cache.read_fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)

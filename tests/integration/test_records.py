@@ -9,7 +9,7 @@ from django.db.models import Model
 
 from localai_cluster.accounts.actors import STATIC_KEY
 from localai_cluster.kit import clock
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,
@@ -64,7 +64,7 @@ def test_a_slot_is_taken_once() -> None:
     node = api.make_node()
     replica(node)
     assert refused(NodeModel, node=node, model_name="m", replica_index=0, **columns())
-    (view,) = fleet_queries.read_fleet("m")
+    (view,) = fleet_cache.read_fleet("m")
     refusal = slots.reserve(view, "m", attempt=attempt("x:1"), backend="echo", now=clock.now())
     assert refusal == slots.NoSlot("no free slot for this model")
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
@@ -74,7 +74,7 @@ def test_a_slot_is_taken_once() -> None:
 def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
     """I10: between the choice and the slot an admin may have spoken."""
     node = api.make_node()
-    (view,) = fleet_queries.read_fleet("m")
+    (view,) = fleet_cache.read_fleet("m")
     drain(node.id, actor=STATIC_KEY, now=clock.now())
     refusal = slots.reserve(view, "m", attempt=attempt("x:1"), backend="echo", now=clock.now())
     assert refusal == slots.NoSlot("gone or not healthy any more")

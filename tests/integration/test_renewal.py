@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
@@ -24,7 +24,7 @@ from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas
 from nodes.replicas import eviction, replica_queries, slots, terminations
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from operations.executor.operation_queue import write_batch
@@ -121,10 +121,10 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
         second = await picker.acquire(InferenceRequest(model="echo"))
         assert second is not None
         assert second.id != running.id
-        assert await Stopper(bus).look_once() == 0
+        assert await Stopper(bus).run_pass() == 0
         picker.release(running)
         await picker.settle()
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert stopped(bus, one) == ["echo#0"]
     left = await hot.in_thread(NodeModel.objects.get)
     assert (left.replica_index, left.config_revision) == (1, await hot.in_thread(revision))
@@ -161,7 +161,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     await hot.in_thread(put_back)
     await hot.in_thread(former.refresh_from_db)
     assert (former.state, former.reason) == ("unloading", "replaced")
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     again = await hot.in_thread(claimed)
     assert (await load.LoadModel(bus, folder.folder(), WakeUps())(again))["replica_index"] == 0
     left = await hot.in_thread(NodeModel.objects.get)
@@ -180,7 +180,7 @@ def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
     one = hot.node("one", max_replicas_per_model=slots, available_vram=free * 2**30)
     former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
     BackendNode.objects.update(vram_read_at=clock.now())
-    view = FleetView(fleet_queries.read_fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
+    view = FleetView(fleet_cache.read_fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
     question = LoadQuestion(view, evicts=False)
     decision = view.decide()
     assert decision.node is None
@@ -307,7 +307,7 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
     current = await hot.in_thread(lambda: old(one, 1, config_revision=revision(), in_flight=1))
 
     def seen() -> list[Any]:
-        (view,) = fleet_queries.read_fleet("echo")
+        (view,) = fleet_cache.read_fleet("echo")
         return [
             [found.pk for found in replica_queries.with_model("echo")] == [one.pk],
             NodeModel.objects.serving().filter(pk=former.pk).exists(),

@@ -15,7 +15,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
@@ -23,12 +23,12 @@ from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import lifecycle
 from nodes.registry import lifecycle as node_drains
 from nodes.registry.registration import Running
-from nodes.replicas import drains, hooks, load_ends, retire, slots, states, terminations
+from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.lifecycle import AttemptId, engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from operations.models import Operation
@@ -64,7 +64,7 @@ def running_load() -> AttemptId:
 
 
 def reserved(node: BackendNode, owner: AttemptId) -> Slot:
-    (view,) = fleet_queries.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot
@@ -138,7 +138,7 @@ async def test_a_load_whose_operation_has_ended_leaves_no_slot(ended: str) -> No
         lambda: lifecycle.drain(node.pk, actor=actors.task("test"), now=clock.now(), deadline=600)
     )
     bus = bus_of(node)
-    await Stopper(bus).look_once()
+    await Stopper(bus).run_pass()
     assert await in_thread(phases) == []
     assert not await in_thread(partial(slots.start, slot, attempt=owner, now=clock.now()))
 
@@ -150,16 +150,16 @@ async def test_its_engine_is_stopped_if_it_may_have_one() -> None:
     assert await in_thread(partial(slots.start, slot, attempt=owner, now=clock.now()))
     await in_thread(slots.record_answer, slot, ADDRESS)
     bus = bus_of(node)
-    await Stopper(bus).look_once()
+    await Stopper(bus).run_pass()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert await in_thread(phases) == []
 
 
 def test_a_load_that_is_too_old_ends_although_its_operation_goes_on() -> None:
     slot = reserved(hot.node(), owner := running_load())
-    assert load_ends.end_abandoned_loads(now=clock.now()) == []
+    assert slots.end_abandoned_loads(now=clock.now()) == []
     late = clock.now() + states.LOAD_WITHIN + timedelta(seconds=1)
-    assert [row.pk for row in load_ends.end_abandoned_loads(now=late)] == [slot.id]
+    assert [row.pk for row in slots.end_abandoned_loads(now=late)] == [slot.id]
     assert not slots.is_owned(slot, attempt=owner)
 
 
@@ -167,7 +167,7 @@ def test_an_answer_that_comes_late_tells_the_stop_the_address() -> None:
     """The row is that engine's, whoever owns it now; an earlier answer stays."""
     slot = reserved(hot.node(), owner := attempt("a:1"))
     assert slots.start(slot, attempt=owner, now=clock.now())
-    assert load_ends.end_attempt(slot, attempt=owner, now=clock.now())
+    assert slots.end_attempt(slot, attempt=owner, now=clock.now())
     slots.record_answer(slot, ADDRESS)
     slots.record_answer(slot, "10.0.0.1:9")
     row = NodeModel.engines.get()
@@ -205,10 +205,10 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     assert not await in_thread(ReplicaUse.objects.exists)
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
-    (view,) = await in_thread(fleet_queries.read_fleet, "echo")
+    (view,) = await in_thread(fleet_cache.read_fleet, "echo")
     assert (view.taken, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
-    await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
+    await in_thread(lambda: engine_ends.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
 
 
@@ -219,9 +219,9 @@ async def test_a_node_that_was_only_silent_has_exactly_its_former_engines_stoppe
     silent = partial(lifecycle.mark_silent, [node.pk], limit=60, actor=actors.task("test"), now=clock.now())
     assert await in_thread(silent) == 1
     bus = bus_of(node)
-    assert await Stopper(bus).look_once() == 0, "it cannot be reached"
+    assert await Stopper(bus).run_pass() == 0, "it cannot be reached"
     await in_thread(lambda: BackendNode.objects.update(offline_at=None, last_heartbeat=clock.now()))
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert await in_thread(phases) == []
 
@@ -263,8 +263,8 @@ def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
     hot.replica(node)
     lifecycle.deactivate(node.pk, now=clock.now())
     now = clock.now()
-    assert retire.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
-    assert len(retire.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
+    assert engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
+    assert len(engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
     assert phases() == []
 
 
@@ -275,10 +275,10 @@ async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> Non
     assert await in_thread(phases) == ["departed"]
     bus = bus_of(node)
     bus.replies[messages.models_running(str(node.id))] = m.RunningReply()
-    await Stopper(bus).look_once()
+    await Stopper(bus).run_pass()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None
-    await Stopper(bus).look_once()
+    await Stopper(bus).run_pass()
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is not None
 
 
@@ -301,7 +301,7 @@ async def test_a_lost_replica_that_an_unload_has_taken_over_does_not_return() ->
     assert await in_thread(phases) == ["terminating"]
     assert await in_thread(drains.return_abandoned) == []
     bus = bus_of(node)
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     assert stops(bus, node) == [("echo#0", row.address)]
 
 
@@ -310,7 +310,7 @@ def test_a_replica_that_returned_is_not_ended_by_a_late_confirmation() -> None:
     terminations.lose_all([row.pk], now=clock.now())
     row.refresh_from_db()
     assert terminations.restore_lost(engine_of(row))
-    assert not retire.confirm(row.pk, stop_sent=clock.now())
+    assert not engine_ends.confirm(row.pk, stop_sent=clock.now())
     assert phases() == ["serving"]
 
 

@@ -24,8 +24,8 @@ from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.reconcilers import replica_wake_ups, replicas, tasks
-from nodes.reconcilers.schedules import SCHEDULES
+from nodes.reconcilers import replicas, tasks
+from nodes.reconcilers.tasks import SCHEDULES
 from nodes.registry import labels
 from nodes.replicas import drains, terminations, unload
 from nodes.scheduling import passes, store
@@ -121,7 +121,9 @@ def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
-    monkeypatch.setattr(load_request, "request_scale_up", lambda model, **wish: asked.append(wish["only"]))
+    monkeypatch.setattr(
+        load_request, "request_scale_up", lambda model, **wish: asked.append(wish["allowed_nodes"])
+    )
     replicas.run_pass(tick=True)
     assert asked == [None]
 
@@ -469,8 +471,8 @@ async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at
         return outcome
 
     monkeypatch.setattr(replicas, "run_pass", look)
-    monkeypatch.setattr(replica_wake_ups, "GATHER", 0.0)
-    made = replica_wake_ups.Scaler()
+    monkeypatch.setattr(replicas, "GATHER", 0.0)
+    made = replicas.ReplicaPass()
     running = asyncio.create_task(made.run())
     try:
         made.wake()

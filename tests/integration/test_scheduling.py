@@ -7,7 +7,7 @@ from django_q.models import OrmQ, Schedule
 
 from localai_cluster.kit import clock, periodic
 from localai_cluster.kit.periodic import Recurring
-from nodes.reconcilers.schedules import SCHEDULES
+from nodes.reconcilers.tasks import SCHEDULES
 from operations.reconcilers.tasks import SCHEDULES as LEDGER_SCHEDULES
 
 pytestmark = pytest.mark.django_db(transaction=True)

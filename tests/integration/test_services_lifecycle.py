@@ -13,13 +13,13 @@ from django.conf import settings
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import errors
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import claims, labels, lifecycle, overrides
 from nodes.registry.change import changed_columns
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, facts_of, status_of
-from nodes.replicas import hooks, load_ends, slots
+from nodes.replicas import hooks, slots
 from nodes.replicas.hooks import RemovedReplica
 from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
@@ -526,16 +526,16 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
     current = AttemptId(operation.id, 2)
-    view = next(one for one in fleet_queries.read_fleet("m") if one.id == node.pk)
+    view = next(one for one in fleet_cache.read_fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
-    assert removed(lambda: load_ends.end_attempt(mine, attempt=attempt("another:1"), now=now)) == []
-    assert removed(lambda: load_ends.end_abandoned_loads("n", now=now)) == []
-    assert removed(lambda: load_ends.end_abandoned_loads("m", now=now)) == [("m", node.pk, 1)]
-    assert removed(lambda: load_ends.end_attempt(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
-    assert removed(lambda: load_ends.end_attempt(mine, attempt=current, now=now)) == []
+    assert removed(lambda: slots.end_attempt(mine, attempt=attempt("another:1"), now=now)) == []
+    assert removed(lambda: slots.end_abandoned_loads("n", now=now)) == []
+    assert removed(lambda: slots.end_abandoned_loads("m", now=now)) == [("m", node.pk, 1)]
+    assert removed(lambda: slots.end_attempt(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
+    assert removed(lambda: slots.end_attempt(mine, attempt=current, now=now)) == []
 
 
 # --- who may not be reached

@@ -12,7 +12,7 @@ from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import classify_credential, owner_of
 from localai_cluster.kit import errors
 from nodes.backends.node_commands import find_node
-from nodes.decisions.fleet_queries import read_fleet
+from nodes.decisions.fleet_cache import read_fleet
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, find_refusal
 from nodes.registry import claims, lifecycle, overrides

@@ -24,7 +24,7 @@ from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
-from nodes.replicas import upgrade_drains
+from nodes.replicas import drains
 from operations.ledger import admission as ledger
 from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
@@ -136,9 +136,9 @@ async def test_replicas_that_were_started_by_the_alias_are_spared(stage: Stage) 
     await hot.in_thread(by_alias)
     stage.lists(replace(ECHO, alias="Speech"))
     both = [stage.node.id, stage.other.id]
-    assert await hot.in_thread(partial(upgrade_drains.last_replicas, "echo", both)) == {}
+    assert await hot.in_thread(partial(drains.last_replicas, "echo", both)) == {}
     await hot.in_thread(stage.alone)
-    assert await hot.in_thread(partial(upgrade_drains.last_replicas, "echo", both)) == {stage.node.id: {"m"}}
+    assert await hot.in_thread(partial(drains.last_replicas, "echo", both)) == {stage.node.id: {"m"}}
     intent = await hot.in_thread(partial(stage.begins_in_waves, "m"))
     attempt = asyncio.create_task(stage.carries_out(intent))
     await until(lambda: reason() == "waiting for 1 request on one")
@@ -384,11 +384,11 @@ async def test_the_answer_counts_though_the_replicas_cannot_be_put_back(
     def fails(*intent: Any) -> None:
         raise OperationalError("deadlock detected")
 
-    monkeypatch.setattr(upgrade_drains, "end_upgrade", fails)
+    monkeypatch.setattr(drains, "end_upgrade", fails)
     intent = await hot.in_thread(stage.begins_in_waves)
     assert (await stage.carries_out(intent)).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == set()
     monkeypatch.undo()
-    await hot.in_thread(upgrade_drains.return_without_upgrade)
+    await hot.in_thread(drains.return_without_upgrade)
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}

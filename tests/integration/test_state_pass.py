@@ -14,14 +14,14 @@ from localai_cluster.kit.locks import Lock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NoResponders, RequestTimeout
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import state_pass, tasks
+from nodes.reconcilers.liveness import recount
 from nodes.reconcilers.state_pass import StatePass
 from nodes.replicas import checks, hooks, statements
 from nodes.replicas.evidence import ALIVE, CheckResult, Suspect
 from nodes.replicas.hooks import RemovedReplica
-from nodes.replicas.recount import recount
 from operations.changes import events
 from tests.support import hot
 from tests.support.backends import TOKEN
@@ -69,7 +69,7 @@ class Stage:
 
     async def look(self) -> int:
         """One pass of one controller, and the time until the next."""
-        found = await StatePass(self.bus).look_once()
+        found = await StatePass(self.bus).run_pass()
         await in_thread(a_tick_passes)
         return found
 

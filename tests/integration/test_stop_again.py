@@ -11,7 +11,7 @@ from localai_cluster.messaging import messages as m
 from nodes.models import NodeModel
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.lifecycle import engine_of
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from tests.integration.test_going import TERMINATED, bus_of, stops
 from tests.support import hot
@@ -47,11 +47,11 @@ async def test_what_was_not_confirmed_is_counted_said_and_due_again(reply: Any, 
     node = await in_thread(hot.node)
     row = await in_thread(lambda: hot.replica(node, stop_attempts=2, **DUE))
     bus = PlayedBus() if reply is None else bus_of(node, reply)
-    assert await Stopper(bus).look_once() == 1
+    assert await Stopper(bus).run_pass() == 1
     await in_thread(row.refresh_from_db)
     assert (row.state, row.stop_attempts) == ("unloading", 3)
     assert said in row.stop_error
-    assert await Stopper(bus).look_once() == 0
+    assert await Stopper(bus).run_pass() == 0
     assert row.next_stop_at is not None
     later = row.next_stop_at
     assert [one.id for one in await in_thread(lambda: engine_stops.claim_due(1, now=later))] == [row.id]
@@ -76,7 +76,7 @@ async def test_a_late_reply_removes_no_other_row(reply: m.StopModelReply, taken:
         left.extend(await in_thread(replaced))
         return reply
 
-    assert await Stopper(bus_of(node, [answers, reply])).look_once() == 1
+    assert await Stopper(bus_of(node, [answers, reply])).run_pass() == 1
     found = await in_thread(lambda: list(NodeModel.objects.values_list("pk", "state", "stop_error")))
     assert found == [(pk, "loaded", "") for pk in left]
 
@@ -86,7 +86,7 @@ async def test_of_two_controllers_one_sends_the_stop() -> None:
     node = await in_thread(hot.node)
     await in_thread(lambda: hot.replica(node, stop_attempts=1, **DUE))
     bus = bus_of(node)
-    looks = await asyncio.gather(*(Stopper(bus).look_once() for _ in range(2)))
+    looks = await asyncio.gather(*(Stopper(bus).run_pass() for _ in range(2)))
     assert sorted(looks) == [0, 1]
     assert len(stops(bus, node)) == 1
     assert not await in_thread(NodeModel.objects.exists)

@@ -19,15 +19,16 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
-from nodes.replicas import drained_nodes, retire, slots
+from nodes.replicas import drained_nodes, engine_ends, slots
+from nodes.replicas.drained_nodes import CANNOT_TELL
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
-from nodes.replicas.stopper import CANNOT_TELL, Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from tests.support import api, hot
@@ -62,7 +63,7 @@ class Stage:
 
     def slot(self, attempt: AttemptId) -> Slot:
         """The slot of an attempt."""
-        (view,) = fleet_queries.read_fleet("echo")
+        (view,) = fleet_cache.read_fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot
@@ -78,7 +79,7 @@ class Stage:
         return AttemptId(operation.id, operation.fence)
 
     async def look(self) -> int:
-        return await Stopper(self.bus).look_once()
+        return await Stopper(self.bus).run_pass()
 
     def stops(self) -> list[m.StopModelRequest]:
         """The exact stops that were asked for."""
@@ -135,7 +136,7 @@ class TestEngineOfAnEndedAttempt:
         slot = await in_thread(partial(stage.note, address=""))
 
         async def taken_over() -> m.StopModelReply:
-            assert await in_thread(retire.confirm, slot.id)
+            assert await in_thread(engine_ends.confirm, slot.id)
             await in_thread(lambda: stage.note(stage.attempt(), address=""))
             return m.StopModelReply(matched=True, address="127.0.0.1:7001")
 

@@ -22,9 +22,9 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import lifecycle
-from nodes.replicas import unload, unload_requests, upgrade_drains
+from nodes.replicas import drains, unload, unload_requests
 from nodes.replicas.lifecycle import SERVES
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Recorder, Work, in_thread
@@ -365,10 +365,10 @@ class TestLeftBehind:
     async def test_a_replica_that_was_not_stopped_serves_again_after_a_cancel(self, stage: Stage) -> None:
         work = await in_thread(stage.begins)
         await in_thread(unload._drain_targets, work)
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert ("one", "echo", "unloading") in await rows(), "its operation is active"
         await in_thread(ended_as_cancelled)
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert await rows() == {OTHER, ("one", "echo", "loaded"), ("two", "echo", "loaded")}
         assert not stage.asked(stage.one)
 
@@ -382,7 +382,7 @@ class TestLeftBehind:
         other = await in_thread(stage.begins)
         await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "loaded")}
         await stage.carries_out(mine)
         assert len(stage.asked(stage.one)) == 1
@@ -395,7 +395,7 @@ class TestLeftBehind:
         other = await in_thread(stage.begins)
         await in_thread(unload._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         states = NodeModel.objects.filter(node=stage.one, model_name="echo").order_by("replica_index")
         found = await in_thread(lambda: list(states.values_list("state", flat=True)))
         assert found == ["loaded", "unloading"]
@@ -409,10 +409,10 @@ class TestLeftBehind:
         upgrade = await in_thread(lambda: stage.one.pending_ops.create(**intent, **lease))
         await in_thread(lambda: mine.update(backend_type="echo"))
         await in_thread(ended_as_cancelled)
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert ("one", "echo", "unloading") in await rows()
         await in_thread(upgrade.delete)
-        await in_thread(upgrade_drains.return_without_upgrade)
+        await in_thread(drains.return_without_upgrade)
         assert ("one", "echo", "loaded") in await rows()
 
     async def test_an_unload_whose_replica_serves_again_is_no_success(self, stage: Stage) -> None:
@@ -433,11 +433,11 @@ class TestLeftBehind:
         await stage.fails(work)
         await in_thread(ended_as_cancelled)
         stage.stops(stage.one, GONE)
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert ("one", "echo", "unloading") in await rows(), "it is not due yet"
         due = clock.now() - timedelta(seconds=1)
         await in_thread(lambda: NodeModel.objects.filter(state="unloading").update(next_stop_at=due))
-        await Stopper(stage.bus).look_once()
+        await Stopper(stage.bus).run_pass()
         assert await rows() == {OTHER, ("two", "echo", "loaded")}
 
 

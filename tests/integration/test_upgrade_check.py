@@ -22,7 +22,7 @@ from nodes.backends import catalogue, inventory, upgrade_check, upgrade_state
 from nodes.backends.installed import Offered
 from nodes.models import BackendNode, BackendOffer, NodeBackend, UpgradeCheck
 from nodes.reconcilers import tasks
-from nodes.reconcilers.schedules import SCHEDULES
+from nodes.reconcilers.tasks import SCHEDULES
 from operations.executor.work import in_thread
 from tests.integration.test_api_document import document, fits
 from tests.support import api

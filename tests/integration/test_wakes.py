@@ -214,7 +214,7 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
     async def then() -> None:
         told.append(len(looks))
 
-    heard = wake_ups.Wakes(then)
+    heard = wake_ups.NodeWakeUps(then)
     for _ in range(500):
         for node in nodes:
             heard.changed(str(node.id))
@@ -275,7 +275,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     async def then() -> None:
         """No intent waits."""
 
-    executor, lists, heard, listening = Listener(), Listener(), wake_ups.Wakes(then), asyncio.Event()
+    executor, lists, heard, listening = Listener(), Listener(), wake_ups.NodeWakeUps(then), asyncio.Event()
     hear = heard.changed
 
     def told(node_id: str) -> None:

@@ -13,7 +13,7 @@ from nodes.backends import admission, intents
 from nodes.backends.intents import Intent
 from nodes.models import BackendNode, NodeModel
 from nodes.reconcilers import intents as reconciler
-from nodes.replicas import drains, upgrade_drains
+from nodes.replicas import drains
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.fleet import at_once
@@ -47,14 +47,12 @@ def test_the_replicas_of_the_backend_leave_the_picks_and_come_back_when_the_atte
     on(b, "n")
     hot.replica(a, "of-another", address="127.0.0.1:1", backend_type="other")
     intent = upgrading(a)
-    found = upgrade_drains.drain_for_upgrade(
-        a.id, "ECHO", intent_id=intent.id, confirmed=(), deadline=clock.now()
-    )
-    assert found == upgrade_drains.UpgradeDrain(running=2)
+    found = drains.drain_for_upgrade(a.id, "ECHO", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    assert found == drains.UpgradeDrain(running=2)
     assert loaded() == {("b", "m"), ("b", "n"), ("a", "of-another")}
-    upgrade_drains.end_upgrade(intent.id, intent.fence + 1)
+    drains.end_upgrade(intent.id, intent.fence + 1)
     assert len(loaded()) == 3, "a later attempt has them now"
-    upgrade_drains.end_upgrade(intent.id, intent.fence)
+    drains.end_upgrade(intent.id, intent.fence)
     assert len(loaded()) == 5
     assert not NodeModel.objects.exclude(owner_kind="").exists()
 
@@ -64,14 +62,12 @@ def test_a_models_last_replica_stays_unless_it_is_confirmed() -> None:
     for node, model in ((a, "alone"), (a, "both"), (b, "both")):
         on(node, model)
     intent = upgrading(a)
-    blocked = upgrade_drains.drain_for_upgrade(
+    blocked = drains.drain_for_upgrade(
         a.id, "echo", intent_id=intent.id, confirmed=["both"], deadline=clock.now()
     )
-    assert blocked == upgrade_drains.UpgradeDrain(last_of=("alone",))
+    assert blocked == drains.UpgradeDrain(last_of=("alone",))
     assert len(loaded()) == 3, "all of them or none"
-    upgrade_drains.drain_for_upgrade(
-        a.id, "echo", intent_id=intent.id, confirmed=["alone"], deadline=clock.now()
-    )
+    drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=["alone"], deadline=clock.now())
     assert loaded() == {("b", "both")}
 
 
@@ -80,7 +76,7 @@ def test_a_replica_on_a_node_that_is_away_is_no_other_replica() -> None:
     on(a)
     on(b)
     BackendNode.objects.filter(pk=b.pk).update(offline_at=clock.now())
-    assert upgrade_drains.last_replicas("echo", [a.id, b.id]) == {a.id: {"m"}}
+    assert drains.last_replicas("echo", [a.id, b.id]) == {a.id: {"m"}}
 
 
 def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
@@ -93,7 +89,7 @@ def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
         both = claimed()
         jobs = (
             partial(
-                upgrade_drains.drain_for_upgrade,
+                drains.drain_for_upgrade,
                 one.node.id,
                 "echo",
                 intent_id=one.id,
@@ -112,7 +108,7 @@ def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
     on(a)
     on(b)
     intent = upgrading(a)
-    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     reconciler.clean(now=clock.now())
     assert len(loaded()) == 1, "the attempt is under way"
     intents.reap(now=clock.now() + timedelta(minutes=5))
@@ -126,7 +122,7 @@ def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
     on(b)
     operation = asked([a])
     intent = claimed()["a"]
-    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     admission.cancel(operation.id, actor="bob", now=clock.now())
     called_off = claimed()["a"]
     intents.called_off({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
@@ -139,7 +135,7 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
     mine = on(a)
     on(b)
     intent = upgrading(a)
-    upgrade_drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    drains.drain_for_upgrade(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     unload: dict[str, Any] = {
         "index": None,
         "deadline": clock.now(),
@@ -149,7 +145,7 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
     with transaction.atomic():
         (taken,) = drains.drain_for_unload("m", [a.id], **unload)
     assert taken.id == mine.pk
-    upgrade_drains.end_upgrade(intent.id, intent.fence)
+    drains.end_upgrade(intent.id, intent.fence)
     assert loaded() == {("b", "m")}
 
 

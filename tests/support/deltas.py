@@ -24,7 +24,7 @@ def answers(draw: st.DrawFn) -> list[TextDelta]:
 
 def played(dialect: Dialect, deltas: Sequence[TextDelta], data: st.DataObject) -> bytes:
     """The whole stream, however the deltas are bundled."""
-    told, events, left = dialect.events(HEAD).told, b"", list(deltas)
+    told, events, left = dialect.events(HEAD).render, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
         events += told(left[:size])

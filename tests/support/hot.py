@@ -18,7 +18,7 @@ from localai_cluster.kit.database_pool import DedicatedConnection, Pool
 from localai_cluster.rpc.client import ClientPool
 from nodes.gateway import gateway
 from nodes.gateway.picks import Picker, ProcessHeartbeat
-from nodes.gateway.prefix_routing import Prefixes
+from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
 from operations.executor.wake_ups import WakeUps
@@ -77,18 +77,18 @@ class CountingConnection(DedicatedConnection):
 class CountedPicker(Picker):
     """A picker whose statements are counted."""
 
-    def __init__(self, pool: Pool, prefixes: Prefixes) -> None:
+    def __init__(self, pool: Pool, prefixes: PrefixRouter) -> None:
         self.connection = CountingConnection(database_url())
         super().__init__(pool, self.connection, prefixes.weights)
 
 
-def alone() -> Prefixes:
+def alone() -> PrefixRouter:
     """The prompts of a process that tells nobody."""
-    return Prefixes(300.0, lambda news: None)
+    return PrefixRouter(300.0, lambda news: None)
 
 
 @asynccontextmanager
-async def picker(prefixes: Prefixes | None = None) -> AsyncIterator[CountedPicker]:
+async def picker(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedPicker]:
     """A picker with its own connections and its process row, as one web process has it; not signed off."""
     pool = Pool(database_url())
     await pool.open()
@@ -112,7 +112,7 @@ def processes() -> int:
 
 
 @asynccontextmanager
-async def serving(prefixes: Prefixes | None = None) -> AsyncIterator[CountedPicker]:
+async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedPicker]:
     """This process as a web process: what `manage.py serve` starts, on the test database, without a bus."""
     hints, prefixes = WakeUps(), prefixes or alone()
     clients, loads = ClientPool(), Loads(hints)

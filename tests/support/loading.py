@@ -17,7 +17,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from operations.executor.operation_queue import write_batch
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Recorder, Work, in_thread
@@ -119,7 +119,7 @@ def left() -> list[tuple[str, str]]:
 async def stops(stage: Stage) -> None:
     """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
     stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
-    await Stopper(stage.bus).look_once()
+    await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.engines.count) == 0
 
 

@@ -26,8 +26,8 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
-from localai_cluster.rpc.probe_results import Sign
-from nodes.replicas import stopper, unload
+from localai_cluster.rpc.messages import Sign
+from nodes.replicas import drained_nodes, stops, unload
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.operation_queue import write_batch
@@ -405,9 +405,10 @@ def played(world: World) -> Iterator[None]:
         (failpoints, "armed"): lambda: True,
         (failpoints, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
-        (stopper, "in_thread"): _in_thread,
-        (stopper.log, "warning"): warning,
-        (stopper, "probe"): world.probe,
+        (stops, "in_thread"): _in_thread,
+        (drained_nodes, "in_thread"): _in_thread,
+        (stops.log, "warning"): warning,
+        (stops, "probe"): world.probe,
         (unload, "in_thread"): _in_thread,
         (unload, "asyncio"): _Asyncio(),
         (executor_work, "in_thread"): _in_thread,

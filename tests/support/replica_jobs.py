@@ -16,17 +16,17 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.commands.outcomes import CommandFailed
-from nodes.decisions import fleet_queries
+from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, PhaseReason
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.registry import lifecycle, registration
-from nodes.replicas import eviction, load_ends, retire, slots, statements, terminations, unload_requests
+from nodes.replicas import engine_ends, eviction, slots, statements, terminations, unload_requests
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.replicas.unload import UnloadModel
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
@@ -85,8 +85,8 @@ class Cluster:
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
-        call(load_ends.end_abandoned_loads, model, now=clock.now())
-        views = call(fleet_queries.read_fleet, model, only=[UUID(operation.payload["node"])])
+        call(slots.end_abandoned_loads, model, now=clock.now())
+        views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]
@@ -113,7 +113,7 @@ class Cluster:
                 raise LoadFailed("no room")
             self._publish(operation, slot, attempt)
         except LoadFailed:
-            call(load_ends.end_attempt, slot, attempt=attempt, now=clock.now())
+            call(slots.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
     def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
@@ -126,7 +126,7 @@ class Cluster:
             raise LoadFailed("the slot was lost")
         address = self._start(operation, slot)
         call(slots.record_answer, slot, address)
-        call(retire.end_at_address, address, node_id=slot.node_id, but=slot.id)
+        call(engine_ends.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
         replaces = operation.payload["replaces"]
         if not call(
@@ -161,7 +161,7 @@ class Cluster:
 
     def stops(self) -> None:
         """A controller stops what is due."""
-        asyncio.run(Stopper(self.world).look_once())
+        asyncio.run(Stopper(self.world).run_pass())
 
     def reaps(self) -> None:
         """A controller takes back leases that ran out."""

@@ -9,22 +9,11 @@ import pytest
 from django.db import transaction
 
 from nodes.models import NodeModel, Phase
-from nodes.replicas import (
-    drains,
-    lifecycle,
-    load_ends,
-    retire,
-    slots,
-    statements,
-    stopper,
-    stops,
-    terminations,
-    unload,
-)
-from nodes.replicas.exact_stop import GONE
-from nodes.replicas.exact_stop import stop_exactly as genuine_stop
+from nodes.replicas import drains, engine_ends, lifecycle, slots, statements, stops, terminations
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
+from nodes.replicas.stops import GONE
+from nodes.replicas.stops import stop_exactly as genuine_stop
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -42,8 +31,8 @@ def _drops_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _releases_twice(patch: pytest.MonkeyPatch) -> None:
-    genuine = retire._release
-    patch.setattr(retire, "_release", lambda rows: (genuine(rows), genuine(rows)))
+    genuine = engine_ends._release
+    patch.setattr(engine_ends, "_release", lambda rows: (genuine(rows), genuine(rows)))
 
 
 def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
@@ -53,8 +42,7 @@ def _believes(patch: pytest.MonkeyPatch, words: str) -> None:
         stopped = await genuine_stop(*arguments)
         return GONE if words in stopped.reason else stopped
 
-    patch.setattr(stopper, "stop_exactly", stop_exactly)
-    patch.setattr(unload, "stop_exactly", stop_exactly)
+    patch.setattr(stops, "stop_exactly", stop_exactly)
 
 
 def _late_note(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +61,7 @@ def _reuses_the_index(patch: pytest.MonkeyPatch) -> None:
 
     def free_index(node: Any, model_name: str) -> int | None:
         stale = NodeModel.engines.of(model_name).filter(node=node, phase="stopping", stop_attempts__gt=0)
-        retire.end_rows(list(stale.select_for_update(of=("self",))))
+        engine_ends.end_rows(list(stale.select_for_update(of=("self",))))
         return genuine(node, model_name)
 
     patch.setattr(slots, "_free_index", free_index)
@@ -96,7 +84,7 @@ def _confirms_early(patch: pytest.MonkeyPatch) -> None:
 
 def _keeps_abandoned(patch: pytest.MonkeyPatch) -> None:
     """No pass ends the loads whose attempt was killed."""
-    patch.setattr(load_ends, "end_abandoned_loads", lambda model_name=None, *, now: [])
+    patch.setattr(slots, "end_abandoned_loads", lambda model_name=None, *, now: [])
 
 
 def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -105,21 +93,21 @@ def _gives_up_at_once(patch: pytest.MonkeyPatch) -> None:
     def give_up(slot: slots.Slot, *, attempt: Any, now: datetime) -> None:
         with transaction.atomic():
             mine = NodeModel.engines.filter(lifecycle.of_attempt(attempt), pk=slot.id)
-            retire.end_rows(list(mine.select_for_update(of=("self",))))
+            engine_ends.end_rows(list(mine.select_for_update(of=("self",))))
 
-    patch.setattr(load_ends, "end_attempt", give_up)
+    patch.setattr(slots, "end_attempt", give_up)
 
 
 def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
     """The engines of a node that leaves count as ended."""
-    genuine = retire.depart
+    genuine = engine_ends.depart
 
     @wraps(genuine)
     def depart(*node_ids: Any, now: datetime, keep: Any = (), ended: Any = ()) -> int:
         every = NodeModel.engines.filter(node_id__in=node_ids).values_list("pk", flat=True)
         return genuine(*node_ids, now=now, keep=keep, ended=list(every))
 
-    patch.setattr(retire, "depart", depart)
+    patch.setattr(engine_ends, "depart", depart)
 
 
 def _counts_out_twice(patch: pytest.MonkeyPatch) -> None:

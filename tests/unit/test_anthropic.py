@@ -19,7 +19,7 @@ from nodes.dialects import blocks
 from nodes.dialects.anthropic import DIALECT, parse_request, render_error
 from nodes.dialects.blocks import BlockKind
 from nodes.gateway.endpoint import TooLarge
-from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, folded
+from nodes.gateway.generation import Conversation, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
@@ -165,7 +165,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data: st.DataObject) -> None:
     """However the deltas are bundled; one block after the other, each opened and closed once."""
     told = events(played(DIALECT, deltas, data))
-    whole = json.loads(DIALECT.whole(HEAD, deltas))
+    whole = json.loads(DIALECT.render_response(HEAD, deltas))
     assert told[0]["type"] == "message_start"
     assert [one["type"] for one in told[-2:]] == ["message_delta", "message_stop"]
     message, end = told[0]["message"], told[-2]
@@ -195,7 +195,7 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
 @given(answers())
 def test_blocks_are_the_answer(deltas: list[TextDelta]) -> None:
     """Nothing is lost and nothing is said twice; each call is one block."""
-    (choice,) = folded(deltas, 1)
+    (choice,) = merge_deltas(deltas, 1)
     made = blocks.collect_blocks(deltas)
 
     def all_of(kind: BlockKind) -> str:
@@ -214,12 +214,14 @@ def test_blocks_are_the_answer(deltas: list[TextDelta]) -> None:
 def test_why_it_ended_and_what_it_took(finish: str, reason: str) -> None:
     """What was remembered does not count as the prompt's, and is told only if the engine said so."""
     call = TextDelta(0, tools=(ToolPiece(0, "", "f", '{"a": 1}'),))
-    whole = json.loads(DIALECT.whole(HEAD, [call, TextDelta(0, finish=finish, usage=Usage(7, 2, 3))]))
+    whole = json.loads(
+        DIALECT.render_response(HEAD, [call, TextDelta(0, finish=finish, usage=Usage(7, 2, 3))])
+    )
     assert (whole["stop_reason"], whole["stop_sequence"], whole["id"]) == (reason, None, f"msg_{HEAD.id}")
     assert whole["usage"] == {"input_tokens": 4, "output_tokens": 2, "cache_read_input_tokens": 3}
     (block,) = whole["content"]
     assert block == {"type": "tool_use", "id": f"toolu_{HEAD.id[:24]}_0", "name": "f", "input": {"a": 1}}
-    silent = json.loads(DIALECT.whole(HEAD, [TextDelta(0, finish=finish, usage=Usage(7, 2))]))
+    silent = json.loads(DIALECT.render_response(HEAD, [TextDelta(0, finish=finish, usage=Usage(7, 2))]))
     assert silent["usage"] == {"input_tokens": 7, "output_tokens": 2}
 
 
@@ -247,7 +249,7 @@ def test_refusals_have_anthropics_envelope(error: ClusterError, status: int, kin
 
 def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     stream = DIALECT.events(HEAD)
-    begun = stream.told([TextDelta(0, "Half")])
-    *_, last = events(begun + stream.failed(Unavailable("gone")))
+    begun = stream.render([TextDelta(0, "Half")])
+    *_, last = events(begun + stream.render_failure(Unavailable("gone")))
     assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
     assert DIALECT.keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.reconcilers.mass_disruption import HEALING, Hold, Silence, decide
+from nodes.reconcilers.liveness import HEALING, MassHold, Silence, decide_hold
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 HOLD = 300.0
-NEW = Hold(NOW, NOW + timedelta(seconds=HOLD))
-OLD = Hold(NOW - timedelta(seconds=299), NOW + timedelta(seconds=1))
-OVER = Hold(NOW - timedelta(seconds=300), NOW)
+NEW = MassHold(NOW, NOW + timedelta(seconds=HOLD))
+OLD = MassHold(NOW - timedelta(seconds=299), NOW + timedelta(seconds=1))
+OVER = MassHold(NOW - timedelta(seconds=300), NOW)
 
 
 @pytest.mark.rule("R5.4")
@@ -30,13 +30,13 @@ OVER = Hold(NOW - timedelta(seconds=300), NOW)
         (8, 0, 21, OLD, OLD),
         (21, 0, 21, OLD, OLD),
         (7, 0, 20, OLD, OLD),
-        (7, 0, 21, NEW, Hold(NOW, NOW + HEALING)),
-        (7, 0, 21, Hold(NOW, NOW + HEALING / 2), Hold(NOW, NOW + HEALING / 2)),
+        (7, 0, 21, NEW, MassHold(NOW, NOW + HEALING)),
+        (7, 0, 21, MassHold(NOW, NOW + HEALING / 2), MassHold(NOW, NOW + HEALING / 2)),
         (7, 0, 21, OVER, None),
         (0, 0, 21, OLD, None),
         (0, 8, 21, OLD, None),
         (8, 0, 21, OVER, None),
-        (19, 0, 19, NEW, Hold(NOW, NOW + HEALING)),
+        (19, 0, 19, NEW, MassHold(NOW, NOW + HEALING)),
     ],
     ids=[
         "nobody is silent",
@@ -59,17 +59,19 @@ OVER = Hold(NOW - timedelta(seconds=300), NOW)
         "the fleet has become too small",
     ],
 )
-def test_the_brake(silent: int, nearly: int, of: int, standing: Hold | None, expected: Hold | None) -> None:
-    assert decide(Silence(silent, nearly, of), standing, NOW, HOLD) == expected
+def test_the_brake(
+    silent: int, nearly: int, of: int, standing: MassHold | None, expected: MassHold | None
+) -> None:
+    assert decide_hold(Silence(silent, nearly, of), standing, NOW, HOLD) == expected
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.sampled_from([None, OLD, OVER]))
 def test_it_never_holds_without_a_setting_or_beyond_its_time(
-    silent: int, nearly: int, heard: int, standing: Hold | None
+    silent: int, nearly: int, heard: int, standing: MassHold | None
 ) -> None:
     found = Silence(silent, nearly, silent + nearly + heard)
-    assert decide(found, standing, NOW, 0.0) is None
-    hold = decide(found, standing, NOW, HOLD)
+    assert decide_hold(found, standing, NOW, 0.0) is None
+    hold = decide_hold(found, standing, NOW, HOLD)
     assert hold is None or hold.until > NOW
     assert hold is None or standing is not None or 3 * (silent + nearly) > found.of
     if standing is not None and hold is not None:

@@ -26,7 +26,7 @@ from nodes.dialects.openai_completions import CompletionBody
 from nodes.dialects.openai_messages import MOST_MESSAGES
 from nodes.dialects.responses import ResponsesBody
 from nodes.dialects.retrieval import EmbedBody, OlderEmbedBody
-from nodes.gateway.generate import Reading, named, sampling_options, with_prompt
+from nodes.gateway.generate import ReplyReader, rename_field, sampling_options, with_prompt
 from nodes.gateway.generation import (
     Conversation,
     Dialect,
@@ -36,8 +36,8 @@ from nodes.gateway.generation import (
     TextDelta,
     ToolPiece,
     Usage,
-    folded,
-    total,
+    merge_deltas,
+    total_usage,
 )
 from nodes.gateway.schemas import MOST_GRAMMAR
 
@@ -204,7 +204,7 @@ def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
     body = good | data.draw(st.dictionaries(st.sampled_from(fields), JSON, max_size=3))
     asked, refused = None, ""
     try:
-        asked = dialect.read(body)
+        asked = dialect.parse(body)
     except InvalidInput as error:
         refused = error.field or "nothing"
     assert asked is not None or refused in fields
@@ -341,13 +341,13 @@ def test_a_stream_says_what_the_whole_answer_says(
     """However the deltas are bundled."""
     asked, deltas = answer
     head = Head("id", 1, asked)
-    told, events, left = dialect.events(head).told, b"", list(deltas)
+    told, events, left = dialect.events(head).render, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
         events += told(left[:size])
         left = left[size:]
     chunks = [json.loads(line.removeprefix(b"data: ")) for line in events.split(b"\n\n") if line]
-    whole = json.loads(dialect.whole(head, deltas))
+    whole = json.loads(dialect.render_response(head, deltas))
     assert chunks[-1]["usage"] == whole["usage"]
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     for choice in whole["choices"]:
@@ -369,14 +369,14 @@ def test_a_stream_says_what_the_whole_answer_says(
 
 def test_a_prompt_counts_once_and_memory_only_if_every_engine_told() -> None:
     ends = [TextDelta(choice, finish="stop", usage=Usage(10, 2, 4)) for choice in range(4)]
-    assert total(ends, 2) == Usage(20, 8, 8)
-    assert total([*ends[:3], TextDelta(2, usage=Usage(10, 2, None))], 1).cached is None
+    assert total_usage(ends, 2) == Usage(20, 8, 8)
+    assert total_usage([*ends[:3], TextDelta(2, usage=Usage(10, 2, None))], 1).cached is None
 
 
 @given(st.text(max_size=20), st.data())
 def test_text_survives_any_cut(text: str, data: st.DataObject) -> None:
     raw = text.encode()
-    reading, said, at = Reading(0, Sampling(), 0), "", 0
+    reading, said, at = ReplyReader(0, Sampling(), 0), "", 0
     while at < len(raw):
         size = data.draw(st.integers(1, len(raw) - at))
         delta = reading.delta(Reply(message=raw[at : at + size]))
@@ -397,7 +397,7 @@ def test_text_survives_any_cut(text: str, data: st.DataObject) -> None:
     ids=["stop", "length", "short", "told", "tool"],
 )
 def test_why_an_answer_ended(replies: list[Reply], limit: int, told: str, finish: str) -> None:
-    reading = Reading(0, Sampling(), limit)
+    reading = ReplyReader(0, Sampling(), limit)
     for reply in replies:
         reading.delta(reply)
     assert reading.last(finish=told).finish == finish
@@ -411,7 +411,7 @@ def test_why_an_answer_ended(replies: list[Reply], limit: int, told: str, finish
     ],
 )
 def test_logprobs_that_cannot_be_read_are_left_out(raw: bytes) -> None:
-    reading = Reading(0, Sampling(logprobs=True), 0)
+    reading = ReplyReader(0, Sampling(logprobs=True), 0)
     delta = reading.delta(Reply(chat_deltas=[ChatDelta(reasoning_content="x")], logprobs=raw))
     assert delta is not None
     assert delta.logprobs == ()
@@ -420,7 +420,7 @@ def test_logprobs_that_cannot_be_read_are_left_out(raw: bytes) -> None:
 def test_a_token_with_odd_alternatives_is_still_told() -> None:
     others = b'{"token": "b", "top_logprobs": [3, {"token": "c"}]}'
     raw = b'[{"token": "a", "logprob": -1, "top_logprobs": 5}, ' + others + b"]"
-    delta = Reading(0, Sampling(logprobs=True), 0).delta(Reply(message=b"ab", logprobs=raw))
+    delta = ReplyReader(0, Sampling(logprobs=True), 0).delta(Reply(message=b"ab", logprobs=raw))
     assert delta is not None
     assert [len(token["top_logprobs"]) for token in delta.logprobs] == [0, 1]
 
@@ -430,20 +430,20 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).told(
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT | {"logprobs": True}))).render(
         [delta]
     )
     assert delta.size > len(told) / 2
 
 
 def test_parsed_pieces_replace_the_raw_text() -> None:
-    reading = Reading(0, Sampling(), 0)
+    reading = ReplyReader(0, Sampling(), 0)
     replies = [
         Reply(message=b"raw", chat_deltas=[ChatDelta(content="said")]),
         Reply(message=b"raw"),
     ]
     deltas = [delta for reply in replies if (delta := reading.delta(reply))]
-    assert folded(deltas, 1)[0].text == "said"
+    assert merge_deltas(deltas, 1)[0].text == "said"
 
 
 @pytest.mark.parametrize(
@@ -455,12 +455,12 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert named(Rejected(text), openai_completions.parse_request(COMPLETION)).field == field
+    assert rename_field(Rejected(text), openai_completions.parse_request(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
     chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.parse_request(CHAT)))
-    failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
+    failed, done = chunks.render_failure(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
 
@@ -501,13 +501,13 @@ def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: st
     """Clients read JSON. Of an answer that was cut off nothing is made up."""
     head = Head("id", 1, Generation("m", ("hi",), Sampling(), 1, True))
     deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
-    chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
+    chat = json.loads(openai_chat.DIALECT.render_response(head, deltas))["choices"][0]["message"]
     assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
-    (item,) = json.loads(responses.DIALECT.whole(head, deltas))["output"]
+    (item,) = json.loads(responses.DIALECT.render_response(head, deltas))["output"]
     assert item["arguments"] == arguments
-    (block,) = json.loads(anthropic.DIALECT.whole(head, deltas))["content"]
+    (block,) = json.loads(anthropic.DIALECT.render_response(head, deltas))["content"]
     assert block["input"] == {}
     for dialect in (openai_chat.DIALECT, responses.DIALECT, anthropic.DIALECT):
-        told = dialect.events(head).told(deltas)
+        told = dialect.events(head).render(deltas)
         pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
         assert pieces is bool(arguments)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.rpc.probe_results import Sign
+from localai_cluster.rpc.messages import Sign
 from nodes.replicas.evidence import ALIVE, CheckResult, Suspect, is_listed, judge
 
 FRESH = Suspect(uuid4(), uuid4(), "m", 0, "gpu-1:7001", datetime(2026, 8, 22, 10, tzinfo=UTC))

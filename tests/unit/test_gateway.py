@@ -25,7 +25,7 @@ from localai_cluster.rpc.errors import (
 from nodes.gateway import gateway
 from nodes.gateway.gateway import MAX_REPLICAS, Gateway
 from nodes.gateway.picks import Picker
-from nodes.gateway.prefix_routing import Prefixes
+from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.replicas import hooks
@@ -46,7 +46,7 @@ class Replicas:
     def release(self, replica: Replica) -> None:
         self.released += 1
 
-    async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
+    async def exclude(self, replica: Replica, *, strange: bool = False) -> bool:
         return True
 
     def get(self, address: str, token: str) -> "Replicas":
@@ -142,6 +142,6 @@ async def test_a_notification_that_is_not_understood_is_passed_over(
     monkeypatch.setattr(gateway, "listen", told)
     hints = WakeUps()
     with hints.watch(operation) as watch:
-        await gateway._listen(hints, Prefixes(300.0, lambda news: None))
+        await gateway._listen(hints, PrefixRouter(300.0, lambda news: None))
         assert await watch.changed(timeout=0)
     assert ["'no node'" in caplog.text, "'no replica'" in caplog.text] == [True, True]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput
 from nodes.gateway import gbnf, schemas
-from nodes.gateway.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
+from nodes.gateway.gbnf import Alternatives, Chars, Grammar, Reference, Repeated, Sequenced, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from(
@@ -81,12 +81,12 @@ class Speaker:
                 return self._one_of(members)
             case Reference(name):
                 return self.says(self._rules[name], depth + 1)
-            case All(parts):
+            case Sequenced(parts):
                 return "".join(self.says(one, depth) for one in parts)
-            case Any_(options):
+            case Alternatives(options):
                 # Deep inside, what comes last among the values is the shortest.
                 return self.says(options[-1] if depth > 40 else self._chance.choice(options), depth)
-            case Many(inside, least, most):
+            case Repeated(inside, least, most):
                 most = least + 2 if most is None else min(most, least + 2)
                 count = least if depth > 40 else self._chance.randint(least, most)
                 return "".join(self.says(inside, depth) for _ in range(count))
@@ -119,14 +119,14 @@ class Hearer:
                 return {at + 1} if at < len(self._text) and _among(self._text[at], members) else set()
             case Reference(name):
                 return self.after(self._rules[name], at)
-            case All(parts):
+            case Sequenced(parts):
                 places = {at}
                 for one in parts:
                     places = {end for place in places for end in self.after(one, place)}
                 return places
-            case Any_(options):
+            case Alternatives(options):
                 return {end for option in options for end in self.after(option, at)}
-            case Many(inside, least, most):
+            case Repeated(inside, least, most):
                 return self._many(inside, least, most, at)
 
     def _many(self, inside: Grammar, least: int, most: int | None, at: int) -> set[int]:
@@ -160,7 +160,7 @@ def _among(sign: str, members: str) -> bool:
 
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_what_follows_the_grammar_follows_the_schema(schema: dict[str, Any], seed: int) -> None:
-    rules = gbnf.rules(schema)
+    rules = gbnf.build_rules(schema)
     said = Speaker(rules, seed).says(rules["root"])
     jsonschema.validate(json.loads(said), schema)
     assert Hearer(rules, said).whole()
@@ -238,7 +238,7 @@ PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}
     ],
 )
 def test_what_a_grammar_lets_pass(schema: dict[str, Any], value: object, fits: bool) -> None:
-    assert Hearer(gbnf.rules(schema), json.dumps(value)).whole() is fits
+    assert Hearer(gbnf.build_rules(schema), json.dumps(value)).whole() is fits
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_what_a_grammar_lets_pass(schema: dict[str, Any], value: object, fits: b
 )
 def test_a_schema_that_contradicts_itself_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="leaves no value") as refused:
-        gbnf.of(schema)
+        gbnf.from_schema(schema)
     assert refused.value.field == "response_format"
 
 
 def test_choices_that_multiply_are_refused() -> None:
     some = [{"type": "integer", "title": str(number)} for number in range(1000)]
     with pytest.raises(InvalidInput, match="too many choices"):
-        gbnf.of({"allOf": [{"anyOf": some}, {"oneOf": some}]})
+        gbnf.from_schema({"allOf": [{"anyOf": some}, {"oneOf": some}]})
 
 
 _LONG = {"const": "x" * 5000}
@@ -294,12 +294,12 @@ _ENTRIES = [{"required": [f"{part} {name}" for name in range(100)]} for part in 
 def test_a_schema_that_becomes_huge_is_refused(schema: dict[str, Any]) -> None:
     schemas.check([(schema, "response_format")])
     with pytest.raises(InvalidInput, match="too many choices"):
-        gbnf.of(schema)
+        gbnf.from_schema(schema)
 
 
 def test_bounded_lengths_of_many_texts_do_not_add_up() -> None:
     properties = {str(one): {"type": "string", "maxLength": 1000} for one in range(100)}
-    made = gbnf.of({"type": "object", "properties": properties})
+    made = gbnf.from_schema({"type": "object", "properties": properties})
     assert made.count("{0,1000}") == gbnf.MOST_CHARACTERS // 1000
 
 
@@ -318,8 +318,8 @@ def chained(links: int, depth: int) -> dict[str, Any]:
 def test_a_deep_schema_is_a_grammar(links: int, depth: int) -> None:
     schema = chained(links, depth)
     schemas.check([(schema, "format")])
-    assert Hearer(gbnf.rules(schema), "null").whole()
-    assert gbnf.of(schema)
+    assert Hearer(gbnf.build_rules(schema), "null").whole()
+    assert gbnf.from_schema(schema)
 
 
 @pytest.mark.parametrize(("links", "depth"), [(128, 0), (1000, 0), (40, 10)], ids=str)

@@ -14,7 +14,7 @@ from localai_cluster.kit import errors
 from localai_cluster.messaging.messages import InstallReply
 from nodes.decisions.load_snapshots import decode_load, encode_load
 from nodes.decisions.reserved_memory import GpuShare
-from nodes.decisions.snapshot_log import changes, encoded, restored
+from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.loading import needs, node_options
@@ -150,7 +150,7 @@ def test_under_require_no_gpu_is_over_its_budget_whatever_the_order(
 
 def read_back(view: FleetView) -> FleetView:
     """The view as the log has it."""
-    state = restored([encoded(changes({}, encode_load("1", "m", LoadQuestion(view))))])
+    state = restore([encode(find_changes({}, encode_load("1", "m", LoadQuestion(view))))])
     seen = decode_load(state, "1", "m")
     assert seen is not None
     return seen.question.view
@@ -216,7 +216,7 @@ def test_a_node_that_needs_no_split_comes_first_and_the_record_says_so() -> None
     first, second = told.facts["best"]
     assert (first["gpus"], second["gpus"]) == ([0], [0, 1])
     assert (first["terms"]["gpus"], second["terms"]["gpus"]) == (1, 2)
-    # Whether the backend is there is looked up only where nothing else decides.
+    # It is recorded whether the backend is there only where that was looked up, for nodes that are equal.
     assert set(TERMS) - {"lacks_backend"} == set(first["terms"]) - {"has_memory"} | {"lacks_memory"}
     assert read_back(snapshot).decide() == snapshot.decide()
 
@@ -344,7 +344,7 @@ GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free
 
 
 def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
-    assert resources.parse_gpus(None) is None
+    assert heartbeats.read({"gpus": None})["gpus"] is None
     assert resources.parse_gpus([]) == []
     second = {"index": 1, "total_vram": 24, "free_vram": 24, "new": [1]}
     assert resources.parse_gpus([second, GPU]) == [

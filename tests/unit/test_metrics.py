@@ -10,7 +10,7 @@ from django.urls import get_resolver
 from prometheus_client.metrics import MetricWrapperBase
 
 from localai_cluster import raw_routes, scraping
-from localai_cluster.metrics import controller, exposed, kinds, passes, web, worker
+from localai_cluster.metrics import controller, kinds, passes, registries, web, worker
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -21,12 +21,12 @@ Line = tuple[str, str, tuple[str, ...], str, str]
 
 def figures() -> Iterator[Line]:
     """Name, type, labels, process and meaning of all figures, one line each."""
-    yield exposed.Build.NAME, "gauge", exposed.Build.LABELS, "all", exposed.Build.MEANING
-    for process in exposed.FIGURES:
-        for figure in exposed.FIGURES[process]:
-            if process == "tasks" and figure in exposed.FIGURES["controller"]:
+    yield registries.Build.NAME, "gauge", registries.Build.LABELS, "all", registries.Build.MEANING
+    for process in registries.FIGURES:
+        for figure in registries.FIGURES[process]:
+            if process == "tasks" and figure in registries.FIGURES["controller"]:
                 continue
-            both = process == "controller" and figure in exposed.FIGURES["tasks"]
+            both = process == "controller" and figure in registries.FIGURES["tasks"]
             (family,) = figure.describe()
             name = f"{family.name}_total" if family.type == "counter" else family.name
             where = "controller, tasks" if both else process
@@ -145,8 +145,8 @@ def test_a_pass_and_a_start_that_raise_have_failed() -> None:
 
 @pytest.mark.parametrize("process", ["web", "controller", "tasks", "worker"])
 def test_a_process_tells_what_it_is_and_its_own_figures_only(process: str) -> None:
-    text = exposed.text(process).decode()
-    assert f'{exposed.Build.NAME}{{process="{process}",version="' in text
+    text = registries.text(process).decode()
+    assert f'{registries.Build.NAME}{{process="{process}",version="' in text
     assert "process_resident_memory_bytes" in text
     assert "_created" not in text
     told = set(re.findall(r"^# TYPE (localai_cluster_\w+) ", text, re.M))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects import blocks
 from nodes.dialects.ollama import CHAT, GENERATE, REFUSED, parse_chat, parse_generate, render_error
-from nodes.gateway.generation import Conversation, Dialect, TextDelta, Took, Usage, folded
+from nodes.gateway.generation import Conversation, Dialect, Durations, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -143,8 +143,8 @@ def test_a_stream_says_what_the_whole_answer_says(
 ) -> None:
     """However the deltas are bundled: pieces, then all calls in one line, then the end."""
     *parts, last = lines(played(dialect, deltas, data))
-    whole = json.loads(dialect.whole(HEAD, deltas))
-    (choice,) = folded(deltas, 1)
+    whole = json.loads(dialect.render_response(HEAD, deltas))
+    (choice,) = merge_deltas(deltas, 1)
     assert [part["done"] for part in parts] == [False] * len(parts)
     assert last["done"] is True
     ends = ("done_reason", "total_duration", "prompt_eval_count", "eval_count", "created_at", "model")
@@ -162,8 +162,8 @@ def test_a_stream_says_what_the_whole_answer_says(
 
 
 def test_what_it_took_is_in_nanoseconds() -> None:
-    end = TextDelta(0, finish="length", usage=Usage(7, 2, 3), took=Took(0.5, 0.25, 2.0))
-    whole = json.loads(CHAT.whole(HEAD, [TextDelta(0, "x"), end]))
+    end = TextDelta(0, finish="length", usage=Usage(7, 2, 3), durations=Durations(0.5, 0.25, 2.0))
+    whole = json.loads(CHAT.render_response(HEAD, [TextDelta(0, "x"), end]))
     assert (whole["done_reason"], whole["prompt_eval_count"], whole["eval_count"]) == ("length", 7, 2)
     assert whole["total_duration"] == 2_750_000_000
     durations = [whole[f"{name}_duration"] for name in ("load", "prompt_eval", "eval")]
@@ -174,7 +174,9 @@ def test_what_it_took_is_in_nanoseconds() -> None:
 def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     """A blank between lines, which keeps the connection alive, is no line."""
     stream = CHAT.events(HEAD)
-    told = stream.told([TextDelta(0, "Half")]) + CHAT.keep_alive + stream.failed(Unavailable("gone"))
+    told = (
+        stream.render([TextDelta(0, "Half")]) + CHAT.keep_alive + stream.render_failure(Unavailable("gone"))
+    )
     assert [line.get("error") for line in lines(told)] == [None, "gone"]
     answer = render_error(Unavailable("gone", retry_after=7))
     assert (answer.status, json.loads(answer.body)) == (503, {"error": "gone"})

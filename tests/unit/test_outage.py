@@ -14,7 +14,7 @@ from psycopg import errors
 
 from localai_cluster.kit.outage import OneLineOutages, RepeatLimit, is_outage, left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
-from nodes.reconcilers import schedules as node_schedules
+from nodes.reconcilers import tasks as node_schedules
 from operations.reconcilers import tasks as ledger_schedules
 
 

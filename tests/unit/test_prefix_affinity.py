@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.gateway.prefix_table import HALF_LIFE, MOST_HOMES, Affinity, Chain, Match, Place, chain
+from nodes.gateway.prefix_table import HALF_LIFE, MOST_OWNERS, Chain, Match, PrefixTables, Slot, prompt_chain
 from tests.support.effort import EFFORT
 
 NODES = [UUID(int=number) for number in range(1, 4)]
-PLACES: list[Place] = [(node, index) for node in NODES for index in range(2)]
+PLACES: list[Slot] = [(node, index) for node in NODES for index in range(2)]
 A, B, A1 = PLACES[0], PLACES[2], PLACES[1]
 TTL = 300.0
 
@@ -24,7 +24,7 @@ class Node:
     """A node of the tree of R3.8."""
 
     children: dict[int, Node] = field(default_factory=dict)
-    value: Place | None = None
+    value: Slot | None = None
     seen: float = 0.0
 
 
@@ -34,7 +34,7 @@ class Tree:
     def __init__(self) -> None:
         self.roots: dict[str, Node] = {}
 
-    def observe(self, model: str, path: Chain, place: Place, now: float) -> bool:
+    def observe(self, model: str, path: Chain, place: Slot, now: float) -> bool:
         if not path:
             return False
         changed = self.match(model, path, now) != Match(place, len(path))
@@ -57,8 +57,8 @@ class Tree:
             if one.value and one.value[0] == node and (index < 0 or one.value[1] == index):
                 one.value = None
 
-    def weights(self, model: str, now: float) -> dict[Place, float]:
-        found: dict[Place, float] = {}
+    def weights(self, model: str, now: float) -> dict[Slot, float]:
+        found: dict[Slot, float] = {}
         for one in self.nodes(model):
             if one.value is not None and now - one.seen <= TTL:
                 found[one.value] = found.get(one.value, 0.0) + 0.5 ** ((now - one.seen) / HALF_LIFE)
@@ -72,7 +72,7 @@ class Tree:
 
 
 def path(model: str, text: str) -> Chain:
-    return chain(model, text.encode(), 1, 6)
+    return prompt_chain(model, text.encode(), 1, 6)
 
 
 MODELS = st.sampled_from(["m", "n"])
@@ -94,7 +94,7 @@ STEPS = st.lists(
 @given(STEPS, st.lists(st.tuples(MODELS, TEXTS), min_size=1, max_size=6))
 def test_it_is_the_radix_tree(steps: list[tuple], asked: list[tuple[str, str]]) -> None:  # type: ignore[type-arg]
     """R3.8: matches, news and weights are those of the tree, whatever happened before."""
-    ours, tree, now = Affinity(TTL), Tree(), 1000.0
+    ours, tree, now = PrefixTables(TTL), Tree(), 1000.0
     for what, *values in steps:
         if what == "observe":
             model, text, place = values
@@ -118,7 +118,7 @@ def test_it_is_the_radix_tree(steps: list[tuple], asked: list[tuple[str, str]]) 
 )
 def test_the_share_of_a_prompt() -> None:
     """R3.11: the depth of the match is of the prompt that asks, however long the one before was."""
-    ours = Affinity(TTL)
+    ours = PrefixTables(TTL)
     assert ours.match("m", path("m", "abcde"), 0) is None
     assert not ours.observe("m", (), A, 0)
     assert ours.observe("m", path("m", "abcd"), A, 0)
@@ -131,7 +131,7 @@ def test_the_share_of_a_prompt() -> None:
 @pytest.mark.rule("T-PFX-24", "T-PFX-25", "T-PFX-27", "T-PFX-57")
 def test_replicas_of_one_node_are_apart() -> None:
     """R3.22: one goes without the other; the node takes both; of an unknown model there is nothing."""
-    ours = Affinity(TTL)
+    ours = PrefixTables(TTL)
     for place, text in ((A, "aaa"), (A1, "bbb"), (B, "ccc")):
         ours.observe("m", path("m", text), place, 0)
     ours.forget("m", *A)
@@ -153,9 +153,9 @@ def test_replicas_of_one_node_are_apart() -> None:
         max_size=30,
     )
 )
-def test_hashes_that_are_no_chain_do_no_harm(steps: list[tuple[list[int], Place, float]]) -> None:
+def test_hashes_that_are_no_chain_do_no_harm(steps: list[tuple[list[int], Slot, float]]) -> None:
     """Another process may send any numbers: nothing fails, and what is too old goes all the same."""
-    ours, now = Affinity(TTL, most=12), 0.0
+    ours, now = PrefixTables(TTL, most=12), 0.0
     for numbers, place, passed in steps:
         now += passed
         ours.observe("m", tuple(numbers), place, now)
@@ -170,7 +170,7 @@ def test_hashes_that_are_no_chain_do_no_harm(steps: list[tuple[list[int], Place,
 @pytest.mark.rule("R3.10", "C43", "T-RDX-6", "T-RDX-7", "T-RDX-8", "T-RDX-20")
 def test_what_is_too_old_goes() -> None:
     """R3.10: exactly as old as the limit still counts; a sweep leaves nothing behind."""
-    ours = Affinity(TTL)
+    ours = PrefixTables(TTL)
     ours.observe("m", path("m", "aaa"), A, 0)
     assert ours.match("m", path("m", "aaa"), TTL)
     assert ours.match("m", path("m", "aaa"), TTL + 0.001) is None
@@ -186,7 +186,7 @@ def test_what_is_too_old_goes() -> None:
 @pytest.mark.rule("R3.12", "T-RDX-9", "T-RDX-10", "T-RDX-11", "T-RDX-15", "T-RDX-16")
 def test_weights() -> None:
     """R3.12: each block counts half after a half-life; without one, as a whole; expired ones not at all."""
-    ours, plain = Affinity(TTL), Affinity(TTL, half_life=0)
+    ours, plain = PrefixTables(TTL), PrefixTables(TTL, half_life=0)
     for one in (ours, plain):
         assert one.weights("m", 0) == []
         one.observe("m", path("m", "aaaa"), A, 0)
@@ -200,7 +200,7 @@ def test_weights() -> None:
 @pytest.mark.rule("T-RDX-21", "T-RDX-22", "T-RDX-23")
 def test_it_is_bounded() -> None:
     """Beyond the limit the oldest entries of the largest model go, the last blocks of a prompt first."""
-    ours = Affinity(TTL, most=100)
+    ours = PrefixTables(TTL, most=100)
     ours.observe("small", path("small", "abc"), B, 0)
     for number in range(200):
         text = f"{number:03}xyz"
@@ -209,8 +209,8 @@ def test_it_is_bounded() -> None:
     assert ours.match("small", path("small", "abc"), 20) == Match(B, 3)
     assert ours.match("large", path("large", "199xyz"), 20) == Match(A, 6)
     assert ours.match("large", path("large", "100xyz"), 20) == Match(A, 1), "later ones share that"
-    many = Affinity(TTL, most=3 * MOST_HOMES)
-    for number in range(MOST_HOMES + 5):
+    many = PrefixTables(TTL, most=3 * MOST_OWNERS)
+    for number in range(MOST_OWNERS + 5):
         many.observe("m", (number,), (UUID(int=number), 0), 0)
-    assert len(many.weights("m", 0)) == MOST_HOMES
-    assert many.match("m", (MOST_HOMES + 1,), 0) is None
+    assert len(many.weights("m", 0)) == MOST_OWNERS
+    assert many.match("m", (MOST_OWNERS + 1,), 0) is None

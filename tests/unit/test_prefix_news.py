@@ -13,9 +13,9 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Message, NotConnected
 from nodes.gateway import prefix_updates
-from nodes.gateway.prefix_routing import Prefixes
-from nodes.gateway.prefix_table import chain
-from nodes.gateway.prefix_updates import Given, Invalidated, Outbox, hear, read
+from nodes.gateway.prefix_routing import PrefixRouter
+from nodes.gateway.prefix_table import prompt_chain
+from nodes.gateway.prefix_updates import Outbox, PrefixInvalidated, PrefixObserved, decode, subscribe
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.replicas import hooks
 from nodes.replicas.hooks import RemovedReplica
@@ -25,19 +25,19 @@ NODE = UUID(int=7)
 LARGEST = 2**64 - 1
 OBSERVED = {"model": "m", "chain": [1, LARGEST], "node_id": str(NODE), "replica": 1}
 INVALIDATED = {"model": "m", "node_id": str(NODE), "replica": -1}
-CHAIN = chain("m", b"x" * 600)
+CHAIN = prompt_chain("m", b"x" * 600)
 
 
 def told(kind: str, body: Any) -> Any:
-    return read(f"prefixcache.{kind}", body if isinstance(body, bytes) else json.dumps(body).encode())
+    return decode(f"prefixcache.{kind}", body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 @pytest.mark.rule("R3.20", "nats-7.4")
 def test_what_is_on_the_wire() -> None:
     """R3.20: plain JSON numbers of 64 bits, the reference's names; a field that is not known is ignored."""
-    observed = Given("m", (1, LARGEST), NODE, 1)
+    observed = PrefixObserved("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
-    assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
+    assert told("invalidate", INVALIDATED) == PrefixInvalidated("m", NODE, -1)
     assert (messages.PREFIX_OBSERVED, messages.PREFIX_INVALIDATED) == (
         "prefixcache.observe",
         "prefixcache.invalidate",
@@ -47,7 +47,7 @@ def test_what_is_on_the_wire() -> None:
         bus = PlayedBus()
         telling = Outbox(bus)
         sending = asyncio.create_task(telling.run())
-        telling.tell(observed)
+        telling.queue(observed)
         telling.removed(RemovedReplica("m", NODE, hooks.ALL_REPLICAS))
         assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
         sending.cancel()
@@ -114,17 +114,17 @@ def test_any_bytes_are_harmless(body: bytes) -> None:
 
 
 def landed(
-    prefixes: Prefixes, place: tuple[UUID, int], *, remembered: bool | None = False
+    prefixes: PrefixRouter, place: tuple[UUID, int], *, remembered: bool | None = False
 ) -> InferenceRequest:
     request = InferenceRequest(model="m", chain=CHAIN)
     prefixes.advise(request)
     request.is_prefix_cached = remembered
     request.replica = Replica(UUID(int=1), *place, "m", "a:1")
-    prefixes.landed(request)
+    prefixes.record_pick(request)
     return request
 
 
-def asked(prefixes: Prefixes) -> InferenceRequest:
+def asked(prefixes: PrefixRouter) -> InferenceRequest:
     request = InferenceRequest(model="m", chain=CHAIN)
     prefixes.advise(request)
     return request
@@ -134,18 +134,18 @@ def asked(prefixes: Prefixes) -> InferenceRequest:
 def test_news_are_told_once_and_never_repeated() -> None:
     """R3.21: what changes nothing is not told, and what was heard is not told again."""
     sent: list[Any] = []
-    ours, peer = Prefixes(300, sent.append), Prefixes(300, sent.append)
+    ours, peer = PrefixRouter(300, sent.append), PrefixRouter(300, sent.append)
     landed(ours, (NODE, 1))
     landed(ours, (NODE, 1), remembered=True)
-    assert sent == [Given("m", CHAIN, NODE, 1)]
-    peer.heard(sent[0])
+    assert sent == [PrefixObserved("m", CHAIN, NODE, 1)]
+    peer.apply_update(sent[0])
     assert (asked(peer).preferred, asked(peer).cached_ratio) == ((NODE, 1), 1.0)
-    peer.heard(Invalidated("m", NODE, 0))
+    peer.apply_update(PrefixInvalidated("m", NODE, 0))
     assert asked(peer).preferred == (NODE, 1)
-    peer.heard(Invalidated("m", NODE, 1))
+    peer.apply_update(PrefixInvalidated("m", NODE, 1))
     assert (asked(peer).preferred, asked(peer).cached_ratio) == (None, 0.0)
-    peer.heard(sent[0])
-    peer.heard(Invalidated("m", NODE, -1))
+    peer.apply_update(sent[0])
+    peer.apply_update(PrefixInvalidated("m", NODE, -1))
     assert asked(peer).preferred is None
     assert len(sent) == 1
 
@@ -153,11 +153,11 @@ def test_news_are_told_once_and_never_repeated() -> None:
 @pytest.mark.rule("R3.15", "R3.17", "T-ROU-28", "T-ROU-29", "T-ROU-30", "T-ROU-32", "T-ROU-33")
 def test_only_what_went_by_the_prefix_is_remembered() -> None:
     """R3.15: without a chain nothing is advised; a pick that the rule made otherwise leaves no trace."""
-    ours = Prefixes(300, lambda news: None)
+    ours = PrefixRouter(300, lambda news: None)
     plain = InferenceRequest(model="m")
     ours.advise(plain)
     assert (plain.preferred, plain.cached_ratio) == (None, None)
-    ours.landed(plain)
+    ours.record_pick(plain)
     landed(ours, (NODE, 1), remembered=None)
     assert ours.entries() == 0
     landed(ours, (NODE, 1))
@@ -168,7 +168,7 @@ def test_only_what_went_by_the_prefix_is_remembered() -> None:
 @pytest.mark.rule("R3.18", "T-ROU-34", "T-ROU-35", "T-ROU-36")
 def test_pressure_is_a_request_that_was_kept_away() -> None:
     """R3.18: a replica had share enough, and another one got it; never for a prompt that is new."""
-    ours, now = Prefixes(300, lambda news: None), clock.now()
+    ours, now = PrefixRouter(300, lambda news: None), clock.now()
     landed(ours, (NODE, 1))
     landed(ours, (NODE, 1), remembered=True)
     assert ours._pressure.within("m", now) == ()
@@ -181,7 +181,7 @@ def test_a_removal_is_told_whether_or_not_it_was_known() -> None:
     """R3.21: by who removed the row; and by a NOTIFY, which all processes of the cluster hear."""
     for removed in (RemovedReplica("a b/c", NODE, 3), RemovedReplica("m", NODE, -1)):
         assert hooks.decode(hooks.encode(removed)) == removed
-    ours = Prefixes(300, lambda news: None)
+    ours = PrefixRouter(300, lambda news: None)
     ours.removed(RemovedReplica("m", NODE, -1))
     assert not ours._affinity._tables
     landed(ours, (NODE, 1))
@@ -205,11 +205,11 @@ def test_a_lost_bus_costs_only_the_news() -> None:
         bus.connected, telling = False, Outbox(bus)
         sending = asyncio.create_task(telling.run())
         for index in range(prefix_updates.MOST_WAITING + 5):
-            telling.tell(Invalidated("m", NODE, index))
+            telling.queue(PrefixInvalidated("m", NODE, index))
         assert len(telling._waiting) == prefix_updates.MOST_WAITING
         assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
         bus.connected = True
-        telling.tell(Invalidated("m", NODE, 1))
+        telling.queue(PrefixInvalidated("m", NODE, 1))
         assert await clock.wait_until(lambda: _is(bool(bus.published)), timeout=10, every=0.001)
         sending.cancel()
         return bus.published
@@ -222,10 +222,13 @@ def test_what_is_heard_is_taken_in_order() -> None:
 
     async def scenario() -> list[Any]:
         bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
-        await hear(bus, heard.append)
+        await subscribe(bus, heard.append)
         handler = bus.handlers[messages.PREFIX_NEWS]
         for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
         return heard
 
-    assert asyncio.run(scenario()) == [Given("m", (1, LARGEST), NODE, 1), Invalidated("m", NODE, -1)]
+    assert asyncio.run(scenario()) == [
+        PrefixObserved("m", (1, LARGEST), NODE, 1),
+        PrefixInvalidated("m", NODE, -1),
+    ]

@@ -8,15 +8,15 @@ from uuid import UUID
 
 import pytest
 
-from nodes.gateway.prefix_table import Affinity, Place, chain
+from nodes.gateway.prefix_table import PrefixTables, Slot, prompt_chain
 from tests.support.policy import Warm, select
 
 REPLICAS, PREFIXES, REMEMBERS, REQUESTS = 8, 24, 4, 6000
-PLACES: list[Place] = [(UUID(int=number), 0) for number in range(1, REPLICAS + 1)]
+PLACES: list[Slot] = [(UUID(int=number), 0) for number in range(1, REPLICAS + 1)]
 BUSY = 0.5
 """The share of the time for which a replica works."""
 
-Choice = Callable[[int, str, Sequence[Warm], float], Place]
+Choice = Callable[[int, str, Sequence[Warm], float], Slot]
 """Of the number of a request, its prompt, the replicas and the time."""
 
 
@@ -42,7 +42,7 @@ def simulated(choose: Choice, seed: int) -> tuple[float, float]:
     """The share of requests whose prefix was there, and the busiest replica's share over the mean."""
     chance, now = random.Random(seed), 0.0
     engines = {place: Engine() for place in PLACES}
-    hits, taken = 0, Counter[Place]()
+    hits, taken = 0, Counter[Slot]()
     for number in range(REQUESTS):
         now += chance.expovariate(BUSY * REPLICAS)
         prefix = chance.randrange(PREFIXES)
@@ -55,7 +55,7 @@ def simulated(choose: Choice, seed: int) -> tuple[float, float]:
     return hits / REQUESTS, max(taken.values()) * REPLICAS / REQUESTS
 
 
-def round_robin(number: int, prompt: str, replicas: Sequence[Warm], now: float) -> Place:
+def round_robin(number: int, prompt: str, replicas: Sequence[Warm], now: float) -> Slot:
     return replicas[number % len(replicas)].place
 
 
@@ -63,10 +63,10 @@ class ByPrefix:
     """As a web process does it: what it remembers, the choice that the statement makes, what it learns."""
 
     def __init__(self) -> None:
-        self.affinity = Affinity(300.0)
+        self.affinity = PrefixTables(300.0)
 
-    def __call__(self, number: int, prompt: str, replicas: Sequence[Warm], now: float) -> Place:
-        blocks = chain("m", prompt.encode())
+    def __call__(self, number: int, prompt: str, replicas: Sequence[Warm], now: float) -> Slot:
+        blocks = prompt_chain("m", prompt.encode())
         found = self.affinity.match("m", blocks, now)
         weights = dict(self.affinity.weights("m", now))
         weighed = [Warm(*one.place, one.in_flight, weights.get(one.place, 0.0)) for one in replicas]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, parse_request
-from nodes.gateway.generation import Conversation, TextDelta, Usage, folded
+from nodes.gateway.generation import Conversation, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "input": "hello"}
@@ -172,7 +172,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data: st.DataObject) -> None:
     """However the deltas are bundled; one item after the other, each whole at its end."""
     begun, progress, *told, last = events(played(DIALECT, deltas, data))
-    whole = json.loads(DIALECT.whole(HEAD, deltas))
+    whole = json.loads(DIALECT.render_response(HEAD, deltas))
     assert (begun["type"], progress["type"]) == ("response.created", "response.in_progress")
     assert begun["response"] == progress["response"]
     assert (begun["response"]["status"], begun["response"]["output"]) == ("in_progress", [])
@@ -199,8 +199,8 @@ def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data:
 
 @given(answers())
 def test_items_are_the_answer_and_are_accepted_again(deltas: list[TextDelta]) -> None:
-    (choice,) = folded(deltas, 1)
-    items = json.loads(DIALECT.whole(HEAD, deltas))["output"]
+    (choice,) = merge_deltas(deltas, 1)
+    items = json.loads(DIALECT.render_response(HEAD, deltas))["output"]
     texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
     assert "".join(texts) == choice.text
     calls = [item["arguments"] for item in items if item["type"] == "function_call"]
@@ -214,7 +214,7 @@ def test_items_are_the_answer_and_are_accepted_again(deltas: list[TextDelta]) ->
 
 def test_what_it_took() -> None:
     end = TextDelta(0, finish="length", usage=Usage(7, 2, 3))
-    whole = json.loads(DIALECT.whole(HEAD, [TextDelta(0, "x"), end]))
+    whole = json.loads(DIALECT.render_response(HEAD, [TextDelta(0, "x"), end]))
     assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert whole["output"][0]["status"] == "incomplete"
     assert (whole["id"], whole["store"], whole["error"]) == (f"resp_{HEAD.id}", False, None)
@@ -225,7 +225,7 @@ def test_what_it_took() -> None:
 @pytest.mark.parametrize("said", [[], [TextDelta(0, "Half")]], ids=["at once", "halfway"])
 def test_a_stream_that_breaks_off_ends_with_an_error(said: list[TextDelta]) -> None:
     stream = DIALECT.events(HEAD)
-    *_, error, last = events(stream.told(said) + stream.failed(Unavailable("gone")))
+    *_, error, last = events(stream.render(said) + stream.render_failure(Unavailable("gone")))
     assert (error["type"], error["message"], error["error"]["message"]) == ("error", "gone", "gone")
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "gone"}

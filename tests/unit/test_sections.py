@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from tests.unit.test_evict import clusters
 from tests.unit.test_explain import snapshots
 from tests.unit.test_placement import view
 
+DATA = Path(__file__).parents[1] / "data"
 SEEN = st.dictionaries(
     st.sampled_from("abc"),
     st.builds(
@@ -39,10 +42,10 @@ def read_back(*seen: snapshot_log.Sections) -> snapshot_log.State:
     state: snapshot_log.State = {}
     entries = []
     for one in seen:
-        found = snapshot_log.changes(state, one)
-        snapshot_log.apply(state, found)
-        entries.append(snapshot_log.encoded(found))
-    return snapshot_log.restored(entries)
+        found = snapshot_log.find_changes(state, one)
+        snapshot_log.apply_changes(state, found)
+        entries.append(snapshot_log.encode(found))
+    return snapshot_log.restore(entries)
 
 
 @given(st.lists(SEEN, max_size=5))
@@ -58,7 +61,7 @@ def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.Sections]) -
         name: rows for name, rows in expected.items() if rows
     }
     if seen:
-        assert snapshot_log.changes(state, seen[-1]) == {}
+        assert snapshot_log.find_changes(state, seen[-1]) == {}
 
 
 @pytest.mark.rule("I14", "R2.30")
@@ -128,7 +131,7 @@ def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
 
 
 def test_every_field_of_a_node_comes_back() -> None:
-    """A new field is taken over by itself; one that JSON has otherwise needs its line in `coded._READ`."""
+    """A new field is taken over by itself; its type says how it is read."""
     node = view(
         id=UUID(int=7),
         taken=frozenset({1, 2}),
@@ -155,15 +158,15 @@ def test_what_did_not_change_is_not_written_again() -> None:
     fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n) for n in range(1000)]
     first = load_snapshots.encode_load("1", "m", LoadQuestion(FleetView(fleet, Need())))
     state: snapshot_log.State = {}
-    whole = snapshot_log.changes(state, first)
-    snapshot_log.apply(state, whole)
+    whole = snapshot_log.find_changes(state, first)
+    snapshot_log.apply_changes(state, whole)
     moved = [replace(fleet[0], free_vram=9), *fleet[1:]]
-    second = snapshot_log.changes(
+    second = snapshot_log.find_changes(
         state, load_snapshots.encode_load("2", "other", LoadQuestion(FleetView(moved, Need())))
     )
     assert set(second) == {"nodes", "load/2"}
     assert list(second["nodes"][0]) == ["n0"]
-    assert len(snapshot_log.encoded(second)) < 1000 < len(snapshot_log.encoded(whole)) < 200_000
+    assert len(snapshot_log.encode(second)) < 1000 < len(snapshot_log.encode(whole)) < 200_000
 
 
 def test_a_reader_of_another_version_takes_what_it_knows() -> None:
@@ -176,3 +179,28 @@ def test_a_reader_of_another_version_takes_what_it_knows() -> None:
     known = load_snapshots.decode_load(state, "1", "m")
     assert known is not None
     assert known.question == question
+
+
+@pytest.mark.rule("I14")
+def test_entries_of_an_earlier_version_replay() -> None:
+    """A log and its decisions as the version of 2026-11-23 wrote them."""
+    stored = orjson.loads((DATA / "decisions/snapshots.json").read_bytes())
+    entries = [orjson.dumps(entry) for entry in stored["entries"]]
+    for position, expected in enumerate(stored["loads"], 1):
+        state = snapshot_log.restore(entries[:position])
+        known = load_snapshots.decode_load(state, expected["load"], expected["model"])
+        assert known is not None
+        question, decision = known.question, known.question.view.decide()
+        candidates = known.occupants
+        eviction = candidates.choose_eviction(question, decision) if candidates is not None else None
+        explanation = decide_load(question, decision, eviction, over=known.over)
+        assert (explanation.outcome, explanation.sentence) == (expected["outcome"], expected["sentence"])
+        assert (str(explanation.node.id) if explanation.node else None) == expected["node_id"]
+        victims = [victim.name for victim in eviction.victims] if eviction is not None else []
+        assert victims == expected["victims"]
+    state = snapshot_log.restore(entries)
+    for expected in stored["rules"]:
+        decoded = scheduling.decode_rule(state, expected["model"])
+        assert decoded is not None
+        (ruling,) = plan(decoded[0], [decoded[1]], decoded[2], tick=decoded[3])
+        assert (ruling.reason, ruling.wanted) == (expected["reason"], expected["wanted"])

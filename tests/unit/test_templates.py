@@ -11,13 +11,13 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from nodes.gateway import templates
-from nodes.gateway.generation import Conversation, Utterance
+from nodes.gateway.generation import Conversation, ConversationMessage
 
-ASKED = Conversation((Utterance("user", "hello"),))
+ASKED = Conversation((ConversationMessage("user", "hello"),))
 
 
 def made(source: str, asked: Conversation = ASKED) -> str:
-    return asyncio.run(templates.prompt(source, asked))
+    return asyncio.run(templates.render(source, asked))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     async def turns_meanwhile() -> int:
-        turns, rendering = 0, asyncio.ensure_future(templates.prompt(source, ASKED))
+        turns, rendering = 0, asyncio.ensure_future(templates.render(source, ASKED))
         while not rendering.done():
             turns += 1
             await asyncio.sleep(0)
@@ -172,5 +172,5 @@ def test_a_long_conversation_is_made_in_time() -> None:
 
 
 def test_reasoning_of_earlier_answers_is_there() -> None:
-    said = Utterance("assistant", "yes", reasoning="because")
+    said = ConversationMessage("assistant", "yes", reasoning="because")
     assert made("{{ messages[0].reasoning_content }}", Conversation((said,))) == "because"

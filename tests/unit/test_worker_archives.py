@@ -19,14 +19,13 @@ import pytest
 
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker import backend_store, download, file_copy, unpack
+from localai_cluster.worker import backend_store, download, source_files
 from localai_cluster.worker.backend_store import PARTIAL, STAGED, BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
-from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle
 from localai_cluster.worker.identity import NodeIdentity
-from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
-from localai_cluster.worker.progress import Tick, ignore
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, Tick, ignore
+from localai_cluster.worker.source_files import SourceError, Stopped, Throttle
 from tests.support.effort import EFFORT
 
 SCRIPT = b"#!/bin/sh\nexit 1\n"
@@ -56,7 +55,7 @@ def opened(
     """Unpacks these bytes into `folder`/target."""
     (folder / "archive").write_bytes(data)
     target = folder / "target"
-    unpack.unpack(
+    source_files.unpack(
         folder / "archive", packed, target, Throttle(0), stopped or threading.Event(), lambda *_: None
     )
     return target
@@ -223,7 +222,7 @@ async def test_a_wrong_hash_is_refused_before_anything_is_unpacked(
     """The error names both hashes, the installed version stays, nothing is left over."""
     site.files["/one.tar"] = tar()
     await install(store, site)
-    monkeypatch.setattr(unpack, "_survey", lambda *_: pytest.fail("the archive was read"))
+    monkeypatch.setattr(source_files, "_survey", lambda *_: pytest.fail("the archive was read"))
     with pytest.raises(InstallFailed, match=f"the gallery says {'0' * 64}"):
         await install(store, site, sha256="0" * 64)
     with pytest.raises(InstallFailed, match="the gallery says nonsense"):
@@ -534,7 +533,7 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         ("MOST_ENTRIES", 9, gzip.compress(header), True),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(unpack, name, limit)
+            patch.setattr(source_files, name, limit)
             with pytest.raises(SourceError, match=r"more than|Free up space|too long"):
                 opened(data, tmp_path, packed=packed)
     assert not (tmp_path / "target").exists()
@@ -580,7 +579,7 @@ def test_unpacking_stops_in_the_middle(tmp_path: Path) -> None:
         stopped.set()
 
     with pytest.raises(Stopped):
-        unpack.unpack(tmp_path / "archive", False, tmp_path / "t", Throttle(0), stopped, stop_midway)
+        source_files.unpack(tmp_path / "archive", False, tmp_path / "t", Throttle(0), stopped, stop_midway)
     assert not (tmp_path / "t" / "data").exists()
 
 
@@ -589,10 +588,10 @@ def test_an_archive_is_not_opened_through_a_link_and_not_waited_for(tmp_path: Pa
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for name in ("pipe", "link"):
         with pytest.raises((SourceError, OSError)):
-            unpack.unpack(
+            source_files.unpack(
                 tmp_path / name, False, tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None
             )
 
 
 def test_the_limit_of_a_piece_is_what_tarfile_may_ask_for() -> None:
-    assert unpack.LONGEST_HEADER >= file_copy.CHUNK
+    assert source_files.LONGEST_HEADER >= source_files.CHUNK

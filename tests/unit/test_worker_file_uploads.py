@@ -21,13 +21,13 @@ from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import serving
 from localai_cluster.worker import exchange
 from localai_cluster.worker.commands import delete_model
-from localai_cluster.worker.file_copy import HEADROOM
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import HashStopped, Writing
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogRings
+from localai_cluster.worker.source_files import HEADROOM
 from tests.conftest import eventually
 from tests.support.effort import EFFORT
 from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256

@@ -17,7 +17,7 @@ from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, choos
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery, InstallRequest
-from localai_cluster.worker import file_copy
+from localai_cluster.worker import source_files
 from localai_cluster.worker.backend_store import (
     BackendStore,
     Metadata,
@@ -27,10 +27,9 @@ from localai_cluster.worker.backend_store import (
     strip_gallery,
 )
 from localai_cluster.worker.control_plane import CallFailed
-from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle, copy_tree
 from localai_cluster.worker.install_commands import requested_name
-from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
-from localai_cluster.worker.progress import Tick, ignore
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, Tick, ignore, swap
+from localai_cluster.worker.source_files import SourceError, Stopped, Throttle, copy_tree
 
 
 def backend(folder: Path, version: str = "1", **metadata: str) -> Path:
@@ -128,7 +127,7 @@ def test_odd_things_in_the_source_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_before_a_byte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_copy, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
     with pytest.raises(SourceError, match="Free up space"):
         copy_tree(backend(tmp_path / "s"), tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None)
     assert not (tmp_path / "t").exists()

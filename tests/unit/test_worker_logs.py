@@ -18,7 +18,7 @@ from websockets.asyncio.client import connect
 from localai_cluster.kit import processes
 from localai_cluster.kit.clock import wait_until
 from localai_cluster.kit.connections import serving
-from localai_cluster.metrics import exposed
+from localai_cluster.metrics import registries
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engine_exits import Exits
@@ -215,7 +215,7 @@ async def test_figures_are_read_with_the_token_or_the_scraper_s(served: Served) 
     served.rings.append("m#0", line("secret"))
     for token in (TOKEN, SCRAPER):
         answer = await served.ask("GET", "/metrics", token)
-        assert (answer.status_code, answer.headers["content-type"]) == (200, exposed.CONTENT_TYPE)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, registries.CONTENT_TYPE)
         assert 'localai_cluster_build_info{process="worker"' in answer.text
     for token in ("", "wrong", SCRAPER[:-1], "\u00ff"):
         sent = [(b"Authorization", f"Bearer {token}".encode("latin-1"))] if token else []

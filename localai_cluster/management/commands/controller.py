@@ -39,15 +39,15 @@ from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.gateway.prefix_updates import Outbox
 from nodes.loading.load_request import load_on_other_node
-from nodes.reconcilers import schedules
+from nodes.reconcilers import tasks
 from nodes.reconcilers.file_ports import FilePorts
-from nodes.reconcilers.replica_wake_ups import Scaler
+from nodes.reconcilers.replicas import ReplicaPass
 from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.state_pass import StatePass
-from nodes.reconcilers.wake_ups import Wakes
+from nodes.reconcilers.wake_ups import NodeWakeUps
 from nodes.registry import bus_credentials
 from nodes.replicas import checks, hooks
-from nodes.replicas.stopper import Stopper
+from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from operations import kinds
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -86,8 +86,8 @@ class Parts:
     executors: Mapping[str, Executor[Any]]
     inventory: Inventory
     file_ports: FilePorts
-    wakes: Wakes
-    scaler: Scaler
+    wakes: NodeWakeUps
+    scaler: ReplicaPass
     stopper: Stopper
     engines: StatePass
     revocations: Revocations
@@ -109,8 +109,8 @@ def _parts(owner: str, bus: Bus) -> Parts:
         executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
         inventory=Inventory(bus),
         file_ports=FilePorts(),
-        wakes=Wakes(nodes_changed),
-        scaler=Scaler(),
+        wakes=NodeWakeUps(nodes_changed),
+        scaler=ReplicaPass(),
         stopper=Stopper(bus),
         engines=StatePass(bus),
         revocations=Revocations(),
@@ -219,7 +219,7 @@ class Ticker(PeriodicTask):
 
     async def _tick(self) -> None:
         if not self._declared:
-            await in_thread(periodic.ensure, [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES])
+            await in_thread(periodic.ensure, [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES])
             self._declared = True
         await in_thread(periodic.tick)
 

@@ -37,7 +37,7 @@ from localai_cluster import scraping
 from localai_cluster.kit import conf
 from localai_cluster.management import schema_version
 from localai_cluster.metrics import passes
-from nodes.reconcilers import schedules
+from nodes.reconcilers import tasks
 from operations.reconcilers import tasks as ledger_schedules
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Command(QCluster):
         Ends with status 1 if one of its processes was killed.
         """
         schema_version.refuse_other(conf.cluster().database_url)
-        for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
+        for schedule in [*tasks.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
         if conf.cluster().tasks_metrics:

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 from localai_cluster.kit import untrusted
 from localai_cluster.worker.exchange import Refusal, is_digest
-from localai_cluster.worker.file_copy import HEADROOM
 from localai_cluster.worker.files.keys import HASH, TARGET
+from localai_cluster.worker.source_files import HEADROOM
 
 T = TypeVar("T")
 WRITERS, HASHERS = 8, 2

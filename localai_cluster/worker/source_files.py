@@ -1,23 +1,159 @@
-"""Unpacks a backend's archive (`.tar`, `.tar.gz`, `.tgz`) into a new folder and trusts nothing in it.
+"""Sources of a backend's files: copies a folder, or unpacks an archive and trusts nothing in it.
 
-The archive is read twice, front to back and in bounded pieces: the survey validates every entry and counts
-the bytes before anything is written; then the files are written. Links are created last, so no file is
-written through one, and each of them must end inside the folder. All functions block and run in a thread.
+A copy counts real bytes, has a bandwidth limit, and can be stopped at any moment. Links are copied as links
+and never followed.
+
+An archive (`.tar`, `.tar.gz`, `.tgz`) is read twice, front to back and in bounded pieces: the survey
+validates every entry and counts the bytes before anything is written; then the files are written. Links are
+created last, so no file is written through one, and each of them must end inside the folder. All functions
+block and run in a thread.
 """
 
 import gzip
 import os
 import shutil
+import stat
 import tarfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, SourceError, Stopped, Throttle
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import ClusterError
+
+CHUNK = 1024 * 1024
+RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly
+HEADROOM = 64 * 1024 * 1024
+ENDED = "the worker is shutting down; the install was cancelled"
+
+OnBytes = Callable[[int, int, str], None]
+"""Called with the bytes copied, the total bytes, and the current file."""
+
+
+class Stopped(ClusterError):
+    """The install was told to end, because the worker shuts down or it was cancelled (`cancellation.py`)."""
+
+    code = "stopped"
+    permanent = False
+
+
+class SourceError(ClusterError):
+    """The source folder cannot be copied."""
+
+
+class Throttle:
+    """Limits all copies of the worker together to `rate` bytes per second (0 = unlimited)."""
+
+    def __init__(self, rate: int, now: Callable[[], float] = clock.monotonic) -> None:
+        self._rate = rate
+        self._now = now
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def piece(self) -> int:
+        """Number of bytes to copy at a time."""
+        return max(1024, min(CHUNK, self._rate // RATE_STEPS)) if self._rate else CHUNK
+
+    def pause(self, size: int) -> float:
+        """Reserve `size` bytes; return the seconds to wait for them."""
+        if not self._rate:
+            return 0.0
+        with self._lock:
+            now = self._now()
+            self._free_at = max(self._free_at, now) + size / self._rate
+            return self._free_at - now
+
+
+@dataclass(frozen=True)
+class _Plan:
+    folders: list[tuple[Path, int]]
+    files: list[tuple[Path, int]]
+    links: list[tuple[Path, str]]
+    total: int
+
+
+def copy_tree(
+    source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
+) -> None:
+    """Copy the folder `source` to the new folder `target`. Raise SourceError, Stopped or OSError."""
+    plan = _survey(source, stopped)
+    free = shutil.disk_usage(target.parent).free
+    if plan.total + HEADROOM > free:
+        raise SourceError(
+            f"{plan.total} bytes do not fit on the disk of {target.parent} ({free} free). Free up space."
+        )
+    for relative, mode in plan.folders:
+        (target / relative).mkdir(mode=mode | 0o700)
+    for relative, destination in plan.links:
+        os.symlink(destination, target / relative)
+    copy = _Copy(throttle, stopped, on_bytes, plan.total)
+    copy.show("")
+    for relative, mode in plan.files:
+        copy.file(source / relative, target / relative, mode, str(relative))
+
+
+class _Copy:
+    """One running copy and its byte count."""
+
+    def __init__(self, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int) -> None:
+        self._throttle = throttle
+        self._stopped = stopped
+        self._on_bytes = on_bytes
+        self._total = total
+        self._done = 0
+
+    def show(self, name: str) -> None:
+        # A source that grows during the copy must not show more than 100 %.
+        self._on_bytes(self._done, max(self._total, self._done), name)
+
+    def file(self, source: Path, target: Path, mode: int, name: str) -> None:
+        # Neither follows a link nor waits for a pipe that replaced the file since the survey.
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
+            while piece := reader.read(self._throttle.piece):
+                if self._stopped.wait(self._throttle.pause(len(piece))):
+                    raise Stopped(ENDED)
+                writer.write(piece)
+                self._done += len(piece)
+                self.show(name)
+            os.fchmod(writer.fileno(), mode)
+
+
+def _survey(source: Path, stopped: threading.Event) -> _Plan:
+    plan, total = _Plan([], [], [], 0), 0
+    pending = [Path()]
+    while pending:
+        if stopped.is_set():
+            raise Stopped(ENDED)
+        folder = pending.pop()
+        plan.folders.append((folder, stat.S_IMODE(os.lstat(source / folder).st_mode) & 0o777))
+        with os.scandir(source / folder) as entries:
+            for item in entries:
+                relative, info = folder / item.name, item.stat(follow_symlinks=False)
+                if stat.S_ISLNK(info.st_mode):
+                    plan.links.append((relative, _destination(source, source / relative)))
+                elif stat.S_ISDIR(info.st_mode):
+                    pending.append(relative)
+                elif stat.S_ISREG(info.st_mode):
+                    plan.files.append((relative, stat.S_IMODE(info.st_mode) & 0o777))
+                    total += info.st_size
+                else:
+                    raise SourceError(f"{relative} in the source is not a file, folder or link")
+    return replace(plan, files=sorted(plan.files), total=total)
+
+
+def _destination(source: Path, link: Path) -> str:
+    """Return the target of the copied link: absolute links into the source become relative, others stay."""
+    destination = os.readlink(link)
+    if os.path.isabs(destination) and Path(destination).is_relative_to(source):
+        return os.path.relpath(destination, link.parent)
+    return destination
+
 
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
@@ -34,7 +170,7 @@ def unpack(
 
     Raise SourceError, Stopped or OSError.
     """
-    total = _survey(archive, packed, stopped)
+    total = _survey_archive(archive, packed, stopped)
     free = shutil.disk_usage(target.parent).free
     if total + HEADROOM > free:
         raise SourceError(
@@ -100,7 +236,7 @@ def _open(archive: Path, packed: bool, stopped: threading.Event) -> Iterator[tar
         raise SourceError(f"the archive cannot be read: {error}") from error
 
 
-def _survey(archive: Path, packed: bool, stopped: threading.Event) -> int:
+def _survey_archive(archive: Path, packed: bool, stopped: threading.Event) -> int:
     """Validate every entry and return the total bytes of all files."""
     total = number = 0
     with _open(archive, packed, stopped) as tar:
