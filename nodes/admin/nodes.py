@@ -317,12 +317,12 @@ class BackendNodeAdmin(ModelAdmin):
 
     @admin.action(description="Approve selected nodes…", permissions=["change"])
     def approve(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
-        """Ask for a confirmation, then approve the nodes."""
+        """Show the confirmation, then approve the nodes."""
         return self._decide(request, queryset, actions.APPROVE)
 
     @admin.action(description="Reject selected nodes…", permissions=["change"])
     def reject(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> HttpResponse | None:
-        """Ask for a confirmation and a reason, then reject the nodes."""
+        """Show the confirmation with its field for the reason, then reject the nodes."""
         return self._decide(request, queryset, actions.REJECT)
 
     def _decide(

@@ -1,4 +1,4 @@
-"""What the registry's routes for admins share: the envelope, ids that exist, who asks, pages, examples."""
+"""Shared by the routes for admins: envelope, node ids, actor, and helpers for the API document."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -24,7 +24,7 @@ from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
-"""Seconds after which the lists of backends are asked for again when the catalogue is read."""
+"""Age in seconds at which a read of the catalogue refreshes the inventories."""
 MOST_ITEMS, USUAL_ITEMS = 9999, 9
 SORTS, DIRECTIONS = ("name", "repository", "license", "status"), ("asc", "desc")
 
@@ -191,7 +191,7 @@ def parse_query(request: Request) -> CatalogueQuery:
 
 
 _checked_fingerprint = ""
-"""The fingerprint that this process has asked a check for: it asks once, whatever comes of it."""
+"""The fingerprint for which this process has requested a check; it requests only one."""
 
 
 def _gallery_changed(fingerprint: str) -> None:

@@ -63,9 +63,9 @@ from operations.ledger.admission import OperationRequest, admit
 from operations.models import Status
 
 STATUS_WITHIN = 5.0
-"""Seconds that an engine has to say how it is."""
+"""Time limit in seconds for the status of an engine."""
 MOST_REPLICAS = 256
-"""Engines that one request asks; more of one model are not shown."""
+"""Most engines of a model that one request queries and shows."""
 LOADED = Shape(
     "ModelLoaded",
     "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",

@@ -1,7 +1,7 @@
-"""What is installed in the cluster and which upgrades there are (`contract/http-api.md` §4.2 to §4.5).
+"""Installed backends of the cluster, and available upgrades (`contract/http-api.md` §4.2 to §4.5).
 
-Both are answered from rows: no worker and no gallery is waited for. A check is made by a controller; asking
-for one answers what is known now, and pages hear of its end over the feed.
+Both come from rows: no worker and no gallery is waited for. A controller runs a check; its request returns
+the stored result, and the feed reports the end.
 """
 
 from collections.abc import Iterable

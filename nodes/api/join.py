@@ -277,7 +277,7 @@ class MayJoin(BasePermission):
 
 
 class JoinView(NodeView):
-    """What both routes share."""
+    """Base of both routes."""
 
     authentication_classes = [JoinAuthentication, BearerAuthentication, CookieAuthentication]
     permission_classes = [MayJoin]

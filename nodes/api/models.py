@@ -173,7 +173,7 @@ UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the 
 DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
 UNLOADED = "model unloaded", "the model is being unloaded"
 DELETED = "model deleted", "the model is being deleted"
-"""What an answer says at the end, and while it goes on."""
+"""Messages for an operation that has ended, and for one that is running."""
 
 AdmitUnload = Callable[..., Admission]
 
@@ -256,7 +256,7 @@ def check_model_name(name: str) -> str:
 
 
 class _ModelView(NodeView):
-    """What the four routes share: admit, wait, answer."""
+    """Base of the four routes."""
 
     def carry_out(
         self,

@@ -71,7 +71,7 @@ LENGTHS = {
     "vram_budget": 32,
     "version": 64,
 }
-"""Most characters of the texts a worker tells; those of §1.1 come first."""
+"""Most characters of the texts; those of §1.1 come first."""
 MOST_PROCESSES = 1024
 LONGEST_PROCESS_KEY = 300
 _ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
@@ -204,7 +204,8 @@ def parse_registration(fields: Mapping[str, Any]) -> Registration:
         _check_text(body.get(name, ""), name, longest)
     if not _ENGINE_TOKEN.match(body.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
-    body["gpus"] = resources.parse_gpus(body.get("gpus")) or []
+    reported_gpus = body.get("gpus")
+    body["gpus"] = [] if reported_gpus is None else resources.parse_gpus(reported_gpus)
     if (running := body.get("running_processes")) is not None:
         body["running_processes"] = [_process(process, number) for number, process in enumerate(running)]
     return Registration(**body)

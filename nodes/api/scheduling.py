@@ -50,7 +50,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "balance_rel_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
     "min_prefix_match": {"minimum": 0, "maximum": 1},
 }
-"""What `rules.check` wants of each field, for the API document."""
+"""Bounds of the fields that `rules.check` checks, for the API document."""
 
 
 class SchedulingRuleRequestSerializer(Described, NullIsAbsent):

@@ -1,7 +1,7 @@
-"""The routes that workers call for themselves (`contract/http-api.md` §1).
+"""Routes that workers call for themselves (`contract/http-api.md` §1).
 
-Heartbeats and registration are raw ASGI routes. Each of the others proves the node in the URL by that node's
-own secret and, if the worker tells it, by its process.
+Heartbeats and registration are raw ASGI routes. Each of the others authenticates the node in the URL by its
+own secret and, if the worker sends it, by its process.
 """
 
 from typing import Any

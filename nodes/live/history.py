@@ -1,7 +1,7 @@
-"""What changed from one look to the next, numbered, and kept for a while for those who come back.
+"""Numbered changes of the nodes, stored for a while for readers who reconnect.
 
-A reader's place is a cursor, `<epoch>:<number>`. The epoch is new with every process: its numbers mean
-nothing elsewhere. Several changes that a reader missed are told as one. Nothing here waits or reads a clock.
+A reader's position is a cursor, `<epoch>:<number>`. The epoch is new with every process: its numbers have no
+meaning elsewhere. Changes that a reader missed are sent as one. Nothing here waits or reads a clock.
 """
 
 from collections import deque

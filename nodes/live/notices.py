@@ -1,7 +1,6 @@
-"""What an operator should know about the cluster itself, on every page.
+"""Notices about the cluster itself, shown on every page.
 
-Each notice has a stable id, a text that names the problem, and a hint that says what to do about it.
-Pure: from facts to sentences.
+Each has a stable id, a text that names the problem, and a hint for its repair. Pure: from facts to sentences.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""All nodes as the pages see them: one view of the database, the same few queries for any number of nodes.
+"""All nodes as the pages show them: one view of the database, the same few queries for any number of nodes.
 
-A look is made every second while somebody watches, and most nodes have not changed since the last one. So a
-node comes as the raw values of the queries, which compare at the speed of C; only what differs is made into
-the object of the wire (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always there, so that a change
-is said by the keys that changed.
+The feed reads them every second while somebody watches, and most have not changed. So a node comes as the raw
+values of the queries, which compare at the speed of C; only the ones that differ are rendered in the shape of
+the wire (`LIVE_NODE` in `nodes/registry/shape.py`). Every key is always there, so that a patch is the set of
+changed keys.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _STATUS_FACTS: Mapping[str, Combinable] = {
     "offline": fact_column("offline_at", "offline_by", "offline_reason"),
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
-"""What lies behind a status and is shown as `reason` and `since` only."""
+"""Facts that are shown as `reason` and `since` only."""
 _GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
 """Shown as `gpus`, with what loads have reserved on each."""
 

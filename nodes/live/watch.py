@@ -101,13 +101,13 @@ class NodeFeed:
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
         self.hints: dict[str, dict[str, Any]] = {}
-        """Messages that say which lists have changed, by their type."""
+        """Messages about changed lists, by their type."""
         self.looks = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
         self._turn = asyncio.Event()
         self._looked = False
-        """Whether the state is the running look's own and not that of an earlier watcher."""
+        """True once the running task has read the rows; earlier state is of an earlier watcher."""
         self._as_of: datetime | None = None
         self._failing = False
         self._readable_since: datetime | None = None

@@ -81,8 +81,8 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
 def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     """Return the facts of a node, then its latest events."""
     labels = sorted(row["labels"].items())
-    others = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
-    facts = [(name, text) for name, text in _flat(others, "") if text]
+    plain = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
+    facts = [(name, text) for name, text in _flat(plain, "") if text]
     facts += [(f"label {key}", text or NOTHING) for key, text in labels]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Case, Count, Exists, OuterRef, Prefetch, Q, QuerySet, Sum, Value, When
-from django.db.models.functions import Coalesce
+from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
 from localai_cluster.kit import clock, names
 from nodes.models import selectors
@@ -59,7 +58,7 @@ def _when() -> "models.DateTimeField[Any, Any]":
     return models.DateTimeField(null=True, blank=True, editable=False)
 
 
-def _who() -> "models.CharField[str, str]":
+def _actor() -> "models.CharField[str, str]":
     return models.CharField(max_length=150, blank=True, default="", editable=False)
 
 
@@ -98,21 +97,6 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
             return self.none()
         return self.placeable().with_labels(labels)
 
-    def with_counts(self) -> Self:
-        """Order by name; add `model_count` of loaded replicas, `in_flight_count` and the labels (R1.107).
-
-        Two queries for any number of nodes. Django ignores `Meta.ordering` in a query that groups.
-        """
-        busy = Q(replicas__state__in=COUNTED_IN_FLIGHT)
-        return (
-            self.annotate(
-                model_count=Count("replicas", filter=Q(replicas__state="loaded")),
-                in_flight_count=Coalesce(Sum("replicas__in_flight", filter=busy), 0),
-            )
-            .prefetch_related(Prefetch("label_set", queryset=NodeLabel.objects.order_by("key")))
-            .order_by("name")
-        )
-
 
 class BackendNode(models.Model):
     """One machine: its identity, and facts about approval, drain and liveness with actor, time and reason.
@@ -128,10 +112,10 @@ class BackendNode(models.Model):
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
 
-    approved_at, approved_by, approval_reason = _when(), _who(), _why()
-    rejected_at, rejected_by, reject_reason = _when(), _who(), _why()
-    revoked_at, revoked_by, revoke_reason = _when(), _who(), _why()
-    drained_at, drained_by, drain_reason = _when(), _who(), _why()
+    approved_at, approved_by, approval_reason = _when(), _actor(), _why()
+    rejected_at, rejected_by, reject_reason = _when(), _actor(), _why()
+    revoked_at, revoked_by, revoke_reason = _when(), _actor(), _why()
+    drained_at, drained_by, drain_reason = _when(), _actor(), _why()
     drain_is_own = models.BooleanField(default=False, editable=False)
     """The worker drained itself; its next registration ends that. An admin's drain ends by an admin alone."""
     drain_deadline = _when()
@@ -142,10 +126,10 @@ class BackendNode(models.Model):
     """The reason why that could not be confirmed."""
     engines_due_at = _when()
     """Time of the next check of its running engines; null = at once."""
-    offline_at, offline_by, offline_reason = _when(), _who(), _why()
+    offline_at, offline_by, offline_reason = _when(), _actor(), _why()
     offline_recovers = models.BooleanField(default=False, editable=False)
     """A heartbeat brings it back: it fell silent, it did not leave (R5.5, R5.7)."""
-    unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _who(), _why()
+    unhealthy_at, unhealthy_by, unhealthy_reason = _when(), _actor(), _why()
     status = models.GeneratedField(
         expression=_STATUS, output_field=models.CharField(max_length=16), db_persist=True
     )

@@ -44,6 +44,8 @@ def check_label(key: Any, value: Any, field: str) -> None:
     _check_text(value, f"the value of {key!r}", field)
 
 
-def _check_text(text: str, what: str, field: str) -> None:
+def _check_text(text: str, subject: str, field: str) -> None:
     if character := names.unprintable(text):
-        raise errors.InvalidInput(f"{field}: {what} must not contain the character {character}", field=field)
+        raise errors.InvalidInput(
+            f"{field}: {subject} must not contain the character {character}", field=field
+        )

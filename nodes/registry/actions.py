@@ -34,7 +34,7 @@ class Action:
     help: str
     """On the command line."""
     consequence: str
-    """What a confirmation says beforehand."""
+    """Shown before the user confirms."""
     event: Event | None = None
     """The event that it causes; None: it changes no fact about a node."""
     reason: Literal["none", "optional", "required"] = "none"

@@ -91,7 +91,8 @@ def read(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises InvalidInput naming the field.
     """
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
-    parsed_gpus = resources.parse_gpus(body.get("gpus"))
+    gpus = body.get("gpus")
+    parsed_gpus = None if gpus is None else resources.parse_gpus(gpus)
     if parsed_gpus is not None and values["available_vram"] is None:
         values["available_vram"] = min(sum(gpu["free_vram"] for gpu in parsed_gpus), LARGEST)
     if parsed_gpus is None and values["available_vram"] is not None:
@@ -257,7 +258,7 @@ def _encode(beat: Beat, text: str) -> dict[str, Any]:
         "at": beat.at.isoformat(),
         "measured_at": beat.measured_at and beat.measured_at.isoformat(),
         "budget": text,
-        "ceiling": resources.budget_ceiling_or_none(text, beat.total_vram or 0),
+        "ceiling": resources.budget_ceiling_or_none(text, beat.total_vram or 0) if text else 0,
     }
 
 

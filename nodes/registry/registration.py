@@ -442,7 +442,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: da
 
     Those that cannot run any more end. The others depart: controllers stop them, as also those that departed
     earlier and are listed now. A stock worker lists nothing, and registers again for new credentials while
-    its engines run on: a controller asks it for them (`nodes/backends/inventory.py`).
+    its engines run on: a controller requests its list (`nodes/backends/inventory.py`).
     """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)

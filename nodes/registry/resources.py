@@ -27,13 +27,11 @@ GPU_LENGTHS = {"uuid": 96, "name": 128}
 GpuList = list[dict[str, Any]]
 
 
-def parse_gpus(value: Any) -> GpuList | None:
-    """Parse the GPUs of a body, sorted by index; None if it has none. Raise InvalidInput naming the field.
+def parse_gpus(value: Any) -> GpuList:
+    """Parse the GPUs of a body, sorted by index; raise InvalidInput naming the field.
 
     Unknown fields of a GPU are ignored.
     """
-    if value is None:
-        return None
     if not isinstance(value, list) or len(value) > MOST_GPUS:
         raise errors.InvalidInput(f"gpus must be a list of at most {MOST_GPUS} GPUs", field="gpus")
     parsed = [_gpu(f"gpus.{number}", entry) for number, entry in enumerate(value)]

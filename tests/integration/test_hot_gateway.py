@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -100,11 +101,38 @@ async def reply(asked: Awaitable[hot.Reply | None]) -> hot.Reply:
     return answered
 
 
-def test_answers_in_both_encodings() -> None:
+@pytest.fixture
+def warm(definitions: None) -> Iterator[tuple[asyncio.Runner, hot.Client]]:
+    """A web process that has answered a request of `echo` with 24 dimensions; afterwards nothing may be in
+    flight."""
+    client, parts = hot.Client(application), contextlib.AsyncExitStack()
+
+    async def start() -> hot.CountedPicker:
+        picker = await parts.enter_async_context(hot.serving())
+        engine = await parts.enter_async_context(
+            backends.running_backend("echo", model="echo", options=("dims:24",))
+        )
+        await hot.in_thread(lambda: hot.replica(hot.node(), address=engine.address))
+        assert (await reply(client.post(PATH, {"model": "echo", "input": "first"}))).status == 200
+        return picker
+
+    with asyncio.Runner() as runner:
+        picker = runner.run(start())
+        try:
+            yield runner, client
+            assert picker.in_flight() == 0
+        finally:
+            runner.run(parts.aclose())
+    assert set(hot.counts().values()) <= {0}
+    assert not ReplicaUse.objects.exclude(count=0).exists()
+
+
+def test_answers_in_both_encodings(warm: tuple[asyncio.Runner, hot.Client]) -> None:
     """OpenAI's JSON: vectors in the order of the texts, as numbers or base64, usage summed from the
     engine."""
+    runner, client = warm
 
-    async def scenario(client: hot.Client, _: Any) -> None:
+    async def scenario() -> None:
         texts = [f"text number {number}" for number in range(20)]
         many = await reply(client.post(PATH, {"model": "echo", "input": texts}))
         assert many.status == 200
@@ -116,7 +144,7 @@ def test_answers_in_both_encodings() -> None:
         raw = base64.b64decode(packed.body["data"][0]["embedding"])
         assert raw == struct.pack("<24f", *many.body["data"][7]["embedding"])
 
-    with_engine(scenario, "dims:24")
+    runner.run(scenario())
 
 
 @pytest.mark.rule("http-6.3", "R2.77")

@@ -344,7 +344,7 @@ GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free
 
 
 def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
-    assert resources.parse_gpus(None) is None
+    assert heartbeats.read({"gpus": None})["gpus"] is None
     assert resources.parse_gpus([]) == []
     second = {"index": 1, "total_vram": 24, "free_vram": 24, "new": [1]}
     assert resources.parse_gpus([second, GPU]) == [

@@ -113,13 +113,13 @@ def _join_tokens(add: AddVerb) -> None:
         "join-token", list_join_tokens, "Make, list or revoke the tokens that other machines join with."
     )
     add_verb = verb_adder(parser, "token_verb", "make|list|revoke")
-    made = add_verb(
+    maker = add_verb(
         "make", make_join_token, "Make a join token and print the line to run on the other machine."
     )
-    made.add_argument("--lifetime", type=_seconds, default=joining.USUAL, metavar="1h", help="1m to 168h")
-    made.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
-    made.add_argument("--note", default="", help="shown when a machine joins with it")
-    made.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
+    maker.add_argument("--lifetime", type=_seconds, default=joining.USUAL, metavar="1h", help="1m to 168h")
+    maker.add_argument("--uses", type=int, default=1, metavar="N", help="how many machines may join with it")
+    maker.add_argument("--note", default="", help="shown when a machine joins with it")
+    maker.add_argument("--url", default="", help="base URL of the server; default: CLUSTER_PUBLIC_URL")
     add_verb("list", list_join_tokens, f"List the latest {TOKENS_SHOWN} join tokens.")
     add_verb("revoke", revoke_join_token, "Revoke a join token.").add_argument(
         "token", metavar="ID", help="id or id prefix"
@@ -140,8 +140,8 @@ def _duration(text: str) -> float:
 
 def list_nodes(options: Options) -> str:
     filters = ("status", "type", "vendor", "search", "sort", "label")
-    given = {name: options[name] for name in filters if options[name] is not None}
-    rows = node_rows.list_rows(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
+    query = {name: options[name] for name in filters if options[name] is not None}
+    rows = node_rows.list_rows(listing.wanted_nodes(QueryDict(urlencode(query, doseq=True))).nodes)
     return as_json(rows) if options["json"] else node_texts.nodes(rows, clock.now())
 
 

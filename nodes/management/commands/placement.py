@@ -64,10 +64,10 @@ class Command(VerbCommand):
 
 
 def _plan_arguments(parser: CommandParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a defined model")
-    what.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
-    what.add_argument(
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--model", help="a defined model")
+    subject.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
+    subject.add_argument(
         "--rule", metavar="JSON", help="a rule: what the replica pass would do now if it were saved"
     )
     parser.add_argument("--disk", type=_bytes, metavar="GIB", default=0, help="with --vram")
@@ -106,11 +106,11 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _nodes(text: str) -> dict[str, Any]:
-    found = _NODES.fullmatch(text)
-    if found is None:
+    match = _NODES.fullmatch(text)
+    if match is None:
         raise ArgumentTypeError("use 24GiB, or 3x24GiB for three of them, with ,KEY=VALUE for labels")
-    labels = dict(_label(pair) for pair in found["labels"].split(",") if pair)
-    added: dict[str, Any] = {"count": int(found["count"] or 1), "vram_gib": float(found["gib"])}
+    labels = dict(_label(pair) for pair in match["labels"].split(",") if pair)
+    added: dict[str, Any] = {"count": int(match["count"] or 1), "vram_gib": float(match["gib"])}
     return added | ({"labels": labels} if labels else {})
 
 
