@@ -14,6 +14,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from localai_cluster.accounts.authentication import principal
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
@@ -23,7 +24,6 @@ from nodes.api.models import HOLD, wait_for_end
 from nodes.api.node_backends import (
     BACKEND_NAME,
     COMMAND_TEXTS,
-    CommandTexts,
     InstallSerializer,
     backend_name_in,
     check_backend_name,
@@ -36,21 +36,12 @@ from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wis
 from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
+from operations.api.jobs import found as find_operation
+from operations.api.serializers import MOST_NODES, STARTED, NodesSerializer, started_body
+from operations.api.verbs import describe_verb
 from operations.ledger.admission import Admission
 from operations.models import Status
 
-MOST_NODES = 2000
-STARTED = Shape(
-    "Started",
-    "An operation was admitted; `statusUrl` tells how it goes.",
-    [
-        field("jobID", UUID),
-        field("uuid", UUID, "The same."),
-        field("statusUrl", TEXT),
-        field("message", TEXT),
-        field("deduplicated", FLAG, optional=True),
-    ],
-)
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
@@ -67,18 +58,6 @@ def describe_command(
             200: OpenApiResponse(answer.ref, "The operation is recorded and will be carried out."),
             **flat_refusals(400, 404, 409, 413),
         },
-    )
-
-
-class NodesSerializer(NullIsAbsent):
-    """For which nodes; without the field, for all that it concerns."""
-
-    nodes = serializers.ListField(
-        child=serializers.UUIDField(),
-        required=False,
-        allow_null=True,
-        allow_empty=False,
-        max_length=MOST_NODES,
     )
 
 
@@ -178,17 +157,6 @@ def refuse_hardware_build(command: Wish) -> None:
             code="concrete_backend_requires_target",
             meta_alternative=parent,
         )
-
-
-def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
-    job = str(admission.operation.id)
-    return STARTED.of(
-        jobID=job,
-        uuid=job,
-        statusUrl=f"/api/backends/job/{job}",
-        message=texts.started if admission.created else texts.joined,
-        deduplicated=not admission.created,
-    )
 
 
 class _Everywhere(APIView):
@@ -414,3 +382,34 @@ def _outcome(backend: str, nodes: int) -> str:
     if not nodes:
         return f"backend {backend} is on no node"
     return f"backend {backend} deleted; it was on {'1 node' if nodes == 1 else f'{nodes} nodes'}"
+
+
+class ChoiceSerializer(NullIsAbsent):
+    """What becomes of an upgrade in waves."""
+
+    choice = serializers.ChoiceField(choices=wave_requests.CHOICES)
+    last_replicas = last_replicas_field()
+
+
+class WavesView(APIView):
+    """`/api/operations/:jobID/waves`."""
+
+    envelope = "flat"
+
+    @describe_verb("waves", "Continue or stop an upgrade in waves", ChoiceSerializer)
+    def post(self, request: Request, job_id: str) -> Response:
+        """After a wave that failed: `continue` opens the next one, `stop` ends what has not begun.
+
+        `stop` may come at any time. `continue` with `last_replicas` also lets a part go on that waits for
+        this confirmation.
+        """
+        operation, fields = find_operation(job_id), validate_body(ChoiceSerializer, request)
+        wave_requests.choose(
+            operation.id,
+            fields["choice"],
+            last_replicas=fields.get("last_replicas", ()),
+            actor=principal(request).name,
+            now=clock.now(),
+        )
+        stopped = fields["choice"] == wave_requests.STOP
+        return Response({"success": True, "message": "stopped" if stopped else "goes on"})

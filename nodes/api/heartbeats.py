@@ -21,6 +21,7 @@ from django.db import DatabaseError
 
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, errors
+from localai_cluster.kit.batching import Batcher, CallBatcher
 from localai_cluster.kit.database_pool import UNREACHABLE
 from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
@@ -52,26 +53,15 @@ class HeartbeatAuthenticator:
     def __init__(self, database: Callable[[], Rows], known: IdentityCache) -> None:
         self._database = database
         self._known = known
-        self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._calls: CallBatcher[Beat, Verdict] = CallBatcher(self._prove_all)
 
     async def prove(self, beat: Beat) -> Verdict:
         """Return the refusal of a heartbeat, or None; Unavailable while the database does not respond."""
-        if self._known.accepts(beat):
-            return None
-        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._asked.append((beat, verdict))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._prove_all())
-        return await verdict
+        return None if self._known.accepts(beat) else await self._calls.put(beat)
 
-    async def _prove_all(self) -> None:
-        while self._asked:
-            waiting, self._asked = self._asked, []
-            verdicts, away = await self._look({beat.key: beat for beat, _ in waiting})
-            for beat, verdict in waiting:
-                if not verdict.done():
-                    verdict.set_result(verdicts.get(beat.key, away))
+    async def _prove_all(self, beats: Sequence[Beat]) -> Sequence[Verdict]:
+        verdicts, away = await self._look({beat.key: beat for beat in beats})
+        return [verdicts.get(beat.key, away) for beat in beats]
 
     async def _look(
         self, beats: Mapping[heartbeats.Key, Beat]
@@ -101,33 +91,22 @@ class BeatWriter:
 
     def __init__(self, database: Callable[[], Rows], interval: float = INTERVAL) -> None:
         self._database = database
-        self._interval = interval
-        self._waiting: dict[heartbeats.Key, Beat] = {}
-        self._next = clock.monotonic()
-        self._task: asyncio.Task[None] | None = None
+        self._batches: Batcher[heartbeats.Key, Beat] = Batcher(
+            self._write, merge=lambda earlier, later: later.after(earlier), interval=(interval, interval)
+        )
 
     def keep(self, beat: Beat) -> None:
         """Add `beat` to the next batch. A batch that cannot be written is lost."""
-        earlier = self._waiting.get(beat.key)
-        self._waiting[beat.key] = beat.after(earlier) if earlier else beat
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._write_all())
+        self._batches.add(beat.key, beat)
 
     async def settled(self) -> None:
         """Wait until everything added so far has been written or lost."""
-        if self._task is not None:
-            await asyncio.shield(self._task)
+        await self._batches.idle()
 
-    async def _write_all(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(max(self._next - clock.monotonic(), 0))
-            batch, self._waiting = self._waiting, {}
-            self._next = clock.monotonic() + self._interval
-            await self._write(list(batch.values()))
-
-    async def _write(self, batch: list[Beat]) -> None:
+    async def _write(self, batch: Mapping[heartbeats.Key, Beat]) -> Mapping[heartbeats.Key, Beat]:
+        """Write the beats; return those of nodes that another transaction has changed meanwhile."""
         try:
-            verdicts = await heartbeats.record(self._database(), batch)
+            verdicts = await heartbeats.record(self._database(), list(batch.values()))
         except (errors.ClusterError, *UNREACHABLE) as error:
             metrics.HEARTBEATS_LOST.inc(len(batch))
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
@@ -135,10 +114,12 @@ class BeatWriter:
             metrics.HEARTBEATS_LOST.inc(len(batch))
             log.exception("%d heartbeats not written", len(batch))
         else:
-            for beat in batch:
-                if isinstance(verdicts.get(beat.key), heartbeats.Overtaken):
-                    later = self._waiting.get(beat.key)
-                    self._waiting[beat.key] = later.after(beat) if later else beat
+            return {
+                key: beat
+                for key, beat in batch.items()
+                if isinstance(verdicts.get(key), heartbeats.Overtaken)
+            }
+        return {}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from nodes.api.base import (
     require_node_id,
     response_example,
 )
-from nodes.api.cluster_backends import MOST_NODES
 from nodes.api.node_backends import ACCEPTED, InstallSerializer, accepted_body, install_request, requester_of
 from nodes.api.node_settings import LABELS
 from nodes.backends import admission, node_stop
@@ -38,6 +37,7 @@ from nodes.models import BackendNode
 from nodes.registry import actions, bulk, lifecycle, node_rows
 from nodes.registry.actions import Action
 from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS, check_labels
+from operations.api.serializers import MOST_NODES
 
 MOST_IDS = 500
 _Call = TypeVar("_Call", bound=Callable[..., Any])

@@ -7,7 +7,6 @@ an operation, a 202. The bodies of commands are checked here for all routes.
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,6 +36,7 @@ from nodes.backends.admission import admit
 from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
+from operations.api.serializers import CommandTexts
 from operations.ledger.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -167,14 +167,6 @@ ACCEPTED = Shape(
     ],
 )
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-
-
-@dataclass(frozen=True)
-class CommandTexts:
-    """The messages for a new operation, and for one that was active already."""
-
-    started: str
-    joined: str
 
 
 COMMAND_TEXTS = {

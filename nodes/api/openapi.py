@@ -23,6 +23,7 @@ from nodes.backends.catalogue import ENTRY, WHERE
 from nodes.loading import fit_check, reason_shapes
 from nodes.registry import node_rows, shape
 from nodes.scheduling.store import RULE, STATE
+from operations.api import serializers
 
 ROUTES: list[RawRoute] = [
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
@@ -38,7 +39,7 @@ COMPONENTS: tuple[Named, ...] = (
     node_settings.RESET,
     nodes.EVENTS,
     node_backends.ACCEPTED,
-    cluster_backends.STARTED,
+    serializers.STARTED,
     node_backends.NODE_BACKEND,
     WHERE,
     ENTRY,

@@ -6,7 +6,6 @@ Heartbeats and registration are raw ASGI routes in front of Django (`localai_clu
 from django.urls import path
 
 from nodes.api import (
-    bulk_operations,
     catalogue,
     cluster_backends,
     conflicts,
@@ -18,8 +17,6 @@ from nodes.api import (
     node_backends,
     node_settings,
     nodes,
-    operation_verbs,
-    operations,
     placement,
     scheduling,
     self_service,
@@ -83,14 +80,7 @@ urlpatterns = [
     path("backends/usecases", catalogue.UseCasesView.as_view()),
     path("backends/upgrade/<str:name>", cluster_backends.UpgradeEverywhereView.as_view()),
     path("backends/delete/<str:name>", cluster_backends.DeleteEverywhereView.as_view()),
-    path("operations/bulk", bulk_operations.BulkOperationsView.as_view()),
-    path("operations", operations.OperationsView.as_view()),
-    path("operations/<str:job_id>", operations.OperationView.as_view()),
-    path("operations/<str:job_id>/nodes/<str:node_id>/cancel", operation_verbs.CancelPartView.as_view()),
-    path("operations/<str:job_id>/cancel", operation_verbs.CancelView.as_view()),
-    path("operations/<str:job_id>/pause", operation_verbs.PauseView.as_view()),
-    path("operations/<str:job_id>/retry", operation_verbs.RetryView.as_view()),
     path("backends/upgrades", installed.UpgradesView.as_view()),
     path("backends/upgrades/check", installed.UpgradeCheckView.as_view()),
-    path("operations/<str:job_id>/waves", operation_verbs.WavesView.as_view()),
+    path("operations/<str:job_id>/waves", cluster_backends.WavesView.as_view()),
 ]

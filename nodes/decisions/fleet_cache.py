@@ -53,6 +53,10 @@ class _Replica(NamedTuple):
     def is_serving(self) -> bool:
         return self.phase == Phase.SERVING
 
+    def is_in_reading(self, read_at: datetime | None) -> bool:
+        """Return True if the node's reading of its memory includes this replica."""
+        return self.loaded_at is not None and read_at is not None and self.loaded_at <= read_at
+
     @property
     def occupies_slot(self) -> bool:
         """Return True if it counts toward the limit of its node (`NodeModelQuerySet.occupying`)."""
@@ -119,7 +123,10 @@ class _Rows:
         replicas = self._replicas_of(id)
         for replica in replicas:
             self._nodes_by_model[replica.model_name].add(id)
-        reservations = [reserved_memory.reservation(*r[5:]) for r in replicas if r.vram_needed > 0]
+        reserving = [replica for replica in replicas if replica.vram_needed > 0]
+        if all(replica.is_in_reading(row["vram_read_at"]) for replica in reserving):
+            reserving = []  # saves the computation
+        reservations = [reserved_memory.reservation(*replica[5:]) for replica in reserving]
         return Candidate(
             id=id,
             name=row["name"],

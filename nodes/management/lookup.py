@@ -1,4 +1,4 @@
-"""Nodes, conflicts, join tokens and operations by what an operator types; hints for refused commands."""
+"""Nodes, conflicts and join tokens by what an operator types; hints for refused commands."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ from localai_cluster.accounts.command_line import MAX_MATCHES, SHORT_ID, rows_wi
 from localai_cluster.kit import errors, names
 from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
-from operations.models import Operation
 
 _ID_LENGTH = 36
 
@@ -51,18 +50,6 @@ def join_token(text: str) -> JoinToken:
         )
     if len(matches) > 1:
         raise CommandError(f"{text!r} is an id prefix of several join tokens; use a longer prefix")
-    return matches[0]
-
-
-def operation(text: str) -> Operation:
-    """Return the operation with that id or id prefix. Raise CommandError unless exactly one matches."""
-    matches = rows_with_prefix(Operation.objects.order_by("-created_at"), text)
-    if not matches:
-        raise CommandError(
-            f"there is no operation {text[:36]!r}; `manage.py operations list` and `inbox` list their ids"
-        )
-    if len(matches) > 1:
-        raise CommandError(f"{text!r} is an id prefix of several operations; use a longer prefix")
     return matches[0]
 
 

@@ -16,7 +16,6 @@ replicas are being replaced at once. Running requests are never ended.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -44,6 +43,8 @@ MOST_TICKS = 3
 """Passes without success before the rule enters a cooldown (C9)."""
 COOLDOWN = timedelta(minutes=5)
 """Duration of a rule's cooldown (C10)."""
+REPLACED_AT_ONCE = 4
+"""One in this many replicas of a former definition is replaced at a time, and at least one."""
 _NAMED = 5
 """Number of nodes that a reason names."""
 
@@ -129,17 +130,8 @@ def _with_replacements(
     """
     if any(isinstance(action, LoadReplica | RetireReplica) for action in ruling.actions):
         return ruling
-    renewal = Renewal(
-        context.demand.model,
-        context.revision,
-        context.rows,
-        context.eligible_serving,
-        context.hosts,
-        context.replacing,
-        context.demand.spread,
-    )
     is_paused = context.failed_at is not None and context.failed_at > now - COOLDOWN
-    replacements = renewal.evictions() or (renewal.successors() if tick and not is_paused else [])
+    replacements = _evictions(context) or (_successors(context) if tick and not is_paused else [])
     if not replacements:
         return ruling
     return context.ruling(replacements[0].reason, *ruling.actions, *replacements)
@@ -317,8 +309,7 @@ def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
 def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireReplica:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(context.required, 1)
-    replica = f"replica {row.index} on {context.hosts[row.node_id].name}"
-    reason = f"{replica} idle for {minutes} min and more than {floor} there: it is retired"
+    reason = f"{_label(context, row)} idle for {minutes} min and more than {floor} there: it is retired"
     return RetireReplica(context.demand.model, row.id, reason)
 
 
@@ -343,57 +334,46 @@ def _failed(context: RuleContext) -> str:
     return f"the last load failed: {context.failure}"
 
 
-AT_ONCE = 4
-"""One in this many replicas is replaced at a time, and at least one."""
+def _former(context: RuleContext) -> list[FleetReplica]:
+    """Return the replicas that were loaded with a former definition, the longest idle first."""
+    revision = context.revision
+    former = (row for row in context.eligible_serving if revision and row.revision not in ("", revision))
+    return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
 
 
-@dataclass(frozen=True)
-class Renewal:
-    """The replicas of one model and the current revision of its definition."""
-
-    model: str
-    revision: str
-    """Current revision of the definition; empty = unknown."""
-    rows: Sequence[FleetReplica]
-    serving: Sequence[FleetReplica]
-    """The subset of `rows` that requests can find, where the rule wants them."""
-    hosts: Mapping[UUID, FleetNode]
-    """The nodes of the replicas."""
-    replacing: Mapping[UUID, bool]
-    """See `Fleet`."""
-    spread: bool = False
-
-    @property
-    def outdated(self) -> list[FleetReplica]:
-        """The replicas that were loaded with a former definition, the longest idle first."""
-        former = (row for row in self.serving if self.revision and row.revision not in ("", self.revision))
-        return sorted(former, key=lambda row: (row.in_flight, row.idle_since, row.id))
-
-    def evictions(self) -> list[EvictReplica]:
-        """Return the replica to evict before its successor, if that one reported that it does not fit."""
-        if any(row.state == "unloading" for row in self.rows):
-            return []
-        has_others = len(self.serving) > 1
-        for row in self.outdated:
-            if self.replacing.get(row.id) and (has_others or not row.in_flight):
-                reason = f"{self._label(row)} goes before its successor, which finds no room beside it"
-                return [EvictReplica(self.model, row.id, reason)]
+def _evictions(context: RuleContext) -> list[EvictReplica | LoadReplica]:
+    """Return the replica to evict before its successor, if that one reported that it does not fit."""
+    if any(row.state == "unloading" for row in context.rows):
         return []
+    has_others = len(context.eligible_serving) > 1
+    for row in _former(context):
+        if context.replacing.get(row.id) and (has_others or not row.in_flight):
+            reason = f"{_label(context, row)} goes before its successor, which finds no room beside it"
+            return [EvictReplica(context.demand.model, row.id, reason)]
+    return []
 
-    def successors(self) -> list[LoadReplica]:
-        """Return the loads that replace the next replicas."""
-        outdated = self.outdated
-        under_way = sum(row.id in self.replacing for row in outdated)
-        waiting = [row for row in outdated if row.id not in self.replacing]
-        allowance = max(len(self.serving) // AT_ONCE, 1) - under_way
-        return [self._successor(row, len(outdated)) for row in waiting[: max(allowance, 0)]]
 
-    def _successor(self, row: FleetReplica, count: int) -> LoadReplica:
-        plural = "replica has" if count == 1 else "replicas have"
-        reason = f"the definition was edited: {count} {plural} a former one, {self._label(row)} is replaced"
-        only = frozenset({row.node_id}) if self.spread else None
-        return LoadReplica(self.model, only, reason, pinned=self.spread, replaces=row.id)
+def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
+    """Return the loads that replace the next replicas of a former definition."""
+    former = _former(context)
+    under_way = sum(row.id in context.replacing for row in former)
+    waiting = [row for row in former if row.id not in context.replacing]
+    allowance = max(len(context.eligible_serving) // REPLACED_AT_ONCE, 1) - under_way
+    model, is_spread = context.demand.model, context.demand.spread
+    plural = "replica has" if len(former) == 1 else "replicas have"
+    edited = f"the definition was edited: {len(former)} {plural} a former one"
+    return [
+        LoadReplica(
+            model,
+            frozenset({row.node_id}) if is_spread else None,
+            f"{edited}, {_label(context, row)} is replaced",
+            pinned=is_spread,
+            replaces=row.id,
+        )
+        for row in waiting[: max(allowance, 0)]
+    ]
 
-    def _label(self, row: FleetReplica) -> str:
-        """Name the replica with its node: on nodes with one slot, every index is 0."""
-        return f"replica {row.index} on {self.hosts[row.node_id].name}"
+
+def _label(context: RuleContext, row: FleetReplica) -> str:
+    """Name the replica with its node: on nodes with one slot, every index is 0."""
+    return f"replica {row.index} on {context.hosts[row.node_id].name}"

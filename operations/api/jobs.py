@@ -1,4 +1,4 @@
-"""Single operations under the reference's URLs: one job, its raw status, the recent jobs, and dismissals.
+"""Operations as they are now: the live list, and single ones under the reference's URLs.
 
 `contract/http-api.md` §3.5, §3.7 and §3.9, O62, O63. An id works under each URL, for backends and models
 alike. Authentication and the admin check are the project's defaults; errors are flat on these routes.
@@ -20,7 +20,7 @@ from localai_cluster.messaging.messages import human_bytes
 from localai_cluster.web.openapi import flat_refusals, refusals
 from localai_cluster.web.rest import validate_body
 from localai_cluster.web.shapes import mapping, reference
-from operations import targets
+from operations import kinds, targets
 from operations.api import serializers as shapes
 from operations.changes import feed
 from operations.ledger import admission
@@ -184,3 +184,61 @@ class DismissView(APIView):
         comment = validate_body(shapes.DismissSerializer, request).get("comment", "")
         admission.dismiss(job, actor=user.name, now=clock.now(), comment=comment)
         return Response({"success": True, "message": "operation dismissed"})
+
+
+def live() -> list[dict[str, Any]]:
+    """Waiting and running operations, and failures not dismissed yet; least progress first."""
+    entries = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
+    kinds.hooks().annotate(entries, now=clock.now())
+    return entries
+
+
+def entry_of(id: UUID) -> dict[str, Any] | None:
+    """The operation, also long after its end; None if there is no record of it."""
+    row = Operation.objects.filter(pk=id).prefetch_related("targets").first()
+    if row is None:
+        return None
+    entry = feed.as_dict(row, row.targets.all())
+    kinds.hooks().annotate([entry], now=clock.now())
+    return entry
+
+
+class OperationsView(APIView):
+    """`/api/operations`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_list",
+        summary="List operations",
+        tags=["operations"],
+        responses={200: shapes.OperationListSerializer, **flat_refusals()},
+    )
+    def get(self, request: Request) -> Response:
+        """Waiting and running operations, and failures not dismissed yet; least progress first."""
+        return Response({"operations": live()})
+
+
+class OperationView(APIView):
+    """`/api/operations/:jobID`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_retrieve",
+        summary="Show one operation",
+        tags=["operations"],
+        responses={
+            200: shapes.OperationSerializer,
+            **flat_refusals(404),
+        },
+    )
+    def get(self, request: Request, job_id: str) -> Response:
+        """The operation with its parts, also after its end, for as long as its record exists."""
+        try:
+            entry = entry_of(UUID(job_id))
+        except ValueError:
+            entry = None
+        if entry is None:
+            raise errors.NotFound(admission.NO_SUCH_OPERATION)
+        return Response(entry)

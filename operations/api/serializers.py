@@ -1,11 +1,14 @@
 """The shapes of operations on the wire, for the API document; `changes/feed.py` makes the values."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from rest_framework import serializers
 
 from localai_cluster.web.rest import NullIsAbsent, Text
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from operations.changes import feed
+from operations.ledger.admission import Admission
 from operations.models import Status, TargetStatus, Waves
 
 
@@ -201,3 +204,48 @@ class JobStatusSerializer(serializers.Serializer[Any]):
     current_bytes = serializers.IntegerField(required=False)
     total_bytes = serializers.IntegerField(required=False)
     nodes = OperationTargetSerializer(many=True, required=False)
+
+
+MOST_NODES = 2000
+STARTED = Shape(
+    "Started",
+    "An operation was admitted; `statusUrl` tells how it goes.",
+    [
+        field("jobID", UUID),
+        field("uuid", UUID, "The same."),
+        field("statusUrl", TEXT),
+        field("message", TEXT),
+        field("deduplicated", FLAG, optional=True),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class CommandTexts:
+    """The messages for a new operation, and for one that was active already."""
+
+    started: str
+    joined: str
+
+
+class NodesSerializer(NullIsAbsent):
+    """For which nodes; without the field, for all that it concerns."""
+
+    nodes = serializers.ListField(
+        child=serializers.UUIDField(),
+        required=False,
+        allow_null=True,
+        allow_empty=False,
+        max_length=MOST_NODES,
+    )
+
+
+def started_body(admission: Admission, texts: CommandTexts) -> dict[str, Any]:
+    job = str(admission.operation.id)
+    return STARTED.of(
+        jobID=job,
+        uuid=job,
+        statusUrl=f"/api/backends/job/{job}",
+        message=texts.started if admission.created else texts.joined,
+        deduplicated=not admission.created,
+    )

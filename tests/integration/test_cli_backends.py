@@ -17,15 +17,15 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError
 
 from localai_cluster.kit import clock
-from nodes.api import operations
 from nodes.backends import admission, intents, upgrade_state
 from nodes.backends.backend_requests import INSTALL, Asked, Wish
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended, Failed
-from nodes.management import following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
+from operations.api import jobs
 from operations.changes import events
 from operations.ledger.progress import Tick
+from operations.management import following
 from operations.models import Operation, OperationTarget
 from tests.support import api, command_line, hot
 from tests.support.terminal import Screen
@@ -174,7 +174,7 @@ def test_a_lost_notification_costs_a_few_seconds_and_an_outage_no_end(
 
     monkeypatch.setattr(events, "listen", deaf)
     monkeypatch.setattr(following, "READ_EVERY", 0.01)
-    real, fails = operations.entry_of, [OperationalError("the server is gone")]
+    real, fails = jobs.entry_of, [OperationalError("the server is gone")]
 
     def broken_once(id: Any) -> Any:
         if fails and PendingBackendOp.objects.filter(lease_until__isnull=False).exists():

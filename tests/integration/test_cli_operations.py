@@ -16,11 +16,11 @@ from nodes.backends import admission, intents
 from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.waves import Options
-from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger
 from operations.ledger import attempts
 from operations.ledger.progress import Tick
+from operations.management import following, operation_texts
 from operations.models import Operation, OperationTarget, Waves
 from operations.states import Event
 from tests.support import api, command_line, hot

@@ -33,13 +33,11 @@ from localai_cluster.management import schema_version
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import inventory, node_stop, upgrade_state
+from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
-from nodes.definitions.folder import Folder
 from nodes.gateway.prefix_updates import Outbox
-from nodes.loading import load, load_request
 from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import tasks
 from nodes.reconcilers.file_ports import FilePorts
@@ -47,16 +45,18 @@ from nodes.reconcilers.replicas import ReplicaPass
 from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wake_ups import NodeWakeUps
-from nodes.registry import bulk, bus_credentials
-from nodes.replicas import checks, hooks, unload, unload_requests
+from nodes.registry import bus_credentials
+from nodes.replicas import checks, hooks
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
+from operations import kinds
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Handler, in_thread
+from operations.executor.work import in_thread
+from operations.kinds import HandlerContext
 from operations.models import Status
 from operations.reconcilers import tasks as ledger_schedules
 
@@ -98,13 +98,7 @@ class Parts:
 
 def _parts(owner: str, bus: Bus) -> Parts:
     hints, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
-    table: dict[str, Handler] = {
-        unload_requests.UNLOAD: unload.UnloadModel(bus),
-        unload_requests.DELETE: unload.DeleteModel(bus),
-        **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
-        node_stop.KIND: node_stop.StopNode(bus),
-        load_request.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
-    }
+    table = kinds.handlers(HandlerContext(bus, hints))
     on_nodes = Executor(owner, queue, lease=lease)
 
     async def nodes_changed() -> None:

@@ -24,18 +24,18 @@ from localai_cluster.accounts.command_line import (
 from localai_cluster.kit import errors
 from nodes.api.cluster_backends import (
     ExternalSerializer,
-    NodesSerializer,
     UpgradeSerializer,
     admit_command,
-    started_body,
 )
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
 from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
 from nodes.backends.installed import InstalledBackend, Upgrade
-from nodes.management import following, lookup
+from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
+from operations.api.serializers import NodesSerializer, started_body
+from operations.management import following
 
 _LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
 _DIGEST_SHOWN = len("sha256:") + 12

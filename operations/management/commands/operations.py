@@ -10,16 +10,16 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from localai_cluster.accounts import command_line
-from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand
+from localai_cluster.accounts.command_line import AddVerb, Options, VerbCommand, rows_with_prefix
 from localai_cluster.kit import clock, errors
-from nodes.api import operation_verbs
-from nodes.api.cluster_backends import started_body
-from nodes.api.operations import entry_of, live
-from nodes.backends import wave_requests
-from nodes.backends.backend_requests import Asked
-from nodes.management import following, lookup, operation_texts
+from operations import kinds
+from operations.api import verbs
 from operations.api.history import record, undecided
+from operations.api.jobs import entry_of, live
+from operations.api.serializers import started_body
+from operations.kinds import Requester
 from operations.ledger import admission
+from operations.management import following, operation_texts
 from operations.models import Operation
 
 FILTERS = {
@@ -109,12 +109,12 @@ def _node_id(text: str) -> str:
     try:
         return str(UUID(text))
     except ValueError:
-        return str(lookup.node(text).id)
+        return str(kinds.hooks().find_node(text))
 
 
 def show(options: Options) -> str:
     """One operation, as the list has it."""
-    id = lookup.operation(options["operation"]).id
+    id = _operation(options["operation"]).id
     if options["follow"]:
         return following.to_its_end(id, options["out"], as_json=options["json"])
     entry = entry_of(id)
@@ -125,31 +125,31 @@ def show(options: Options) -> str:
 
 def cancel(options: Options) -> str:
     """Final, in every process; workers that are at it are asked to stop."""
-    operation, actor = lookup.operation(options["operation"]), str(command_line.current_actor())
-    nodes = [lookup.node(text).id for text in options["node"]]
+    operation, actor = _operation(options["operation"]), str(command_line.current_actor())
+    nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     if not nodes:
-        operation_verbs.cancelled(operation, actor=actor)
+        verbs.cancelled(operation, actor=actor)
         return _done(options, operation, "operation cancelled")
-    names = [operation_verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
+    names = [verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
     return _done(options, operation, f"cancelled on {', '.join(names)}")
 
 
 def retry(options: Options) -> str:
     """Says which operation does it now."""
-    operation = lookup.operation(options["operation"])
-    nodes = [lookup.node(text).id for text in options["node"]]
-    result = operation_verbs.again(operation, nodes, Asked((), actor=str(command_line.current_actor())))
+    operation = _operation(options["operation"])
+    nodes = [kinds.hooks().find_node(text) for text in options["node"]]
+    result = verbs.again(operation, nodes, Requester(str(command_line.current_actor())))
     if options["json"]:
-        return command_line.as_json(started_body(result, operation_verbs.AGAIN))
+        return command_line.as_json(started_body(result, verbs.AGAIN))
     if result.operation.id == operation.id:
-        return f"operation {operation.id}: {operation_verbs.AGAIN.joined}"
+        return f"operation {operation.id}: {verbs.AGAIN.joined}"
     now = result.operation.id
     return f"started again as operation {now}; `manage.py operations show {now} --follow` shows it"
 
 
 def dismiss(options: Options) -> str:
     """The comment is in the record."""
-    operation = lookup.operation(options["operation"])
+    operation = _operation(options["operation"])
     comment = options["comment"]
     if len(comment) > admission.LONGEST_COMMENT:
         raise CommandError(f"--comment must be at most {admission.LONGEST_COMMENT} characters long")
@@ -159,17 +159,17 @@ def dismiss(options: Options) -> str:
 
 def go_on(options: Options) -> str:
     """Also lets a part go on that waits for the confirmation of a last replica."""
-    return _choose(options, wave_requests.CONTINUE, options["confirm_last"], "goes on")
+    return _choose(options, "continue", options["confirm_last"], "goes on")
 
 
 def stop(options: Options) -> str:
     """Also while nothing has failed."""
-    return _choose(options, wave_requests.STOP, [], "stopped")
+    return _choose(options, "stop", [], "stopped")
 
 
 def _choose(options: Options, choice: str, confirmed: list[str], message: str) -> str:
-    operation = lookup.operation(options["operation"])
-    wave_requests.choose(
+    operation = _operation(options["operation"])
+    kinds.hooks().choose_waves(
         operation.id,
         choice,
         last_replicas=confirmed,
@@ -183,3 +183,15 @@ def _done(options: Options, operation: Operation, message: str) -> str:
     if options["json"]:
         return command_line.as_json({"success": True, "message": message})
     return f"operation {operation.id}: {message}"
+
+
+def _operation(text: str) -> Operation:
+    """Return the operation with that id or id prefix. Raise CommandError unless exactly one matches."""
+    matches = rows_with_prefix(Operation.objects.order_by("-created_at"), text)
+    if not matches:
+        raise CommandError(
+            f"there is no operation {text[:36]!r}; `manage.py operations list` and `inbox` list their ids"
+        )
+    if len(matches) > 1:
+        raise CommandError(f"{text!r} is an id prefix of several operations; use a longer prefix")
+    return matches[0]

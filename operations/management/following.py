@@ -32,10 +32,10 @@ from rich.text import Text
 
 from localai_cluster.accounts import command_line
 from localai_cluster.accounts.command_line import printable
-from nodes.api.operations import entry_of
-from nodes.management import operation_texts as texts
-from nodes.management.operation_texts import Entry, Part
+from operations.api.jobs import entry_of
 from operations.changes import events
+from operations.management import operation_texts as texts
+from operations.management.operation_texts import Entry, Part
 from operations.models import TERMINAL, Status, TargetStatus, Waves
 
 MOST_LINES = 20

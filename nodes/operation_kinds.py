@@ -1,0 +1,100 @@
+"""The kinds of operations on nodes, models and backends, as `operations` runs them.
+
+Handlers are imported where they are made: only controllers need them.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit import conf
+from nodes.backends import admission, backend_requests, node_stop, wait_reasons, wave_requests
+from nodes.loading import load_request
+from nodes.registry import bulk
+from nodes.replicas import unload_requests
+from operations import kinds
+from operations.executor.work import Handler
+from operations.kinds import HandlerContext, OperationKind, Requester
+from operations.ledger.admission import Admission
+from operations.models import Operation
+
+
+class BackendTargets:
+    """Operations on backends: each target is an intent of its node."""
+
+    def cancel(self, operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None) -> Operation:
+        """Cancel the operation, or its target on one node, with its intents."""
+        return admission.cancel(operation_id, actor=actor, now=now, node_id=node_id)
+
+    def retry(
+        self, operation_id: UUID, *, nodes: Sequence[UUID], requester: Requester, now: datetime
+    ) -> Admission:
+        """Repeat the targets that failed, on these nodes or on all."""
+        scope = backend_requests.Asked(
+            [],
+            actor=requester.actor,
+            request_id=requester.request_id,
+            client_address=requester.client_address,
+        )
+        return admission.retry(operation_id, only=nodes, asked_by=scope, now=now)
+
+
+def _load(context: HandlerContext) -> Handler:
+    from nodes.definitions.folder import Folder
+    from nodes.loading import load
+
+    return load.LoadModel(context.bus, Folder(conf.cluster().models_path), context.wake_ups)
+
+
+def _unload(context: HandlerContext) -> Handler:
+    from nodes.replicas import unload
+
+    return unload.UnloadModel(context.bus)
+
+
+def _delete(context: HandlerContext) -> Handler:
+    from nodes.replicas import unload
+
+    return unload.DeleteModel(context.bus)
+
+
+def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:
+    """A request for all of the nodes must not join the retry on fewer."""
+    return bulk.identity(operation.kind, operation.payload["options"], node_ids)
+
+
+class NodeHooks:
+    """What the API and the command line of operations need to know about nodes and waves."""
+
+    def annotate(self, entries: Iterable[dict[str, Any]], *, now: datetime) -> None:
+        """Complete the entries with what they wait for."""
+        wait_reasons.annotate(list(entries), now=now)
+
+    def choose_waves(
+        self, operation_id: UUID, choice: str, *, last_replicas: Sequence[str], actor: str, now: datetime
+    ) -> None:
+        """Continue or stop an upgrade in waves."""
+        wave_requests.choose(operation_id, choice, last_replicas=last_replicas, actor=actor, now=now)
+
+    def find_node(self, text: str) -> UUID:
+        """Return the node with that name, id or id prefix."""
+        from nodes.management import lookup
+
+        return lookup.node(text).id
+
+
+def register() -> None:
+    """Register the kinds; `NodesConfig.ready` calls this."""
+    kinds.register(
+        NodeHooks(),
+        OperationKind(load_request.KIND, _load, expires=True, attempt_keys=("setbacks", "engine_deaths")),
+        OperationKind(unload_requests.UNLOAD, _unload),
+        OperationKind(unload_requests.DELETE, _delete),
+        OperationKind(node_stop.KIND, lambda context: node_stop.StopNode(context.bus)),
+        *(
+            OperationKind(name, lambda _: bulk.RunOnNodes(), retry_identity=_identity_of_bulk_retry)
+            for name in bulk.VERBS
+        ),
+        *(OperationKind(name, targets=BackendTargets()) for name in backend_requests.KINDS),
+    )

@@ -1,0 +1,261 @@
+"""Verbs of operations of all kinds: cancel, pause, retry (`contract/http-api.md` §3.3, §3.4)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from uuid import UUID
+
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.kit import clock, conf, errors
+from localai_cluster.kit.logs import request_id
+from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.rest import NullIsAbsent, Text, validate_body
+from operations.api.jobs import found
+from operations.api.serializers import STARTED, CommandTexts, DoneSerializer, NodesSerializer, started_body
+from operations.kinds import Requester, kind_of
+from operations.ledger import admission
+from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
+
+MOST_OPERATIONS = 2000
+MOST_REASONS = 20
+AGAIN = CommandTexts("started again", "tried at once")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def describe_verb(
+    name: str,
+    summary: str,
+    body: type[serializers.Serializer[Any]] | None = None,
+    answer: Any = DoneSerializer,
+) -> Callable[[_Call], _Call]:
+    """What the API document says of one verb."""
+    return extend_schema(
+        operation_id=f"operations_{name}",
+        summary=summary,
+        tags=["operations"],
+        request=body,
+        responses={200: answer, **flat_refusals(400, 404, 409, 413)},
+    )
+
+
+def requester_of(request: Request) -> Requester:
+    """Return the user of the request."""
+    return Requester(principal(request).name, request_id.get(), client_address(request))
+
+
+def cancelled(operation: Operation, *, actor: str) -> Operation:
+    """Ends an operation of any kind for good. Raises Conflict."""
+    rules, now = kind_of(operation).targets, clock.now()
+    if operation.by_parts and rules is not None:
+        return rules.cancel(operation.id, actor=actor, now=now, node_id=None)
+    return admission.cancel(operation.id, actor=actor, now=now)
+
+
+def part_cancelled(operation: Operation, node_id: UUID, *, actor: str) -> str:
+    """Ends an operation on one of its nodes for good; answers the node's name.
+
+    Raises NotFound and Conflict.
+    """
+    rules = kind_of(operation).targets
+    if not operation.by_parts or rules is None:
+        raise errors.Conflict(f"{operation.kind} is cancelled as a whole, not on one node", field="status")
+    part = OperationTarget.objects.filter(operation=operation, node_id=node_id)
+    name = part.values_list("node_name", flat=True).first()
+    rules.cancel(operation.id, node_id=node_id, actor=actor, now=clock.now())
+    return name or str(node_id)
+
+
+def again(operation: Operation, nodes: Sequence[UUID], by: Requester) -> admission.Admission:
+    """Asks again for what failed, on these nodes or on all. Raises Conflict where there is nothing to ask."""
+    rules = kind_of(operation).targets
+    if operation.by_parts and rules is not None:
+        return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
+    return _as_a_whole(operation, nodes, by)
+
+
+class CancelView(APIView):
+    """`/api/operations/:jobID/cancel`."""
+
+    envelope = "flat"
+
+    @describe_verb("cancel", "Cancel an operation")
+    def post(self, request: Request, job_id: str) -> Response:
+        """Ends it for good. Workers that are at it are asked to stop; each part says what came of that."""
+        operation, who = found(job_id), principal(request).name
+        cancelled(operation, actor=who)
+        return Response({"success": True, "message": "operation cancelled"})
+
+
+class CancelPartView(APIView):
+    """`/api/operations/:jobID/nodes/:node_id/cancel`."""
+
+    envelope = "flat"
+
+    @describe_verb("cancel_part", "Cancel an operation on one node")
+    def post(self, request: Request, job_id: str, node_id: str) -> Response:
+        """Ends the part on this node for good; the other nodes go on. An upgrade in waves asks after it."""
+        operation = found(job_id)
+        try:
+            node = UUID(node_id)
+        except ValueError:
+            raise errors.NotFound("the operation is not for this node", field="node_id") from None
+        name = part_cancelled(operation, node, actor=principal(request).name)
+        return Response({"success": True, "message": f"cancelled on {name}"})
+
+
+class PauseView(APIView):
+    """`/api/operations/:jobID/pause`."""
+
+    envelope = "flat"
+
+    @describe_verb("pause", "Pause an operation")
+    def post(self, request: Request, job_id: str) -> Response:
+        """Refused for every operation: none can resume from where it stopped (O59)."""
+        operation = found(job_id)
+        raise errors.Conflict(
+            f"{operation.kind} cannot be paused; cancel it and ask again later", field="status"
+        )
+
+
+class RetryView(APIView):
+    """`/api/operations/:jobID/retry`."""
+
+    envelope = "flat"
+
+    @describe_verb("retry", "Try an operation again", NodesSerializer, answer=STARTED.ref)
+    def post(self, request: Request, job_id: str) -> Response:
+        """Asks again for what failed, with the same request. What still waits is tried at once."""
+        operation, asked = found(job_id), requester_of(request)
+        chosen = validate_body(NodesSerializer, request).get("nodes", ())
+        return Response(started_body(again(operation, chosen, asked), AGAIN))
+
+
+def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Requester) -> admission.Admission:
+    """The same request once more, without what earlier attempts left in it, where it did not succeed.
+
+    Raises InvalidInput for nodes that it was not for, and Conflict where there is nothing to ask again.
+    """
+    if operation.status in ACTIVE or operation.status == Status.COMPLETED:
+        raise errors.Conflict(f"the operation is {operation.status}", field="status")
+    now = clock.now()
+    parts = list(OperationTarget.objects.filter(operation=operation))
+    if strange := sorted(str(id) for id in set(only) - {part.node_id for part in parts}):
+        raise errors.InvalidInput(f"nodes: the operation was not for {', '.join(strange)}", field="nodes")
+    chosen = [part for part in parts if part.status != TargetStatus.SUCCESS]
+    chosen = [part for part in chosen if not only or part.node_id in only]
+    if parts and not chosen:
+        raise errors.Conflict("no part of this operation can be tried again", field="nodes")
+    key, element, kind = operation.key, operation.element, kind_of(operation)
+    if kind.retry_identity is not None:
+        key, element = kind.retry_identity(operation, [part.node_id for part in chosen])
+    limit = timedelta(seconds=conf.cluster().install_timeout)
+    asked = admission.OperationRequest(
+        operation.kind,
+        key=key,
+        element=element,
+        actor=by.actor,
+        payload={k: v for k, v in operation.payload.items() if k not in kind.attempt_keys},
+        node=(operation.node_id, operation.node_name) if operation.node_id and parts else None,
+        targets=[(part.node_id, part.node_name) for part in chosen],
+        request_id=by.request_id,
+        client_address=by.client_address,
+        needed_until=now + limit if kind.expires else None,
+    )
+    result = admission.admit(asked, now=now)
+    if operation.status == Status.FAILED:
+        said = f"tried again as operation {result.operation.id}"
+        admission.dismiss(operation.id, actor=by.actor, now=now, comment=said)
+    return result
+
+
+class OperationCountsSerializer(serializers.Serializer[Any]):
+    """What became of the operations that were named."""
+
+    done = serializers.IntegerField(min_value=0, help_text="The verb was carried out.")
+    ended = serializers.IntegerField(min_value=0, help_text="Ended already, or without a record.")
+    refused = serializers.IntegerField(min_value=0, help_text="The verb is not possible for them now.")
+    reasons = serializers.ListField(
+        child=serializers.CharField(), max_length=MOST_REASONS, help_text="Why, each reason once."
+    )
+
+
+class BulkOperationsSerializer(NullIsAbsent):
+    """A verb and the operations that it is for."""
+
+    verb = serializers.ChoiceField(choices=("cancel", "dismiss", "retry"))
+    ids = serializers.ListField(child=serializers.UUIDField(), min_length=1, max_length=MOST_OPERATIONS)
+    comment = Text(
+        required=False, allow_null=True, max_length=admission.LONGEST_COMMENT, help_text="Of a dismissal."
+    )
+
+
+def _cancel(operation: Operation, by: Requester, comment: str) -> None:
+    cancelled(operation, actor=by.actor)
+
+
+def _dismiss(operation: Operation, by: Requester, comment: str) -> None:
+    admission.dismiss(operation.id, actor=by.actor, now=clock.now(), comment=comment)
+
+
+def _retry(operation: Operation, by: Requester, comment: str) -> None:
+    again(operation, (), by)
+
+
+_VERBS: Mapping[str, Callable[[Operation, Requester, str], None]] = {
+    "cancel": _cancel,
+    "dismiss": _dismiss,
+    "retry": _retry,
+}
+
+
+class BulkOperationsView(APIView):
+    """`/api/operations/bulk`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_bulk",
+        summary="Cancel, dismiss or retry many operations",
+        tags=["operations"],
+        request=BulkOperationsSerializer,
+        responses={200: OperationCountsSerializer, **flat_refusals(400, 413)},
+    )
+    def post(self, request: Request) -> Response:
+        """Does it to each of them, each on its own, and answers how many. Repeating it does no harm."""
+        fields = validate_body(BulkOperationsSerializer, request)
+        return Response(_run(fields["verb"], fields["ids"], requester_of(request), fields.get("comment", "")))
+
+
+def _run(verb: str, ids: list[Any], by: Requester, comment: str) -> dict[str, Any]:
+    done, ended, refusals = 0, 0, list[str]()
+    for id in dict.fromkeys(ids):
+        operation = Operation.objects.filter(pk=id).first()
+        try:
+            if operation is None:
+                ended += 1
+                continue
+            _VERBS[verb](operation, by, comment)
+            done += 1
+        except errors.ClusterError as refusal:
+            if _has_ended(verb, id):
+                ended += 1
+            else:
+                refusals.append(refusal.message)
+    reasons = list(dict.fromkeys(refusals))[:MOST_REASONS]
+    return {"done": done, "ended": ended, "refused": len(refusals), "reasons": reasons}
+
+
+def _has_ended(verb: str, id: Any) -> bool:
+    """Return True if there is nothing left to do: a cancelled operation has ended, a failure is dismissed."""
+    operation = Operation.objects.filter(pk=id).first()
+    if operation is None:
+        return True
+    if verb == "cancel":
+        return operation.status not in ACTIVE
+    return operation.status == Status.COMPLETED or operation.dismissed_at is not None
