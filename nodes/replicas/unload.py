@@ -171,7 +171,7 @@ class DeleteModel(UnloadModel):
             answer = await Worker(self._bus, str(part.node_id), part.name).delete_model(model)
             match answer:
                 case Done():
-                    await in_thread(forget_part.node_id, model)
+                    await in_thread(forget_staged_files, part.node_id, model)
                     return StopResult(True)
                 case Refused(reason) | Unreadable(reason):
                     return StopResult(True, reason)
