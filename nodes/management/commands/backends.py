@@ -30,7 +30,7 @@ from nodes.api.cluster_backends import (
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
-from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
+from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, everywhere
 from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
@@ -103,7 +103,7 @@ def list_backends(options: Options) -> str:
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]
     if options["json"]:
-        return as_json(installed_rows(upgrade_check.Picture(backends, picture.upgrades)))
+        return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
     rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
     return table(_LIST, rows) if rows else "no backends"
 
@@ -147,7 +147,7 @@ def install(options: Options) -> str:
 
 def upgrade(options: Options) -> str:
     """Upgrade in waves if there are several nodes or an option of waves is given."""
-    wish = Wish(UPGRADE, backend_name_in(options["name"]))
+    wish = BackendRequest(UPGRADE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
     several = len(nodes or everywhere(wish)[0]) > 1
@@ -160,14 +160,14 @@ def upgrade(options: Options) -> str:
 
 
 def delete(options: Options) -> str:
-    wish = Wish(DELETE, backend_name_in(options["name"]))
+    wish = BackendRequest(DELETE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
         _confirm("delete", wish, nodes or everywhere(wish)[0])
     return _request(options, wish, _validate(NodesSerializer, _nodes_field(nodes)))
 
 
-def _confirm(verb: str, wish: Wish, nodes: Sequence[BackendNode]) -> None:
+def _confirm(verb: str, wish: BackendRequest, nodes: Sequence[BackendNode]) -> None:
     """Ask the user, with the replicas, requests and pending operations. Raise CommandError on a no."""
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to {verb} {wish.backend} without a question")
@@ -210,9 +210,9 @@ def _problem(errors_by_field: Any) -> str:
     return str(errors_by_field[0])
 
 
-def _request(options: Options, wish: Wish, fields: dict[str, Any]) -> str:
+def _request(options: Options, wish: BackendRequest, fields: dict[str, Any]) -> str:
     """Create the operation, or join it, and follow it."""
-    result = admit_command(Asked((), actor=str(current_actor())), wish, fields)
+    result = admit_command(RequestScope((), actor=str(current_actor())), wish, fields)
     body, id = started_body(result, COMMAND_TEXTS[wish.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:
