@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Case, Count, Exists, OuterRef, Prefetch, Q, QuerySet, Sum, Value, When
-from django.db.models.functions import Coalesce
+from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
 from localai_cluster.kit import clock, names
 from nodes.models import selectors
@@ -97,21 +96,6 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         if labels is None:
             return self.none()
         return self.placeable().with_labels(labels)
-
-    def with_counts(self) -> Self:
-        """Order by name; add `model_count` of loaded replicas, `in_flight_count` and the labels (R1.107).
-
-        Two queries for any number of nodes. Django ignores `Meta.ordering` in a query that groups.
-        """
-        busy = Q(replicas__state__in=COUNTED_IN_FLIGHT)
-        return (
-            self.annotate(
-                model_count=Count("replicas", filter=Q(replicas__state="loaded")),
-                in_flight_count=Coalesce(Sum("replicas__in_flight", filter=busy), 0),
-            )
-            .prefetch_related(Prefetch("label_set", queryset=NodeLabel.objects.order_by("key")))
-            .order_by("name")
-        )
 
 
 class BackendNode(models.Model):

@@ -3,12 +3,10 @@
 import uuid
 from uuid import uuid4
 
-from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import F, Q
 
-from localai_cluster.kit import clock, errors
-from nodes.models import selectors
+from localai_cluster.kit import clock
 
 
 class ModelLoadInfo(models.Model):
@@ -89,13 +87,6 @@ class ModelSchedulingConfig(models.Model):
 
     def __str__(self) -> str:
         return self.model_name
-
-    def clean(self) -> None:
-        """Refuse an unreadable selector, so that it never means "any node" (R1.69)."""
-        try:
-            selectors.check(self.node_selector)
-        except errors.InvalidInput as refusal:
-            raise ValidationError({"node_selector": refusal.message}) from None
 
 
 class PrefixPressure(models.Model):

@@ -6,7 +6,7 @@ operation is created.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,10 +17,10 @@ from nodes.decisions import decision_log, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.snapshot_log import Section, State
 from nodes.models import BEING_LOADED, BackendNode, DecisionKind, NodeModel, NodeType
-from nodes.models.replica import ALL_SUFFIX, load_key
+from nodes.models.replica import ALL_SUFFIX, NodeModelQuerySet, load_key
 from nodes.placement.evict import join_names
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
-from nodes.replicas import drains, replica_queries, terminations
+from nodes.replicas import drains, terminations
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
 
@@ -122,12 +122,18 @@ def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
 
     Raises NotFound if none is idle.
     """
-    row = replica_queries.least_recently_used([node.id]).first()
+    row = least_recently_used([node.id]).first()
     if row is None:
         raise errors.NotFound(f"no replica on node {node.name} is idle")
     reason = "the least recently used on its node"
     request = UnloadRequest(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
     return unload(request, now=now)
+
+
+def least_recently_used(node_ids: Collection[UUID] = ()) -> NodeModelQuerySet:
+    """Return the idle replicas on these or all healthy backend nodes, the longest unused first (R1.75)."""
+    unused = NodeModel.objects.serving().filter(in_flight=0, node__node_type="backend")
+    return (unused.filter(node__in=node_ids) if node_ids else unused).order_by("last_used", "id")
 
 
 def delete(request: UnloadRequest, *, now: datetime) -> Admission:

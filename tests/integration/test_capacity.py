@@ -8,16 +8,19 @@ from uuid import UUID
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.database_pool import Pool
-from nodes.decisions import fleet_cache, reserved_memory
+from nodes.decisions import fleet_cache, fleet_queries, reserved_memory
+from nodes.loading import load_explanation
 from nodes.models import BackendNode, NodeModel
-from nodes.placement.choose import Need, Reason, choose_node
+from nodes.placement.choose import NO_NEED, Need, Reason, choose_node
 from nodes.registry import heartbeats
-from nodes.replicas import replica_queries, slots
+from nodes.replicas import drains, slots, unload_requests
 from nodes.replicas.slots import Slot
 from tests.support import api, hot
 from tests.support.effort import EFFORT
@@ -286,44 +289,49 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}
 
 
-def names(found: Any) -> list[str]:
-    return [node.name for node in found]
+def feasible(
+    model: str = "any", need: Need = NO_NEED, only: Collection[UUID] | None = None, queries: int = 4
+) -> list[str]:
+    """The nodes that a load of the model could take, in the order in which they are tried."""
+    with CaptureQueriesContext(connection) as context:
+        decision = choose_node(fleet_cache.read_fleet(model, only=only), need=need)
+    assert len(context) == queries
+    return [node.name for node in decision.ranked]
 
 
 @pytest.mark.django_db
 @pytest.mark.rule("R1.70", "R1.74", "T-REG-13", "T-REG-14", "T-REG-87")
-def test_nodes_with_enough_memory(django_assert_num_queries: Queries) -> None:
+def test_nodes_with_enough_memory() -> None:
     small, large = hot.node("small", available_vram=4 * GB), hot.node("large", available_vram=16 * GB)
     busy = hot.node("busy", available_vram=30 * GB)
     hot.replica(busy)
-    with django_assert_num_queries(1):
-        assert names(replica_queries.with_vram(8 * GB)) == ["large", "busy"]
-    assert names(replica_queries.with_vram(8 * GB, only=[small.pk, busy.pk])) == ["busy"]
-    assert not replica_queries.with_vram(8 * GB, only=[small.pk]).exists()
-    assert not replica_queries.with_vram(40 * GB).exists()
+    eight, forty = (Need(vram=count * GB, vram_required=True) for count in (8, 40))
+    assert feasible(need=eight) == ["large", "busy"]
+    assert feasible(need=eight, only=[small.pk, busy.pk]) == ["busy"]
+    assert not feasible(need=eight, only=[small.pk])
+    assert not feasible(need=forty)
     BackendNode.objects.filter(pk=large.pk).update(reserved_vram=10 * GB)
-    assert names(replica_queries.with_vram(8 * GB)) == ["busy"]
+    assert feasible(need=eight) == ["busy"]
 
 
 @pytest.mark.django_db
 @pytest.mark.rule(*("R1.71", "R1.74", "T-REG-15", "T-REG-16", "T-REG-163", "T-REG-164", "T-REG-165"))
-def test_idle_nodes(django_assert_num_queries: Queries) -> None:
+def test_idle_nodes_come_first() -> None:
     """Reservations do not count; a replica that still loads makes no node busy."""
     first = hot.node("first", available_vram=9, reserved_vram=8)
     second, third = hot.node("second", available_vram=5), hot.node("third", available_vram=99)
     hot.replica(second, state="loading", address="")
     hot.replica(third)
-    with django_assert_num_queries(1):
-        assert names(replica_queries.idle()) == ["first", "second"]
-    assert names(replica_queries.idle(only=[second.pk, third.pk])) == ["second"]
+    assert feasible() == ["first", "second", "third"]
+    assert feasible(only=[second.pk, third.pk]) == ["second", "third"]
     hot.replica(first)
     hot.replica(second, "other")
-    assert not replica_queries.idle().exists()
+    assert feasible() == ["third", "first", "second"], "none is idle: the most memory"
 
 
 @pytest.mark.django_db
 @pytest.mark.rule("R1.72", "R1.73", "R1.74", "T-REG-17")
-def test_least_loaded_nodes(django_assert_num_queries: Queries) -> None:
+def test_among_busy_nodes_the_least_loaded_comes_first() -> None:
     """All rows of a node count (R1.73 [S]), memory decides between equals."""
     one, three = hot.node("one"), hot.node("three", available_vram=99)
     same = hot.node("same", available_vram=5)
@@ -331,13 +339,12 @@ def test_least_loaded_nodes(django_assert_num_queries: Queries) -> None:
     hot.replica(three, in_flight=1)
     hot.replica(three, index=1, in_flight=2, state="unloading")
     hot.replica(same, in_flight=1)
-    with django_assert_num_queries(1):
-        assert names(replica_queries.least_loaded()) == ["same", "one", "three"]
-    assert names(replica_queries.least_loaded(only=[one.pk, three.pk])) == ["one", "three"]
+    assert feasible() == ["same", "one", "three"]
+    assert feasible(only=[one.pk, three.pk]) == ["one", "three"]
 
 
 @pytest.mark.django_db
-@pytest.mark.rule("R1.68", "R1.64", "R1.70", "R1.71", "R1.72", "R1.76")
+@pytest.mark.rule("R1.68", "R1.64", "R1.70", "R1.71", "R1.72", "R1.75", "R1.76")
 def test_only_healthy_backend_nodes_are_found() -> None:
     for name, fields in (
         ("pending", {"approved_at": None}),
@@ -346,57 +353,49 @@ def test_only_healthy_backend_nodes_are_found() -> None:
         ("agent", {"node_type": "agent"}),
     ):
         hot.replica(hot.node(name, available_vram=9, **fields), "m")
-    for found in (
-        *(replica_queries.with_vram(1), replica_queries.idle(), replica_queries.least_loaded()),
-        *(
-            replica_queries.with_free_slot("x"),
-            replica_queries.with_model("m"),
-            replica_queries.least_recently_used(),
-        ),
-    ):
-        assert not found.exists()
-    assert replica_queries.capacity("x") == 0
-    assert replica_queries.loaded_count("m") == 4, "R1.66"
+    assert not feasible("x")
+    assert not unload_requests.least_recently_used()
+    assert {row.node.name for row in NodeModel.objects.serving()} <= {"agent"}
+    assert NodeModel.objects.of("m").loaded().count() == 4, "R1.66"
 
 
 @pytest.mark.django_db
-@pytest.mark.rule("R1.64", "R1.65", "R1.66", "R1.62", "T-REG-55", "T-REG-56", "T-REG-67")
-def test_slots_and_capacity(django_assert_num_queries: Queries) -> None:
+@pytest.mark.rule("R1.64", "R1.66", "R1.62", "T-REG-55", "T-REG-56", "T-REG-67")
+def test_slots_and_capacity() -> None:
     """Every row takes a slot, one in `loading` or `unloading` too; only loaded ones count as replicas."""
     wide, full = hot.node("wide", max_replicas_per_model=4), hot.node("full", max_replicas_per_model=1)
-    empty, over = hot.node("empty", max_replicas_per_model=2), hot.node("over", max_replicas_per_model=1)
+    hot.node("empty", max_replicas_per_model=2)
+    over = hot.node("over", max_replicas_per_model=1)
     hot.replica(wide, "m")
     hot.replica(wide, "m", index=1, state="loading", address="")
     hot.replica(wide, "other")
     hot.replica(full, "m", state="unloading")
     hot.replica(over, "m")
     hot.replica(over, "m", index=1)
-    with django_assert_num_queries(1):
-        assert names(replica_queries.with_free_slot("m")) == ["empty", "wide"]
-    with django_assert_num_queries(1):
-        assert replica_queries.capacity("m") == 2 + 2
-    assert names(replica_queries.with_free_slot("m", only=[wide.pk, full.pk])) == ["wide"]
-    assert [replica_queries.capacity("m", only=[one.pk]) for one in (wide, full, empty, over)] == [2, 0, 2, 0]
-    with django_assert_num_queries(1):
-        assert replica_queries.loaded_count("m") == 3
-    assert replica_queries.loaded_count("nothing") == 0
+    assert feasible("m") == ["empty", "wide"]
+    assert feasible("m", only=[wide.pk, full.pk]) == ["wide"]
+    taken = {node.name: len(node.taken) for node in fleet_cache.read_fleet("m")}
+    assert taken == {"wide": 2, "full": 1, "empty": 0, "over": 2}
+    assert NodeModel.objects.of("m").loaded().count() == 3
 
 
 @pytest.mark.django_db
 @pytest.mark.rule(*("R1.76", "T-REG-147", "T-REG-148", "T-REG-150", "T-REG-159", "T-REG-160", "T-REG-161"))
-def test_nodes_with_a_model(django_assert_num_queries: Queries) -> None:
-    """R1.76, "Port:": a node with two replicas is found once."""
+def test_nodes_with_a_model() -> None:
+    """R1.76, "Port:": a node with two replicas counts once."""
     two, one = hot.node("two"), hot.node("one")
-    hot.replica(two, "m", in_flight=3)
-    hot.replica(two, "m", index=1, in_flight=1)
-    last = hot.replica(one, "m", in_flight=2)
-    with django_assert_num_queries(1):
-        assert names(replica_queries.with_model("m")) == ["two", "one"]
-    assert names(replica_queries.with_model("m", only=[one.pk])) == ["one"]
-    assert replica_queries.with_model("nothing").first() is None
+    hot.replica(two, "m", in_flight=3, backend_type="b")
+    least = hot.replica(two, "m", index=1, in_flight=1, backend_type="b")
+    last = hot.replica(one, "m", in_flight=2, backend_type="b")
+    nodes = [one.pk, two.pk]
+    assert drains.last_replicas("b", nodes) == {}, "two nodes serve it"
+    assert load_explanation._picked("m") == str(least.pk), "the node with the fewest requests on one"
+    assert not fleet_queries.is_served("nothing")
     BackendNode.objects.filter(pk=two.pk).update(unhealthy_at=clock.now())
+    assert drains.last_replicas("b", nodes) == {one.pk: {"m"}}
+    assert fleet_queries.is_served("m")
     last.delete()
-    assert replica_queries.with_model("m").first() is None
+    assert not fleet_queries.is_served("m")
 
 
 @pytest.mark.django_db
@@ -410,8 +409,8 @@ def test_the_least_recently_used_replica(django_assert_num_queries: Queries) -> 
     older = hot.replica(here, "older", last_used=hot.EPOCH - timedelta(hours=1))
     oldest = hot.replica(there, "oldest", last_used=hot.EPOCH - timedelta(days=1))
     with django_assert_num_queries(1):
-        assert list(replica_queries.least_recently_used()) == [oldest, older, newer]
-    assert replica_queries.least_recently_used(only=[here.pk]).first() == older
+        assert list(unload_requests.least_recently_used()) == [oldest, older, newer]
+    assert unload_requests.least_recently_used([here.pk]).first() == older
 
 
 ROWS = st.tuples(st.sampled_from(["loaded", "unloading", "loading"]), st.integers(0, 2))
@@ -425,21 +424,24 @@ FLEET = st.lists(NODE, min_size=1, max_size=5)
     max_examples=25 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(fleet=FLEET, least=st.integers(1, 5))
-def test_finders_and_the_pure_choice_have_one_order(
+def test_the_order_of_the_choice_on_rows(
     db: None, fleet: list[tuple[int, int, list[tuple[str, int]]]], least: int
 ) -> None:
-    """R1.70 to R1.72: with an estimate the order of `with_vram`, without one `idle` before `least_loaded`."""
+    """R1.70 to R1.72: the choice by the rows is the order that the rules state."""
     forget_nodes()
     for number, (available, reserved, replicas) in enumerate(fleet):
         node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
         for index, (state, requests) in enumerate(replicas):
             hot.replica(node, index=index, state=state, in_flight=requests)
-    seen = fleet_cache.read_fleet("another")
-    roomy = choose_node(seen, need=Need(vram=least * GB, vram_required=True))
-    assert _ids(roomy.ranked) == [node.pk for node in replica_queries.with_vram(least * GB)]
-    idle = [node.pk for node in replica_queries.idle()]
-    others = [node.pk for node in replica_queries.least_loaded() if node.pk not in idle]
-    assert _ids(choose_node(seen).ranked) == [*idle, *others]
+    nodes = []
+    for number, (available, reserved, replicas) in enumerate(fleet):
+        busy, requests = "loaded" in dict(replicas), sum(count for _, count in replicas)
+        nodes.append((f"n{number}", busy, requests if busy else 0, available, available - reserved))
+    by_free = sorted(nodes, key=lambda node: (*node[1:3], -node[4], node[0]))
+    by_available = sorted(nodes, key=lambda node: (*node[1:3], -node[3], node[0]))
+    need = Need(vram=least * GB, vram_required=True)
+    assert feasible("another", need) == [node[0] for node in by_free if node[4] >= least]
+    assert feasible("another") == [node[0] for node in by_available]
 
 
 def _ids(ranked: Collection[Any]) -> list[UUID]:

@@ -13,7 +13,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
-from nodes.decisions import fleet_cache
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.gateway.request import InferenceRequest
@@ -23,7 +23,7 @@ from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
 from nodes.placement.load_decision import LoadQuestion
 from nodes.reconcilers import replicas
-from nodes.replicas import eviction, replica_queries, slots, terminations
+from nodes.replicas import eviction, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
@@ -309,24 +309,24 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
     def seen() -> list[Any]:
         (view,) = fleet_cache.read_fleet("echo")
         return [
-            [found.pk for found in replica_queries.with_model("echo")] == [one.pk],
+            fleet_queries.is_served("echo"),
             NodeModel.objects.serving().filter(pk=former.pk).exists(),
-            [row.pk for row in replica_queries.least_recently_used([one.pk])] == [former.pk],
-            [row.pk for row in replica_queries.least_recently_used()] == [former.pk],
-            replica_queries.loaded_count("echo"),
+            [row.pk for row in unload_requests.least_recently_used([one.pk])] == [former.pk],
+            [row.pk for row in unload_requests.least_recently_used()] == [former.pk],
+            NodeModel.objects.of("echo").loaded().count(),
             api.admin().get(f"/api/nodes/{one.pk}").json()["model_count"],
-            (view.taken, replica_queries.capacity("echo")),
+            (view.taken, view.slots),
         ]
 
     async with hot.picker() as picker:
-        assert await hot.in_thread(seen) == [True, True, True, True, 2, 2, ({0, 1}, 1)]
+        assert await hot.in_thread(seen) == [True, True, True, True, 2, 2, ({0, 1}, 3)]
         picked = await picker.acquire(InferenceRequest(model="echo"))
         assert picked is not None
         assert picked.id == former.pk
         picker.release(picked)
         await picker.settle()
         await hot.in_thread(lambda: terminations.replace([former.pk], now=clock.now()))
-        assert await hot.in_thread(seen) == [True, False, False, False, 1, 1, ({0, 1}, 1)]
+        assert await hot.in_thread(seen) == [True, False, False, False, 1, 1, ({0, 1}, 3)]
         picked = await picker.acquire(InferenceRequest(model="echo"))
         assert picked is not None
         assert picked.id == current.pk

@@ -14,7 +14,7 @@ from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import lifecycle
-from nodes.replicas import engine_ends, hooks, replica_queries, slots
+from nodes.replicas import engine_ends, hooks, slots
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.slots import Slot
 from tests.support import hot
@@ -131,7 +131,7 @@ def test_removing_all_of_a_node_leaves_other_nodes(heard: list[RemovedReplica]) 
         RemovedReplica("embed", node.pk, ALL_REPLICAS),
     ]
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [kept.pk]
-    assert not replica_queries.with_model("embed").exists()
+    assert not NodeModel.objects.serving().of("embed").exists()
 
 
 @pytest.mark.rule("R1.103", "R1.105", "T-REG-71", "T-ADP-6")
@@ -225,7 +225,17 @@ def test_nine_picks_visit_each_of_three_idle_replicas() -> None:
 
 
 @pytest.mark.rule(
-    *("R1.61", "R1.66", "T-REG-147", "T-REG-148", "T-REG-153", "T-REG-154", "T-REG-155", "T-REG-156"),
+    *(
+        "R1.61",
+        "R1.66",
+        "R1.76",
+        "T-REG-147",
+        "T-REG-148",
+        "T-REG-153",
+        "T-REG-154",
+        "T-REG-155",
+        "T-REG-156",
+    ),
     *("T-REG-157", "T-ADP-23"),
 )
 def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
@@ -238,9 +248,8 @@ def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
         hot.replica(one, f"is-{state}", state=state)
     hot.replica(away)
     assert set(NodeModel.objects.serving().values_list("pk", flat=True)) == serving
-    assert [node.pk for node in replica_queries.with_model("echo")] == [one.pk, two.pk]
     assert one.replicas.count() == 4
-    assert replica_queries.loaded_count("echo") == 3
+    assert NodeModel.objects.of("echo").loaded().count() == 3
 
 
 @pytest.mark.rule("R1.84", "T-REG-29", "T-REG-30", "T-REG-32")

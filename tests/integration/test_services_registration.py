@@ -22,7 +22,6 @@ from tests.support.fleet import (
     NOW,
     OTHER_SECRET,
     ROOT,
-    SECRET,
     approved,
     kinds,
     later,
@@ -55,24 +54,6 @@ def test_one_name_is_one_record() -> None:
     stored = row(first)
     assert (stored.address, stored.last_heartbeat) == ("10.0.0.9:1", later(5))
     assert BackendNode.objects.count() == 1
-
-
-@pytest.mark.rule("T-REG-141", "R1.107")
-def test_two_nodes_are_listed_by_name() -> None:
-    register("zulu", secret=SECRET)
-    register("alpha", secret=OTHER_SECRET)
-    assert [node.name for node in BackendNode.objects.with_counts()] == ["alpha", "zulu"]
-
-
-@pytest.mark.rule("R1.107")
-def test_counts_of_a_node() -> None:
-    """Models: loaded rows. In flight: loaded and unloading rows, as at the seed."""
-    node = approved()
-    for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("staging", 7)]):
-        replica(node, index=index, state=state, in_flight=busy)
-    (counted,) = BackendNode.objects.with_counts()
-    counts: dict[str, Any] = vars(counted)
-    assert (counts["model_count"], counts["in_flight_count"]) == (1, 5)
 
 
 @pytest.mark.rule("R1.29")
