@@ -147,6 +147,7 @@ class EngineSupervisor:
         self._guardian = guardian
         self._rings = rings
         self._engines: dict[str, Engine] = {}
+        self._launching: dict[str, asyncio.Event] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="stop")
         self._hurry = False
@@ -203,6 +204,8 @@ class EngineSupervisor:
 
     async def stop(self, key: str, *, force: bool) -> StopOutcome:
         """Stop one process, with `Free` first unless `force`; return when it has ended or cannot be ended."""
+        if launching := self._launching.get(key):
+            await launching.wait()  # or its process would outlive the stop
         engine = self._engines.get(key)
         if engine is None:
             return StopOutcome(matched=False, terminated=True)
@@ -270,21 +273,29 @@ class EngineSupervisor:
         program = str(start_file)
         if not os.access(program, os.X_OK):
             os.chmod(program, 0o700)
-        process = await asyncio.create_subprocess_exec(
-            program,
-            "--addr",
-            f"{self._bind_host}:{port}",
-            cwd=folder,
-            env=environment(self._token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+        variables = (
+            environment(self._token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env
         )
-        group = self._guardian.add(process.pid, seconds=GRACE)
-        client = BackendClient(f"{LOCAL}:{port}", self._token)
-        engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client, gpus)
-        self._engines[key] = engine
+        launched = self._launching[key] = asyncio.Event()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                program,
+                "--addr",
+                f"{self._bind_host}:{port}",
+                cwd=folder,
+                env=variables,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            group = self._guardian.add(process.pid, seconds=GRACE)
+            client = BackendClient(f"{LOCAL}:{port}", self._token)
+            engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client, gpus)
+            self._engines[key] = engine
+        finally:
+            del self._launching[key]
+            launched.set()
         watcher = asyncio.create_task(self._watch(engine), name=f"engine {key}")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)

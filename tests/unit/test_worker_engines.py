@@ -4,6 +4,7 @@ for."""
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,29 @@ async def test_last_words_do_not_tell_the_token(supervisor: EngineSupervisor, tm
     with pytest.raises(StartFailed, match="LOCALAI_GRPC_AUTH_TOKEN") as caught:
         await supervisor.start("m#0", "b", start)
     assert TOKEN not in caught.value.message
+
+
+async def test_a_stop_waits_for_a_process_that_is_being_started(
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the stop would find nothing, and the engine would run after it."""
+    begun, go_on, start_process = asyncio.Event(), asyncio.Event(), asyncio.create_subprocess_exec
+
+    async def slowly(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        await go_on.wait()
+        return await start_process(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
+    starting = asyncio.create_task(supervisor.start("m#0", "b", script(tmp_path, "sleep 60")))
+    await begun.wait()
+    stopping = asyncio.create_task(supervisor.stop("m#0", force=True))
+    await asyncio.wait({stopping}, timeout=0)
+    go_on.set()
+    outcome = await stopping
+    assert (outcome.matched, outcome.terminated) == (True, True)
+    with pytest.raises(StartFailed, match="stopped while it started"):
+        await starting
 
 
 @pytest.mark.rule("worker-8.5", "W20")
