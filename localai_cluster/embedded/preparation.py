@@ -86,9 +86,9 @@ def _one_line(error: Exception) -> str:
 
 
 CHECKED = "checked"
-"""The line of the process that says: the settings are right."""
+"""The line of the process after valid settings."""
 PASSWORD_CHANGED = "user 'admin' has another password than the settings say"
-"""The line of `bootstrap` that says: the initial password lets nobody in any more."""
+"""The line of `bootstrap` once the initial password is invalid."""
 COMMAND_SECONDS = 300.0
 
 
@@ -144,7 +144,7 @@ def _failure(output: str) -> SetupError:
 
 
 def complaint(said: str) -> str:
-    """The line of a command's output that says what is wrong: a failed check, else the last line."""
+    """Return the line of a command's output that names the error: a failed check, else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for index, line in enumerate(lines):
         if "(cluster.E" in line:

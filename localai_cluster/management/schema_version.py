@@ -53,7 +53,7 @@ def own_migrations() -> frozenset[Migration]:
 
 
 def refuse_newer(schema: Schema) -> None:
-    """Raise CommandError if later code has migrated the database; say how to go back."""
+    """Raise CommandError if later code has migrated the database, with the way back."""
     if unknown := schema.applied - own_migrations():
         later = f"version {schema.version}" if schema.version else "a later version"
         raise CommandError(

@@ -58,7 +58,7 @@ class StatePass(PeriodicTask):
         await asyncio.sleep(_GATHER)
 
     async def _run_pass(self) -> None:
-        """The claims of a look that failed run out, and the schedule asks again."""
+        """Leave the claims of a failed check to expire; the schedule checks again."""
         try:
             await self.run_pass()
         except DatabaseError as error:

@@ -30,7 +30,7 @@ from nodes.api.cluster_backends import (
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
-from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
+from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, everywhere
 from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
@@ -66,12 +66,16 @@ class Command(VerbCommand):
 
 
 def _changing(add: AddVerb) -> None:
-    made = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
-    made.add_argument("name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name")
-    made.add_argument("--uri", default="", help="address of an image, archive or folder instead of a gallery")
-    made.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
-    made.add_argument("--force", action="store_true", help="replace the files where it is installed")
-    made.add_argument("--yes", action="store_true", help="with --force: do not ask")
+    installer = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
+    installer.add_argument(
+        "name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name"
+    )
+    installer.add_argument(
+        "--uri", default="", help="address of an image, archive or folder instead of a gallery"
+    )
+    installer.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
+    installer.add_argument("--force", action="store_true", help="replace the files where it is installed")
+    installer.add_argument("--yes", action="store_true", help="with --force: do not ask")
     newer = _on_nodes(add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves."))
     newer.add_argument("name", metavar="NAME")
     pace = newer.add_mutually_exclusive_group()
@@ -84,9 +88,9 @@ def _changing(add: AddVerb) -> None:
         metavar="MODEL",
         help="the last replica of this model may stop; repeatable",
     )
-    gone = _on_nodes(add("delete", delete, "Delete a backend where it is; its engines stop."))
-    gone.add_argument("name", metavar="NAME")
-    gone.add_argument("--yes", action="store_true", help="do not ask")
+    remover = _on_nodes(add("delete", delete, "Delete a backend where it is; its engines stop."))
+    remover.add_argument("name", metavar="NAME")
+    remover.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _on_nodes(parser: CommandParser) -> CommandParser:
@@ -103,7 +107,7 @@ def list_backends(options: Options) -> str:
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]
     if options["json"]:
-        return as_json(installed_rows(upgrade_check.Picture(backends, picture.upgrades)))
+        return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
     rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
     return table(_LIST, rows) if rows else "no backends"
 
@@ -137,48 +141,48 @@ def install(options: Options) -> str:
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
         )
-    wish, nodes = install_request(fields, force=options["force"]), _nodes(options)
+    request, nodes = install_request(fields, force=options["force"]), _nodes(options)
     if options["force"] and not options["yes"]:
-        nodes = nodes or everywhere(wish)[0]
-        if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend).exists():
-            _confirm("reinstall", wish, nodes)
-    return _request(options, wish, fields)
+        nodes = nodes or everywhere(request)[0]
+        if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend).exists():
+            _confirm("reinstall", request, nodes)
+    return _request(options, request, fields)
 
 
 def upgrade(options: Options) -> str:
     """Upgrade in waves if there are several nodes or an option of waves is given."""
-    wish = Wish(UPGRADE, backend_name_in(options["name"]))
+    request = BackendRequest(UPGRADE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
-    several = len(nodes or everywhere(wish)[0]) > 1
+    several = len(nodes or everywhere(request)[0]) > 1
     body: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
     if not options["at_once"] and (several or most is not None or confirmed):
         body["waves"] = {} if most is None else {"max_unavailable": most}
     elif confirmed:
         raise CommandError("--confirm-last is for waves: --at-once asks nothing")
-    return _request(options, wish, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
+    return _request(options, request, _validate(UpgradeSerializer, body | _nodes_field(nodes)))
 
 
 def delete(options: Options) -> str:
-    wish = Wish(DELETE, backend_name_in(options["name"]))
+    request = BackendRequest(DELETE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
-        _confirm("delete", wish, nodes or everywhere(wish)[0])
-    return _request(options, wish, _validate(NodesSerializer, _nodes_field(nodes)))
+        _confirm("delete", request, nodes or everywhere(request)[0])
+    return _request(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
 
 
-def _confirm(verb: str, wish: Wish, nodes: Sequence[BackendNode]) -> None:
-    """Ask the user, with the replicas, requests and pending operations. Raise CommandError on a no."""
+def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
+    """Prompt with the replicas, requests and pending operations. Raise CommandError on a no."""
     if not sys.stdin.isatty():
-        raise CommandError(f"give --yes to {verb} {wish.backend} without a question")
+        raise CommandError(f"give --yes to {verb} {request.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
-    stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend)
+    stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(request.backend)
     stopped = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
     replicas = ", ".join(f"{model} on {node}" for model, node, _ in stopped)
-    question = f"{verb.capitalize()} {wish.backend} {'from' if verb == 'delete' else 'on'} {names}."
+    question = f"{verb.capitalize()} {request.backend} {'from' if verb == 'delete' else 'on'} {names}."
     if replicas:
         question += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in stopped)}."
-    if pending := intents.count_pending_by_backend().get(wish.backend.lower()):
+    if pending := intents.count_pending_by_backend().get(request.backend.lower()):
         question += f" Operations pending on it: {pending}."
     if input(f"{printable(question)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
         raise CommandError("nothing was done")
@@ -210,10 +214,10 @@ def _problem(errors_by_field: Any) -> str:
     return str(errors_by_field[0])
 
 
-def _request(options: Options, wish: Wish, fields: dict[str, Any]) -> str:
+def _request(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
     """Create the operation, or join it, and follow it."""
-    result = admit_command(Asked((), actor=str(current_actor())), wish, fields)
-    body, id = started_body(result, COMMAND_TEXTS[wish.kind]), result.operation.id
+    result = admit_command(RequestScope((), actor=str(current_actor())), request, fields)
+    body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:
             options["out"].write(f"{body['message']}: operation {id}")
