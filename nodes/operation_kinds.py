@@ -31,7 +31,7 @@ class BackendTargets:
         self, operation_id: UUID, *, nodes: Sequence[UUID], requester: Requester, now: datetime
     ) -> Admission:
         """Repeat the targets that failed, on these nodes or on all."""
-        scope = backend_requests.Asked(
+        scope = backend_requests.RequestScope(
             [],
             actor=requester.actor,
             request_id=requester.request_id,

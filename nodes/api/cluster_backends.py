@@ -32,7 +32,7 @@ from nodes.api.node_backends import (
 )
 from nodes.backends import catalogue, node_commands, wave_requests
 from nodes.backends.admission import admit
-from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope, everywhere
 from nodes.backends.waves import Options
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode
@@ -116,7 +116,7 @@ class ExternalSerializer(InstallSerializer, NodesSerializer):
     force = _forced("Stop engines of this name at once; without it, their requests may end first.")
 
 
-def _chosen(by: Asked, command: Wish, fields: dict[str, Any]) -> Asked:
+def _chosen(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> RequestScope:
     if not (ids := fields.get("nodes")):
         ready, left_out = everywhere(command)
         return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
@@ -129,7 +129,7 @@ def _chosen(by: Asked, command: Wish, fields: dict[str, Any]) -> Asked:
     return replace(by, nodes=sorted(nodes.values(), key=lambda node: node.name))
 
 
-def admit_command(by: Asked, command: Wish, fields: dict[str, Any]) -> Admission:
+def admit_command(by: RequestScope, command: BackendRequest, fields: dict[str, Any]) -> Admission:
     """Create the operation for the nodes of `fields`, or join the one that does the same."""
     origin = _chosen(by, command, fields)
     if origin.all_nodes and command.kind == INSTALL and not command.uri:
@@ -141,7 +141,7 @@ def admit_command(by: Asked, command: Wish, fields: dict[str, Any]) -> Admission
     return admit(command, origin, now=clock.now())
 
 
-def refuse_hardware_build(command: Wish) -> None:
+def refuse_hardware_build(command: BackendRequest) -> None:
     """Refuse a build for one kind of hardware on all nodes (O11); Conflict names the one to install instead.
 
     A gallery that cannot be read now is no reason to refuse.
@@ -173,9 +173,9 @@ class _Everywhere(APIView):
             started_body(admit_command(requester_of(request, []), command, fields), COMMAND_TEXTS[self.kind])
         )
 
-    def wish(self, name: str, fields: dict[str, Any]) -> Wish:
+    def wish(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request for all its nodes."""
-        return Wish(self.kind, backend_name_in(name))
+        return BackendRequest(self.kind, backend_name_in(name))
 
 
 class InstallEverywhereView(_Everywhere):
@@ -192,10 +192,10 @@ class InstallEverywhereView(_Everywhere):
         """
         return self._answer(request, name)
 
-    def wish(self, name: str, fields: dict[str, Any]) -> Wish:
+    def wish(self, name: str, fields: dict[str, Any]) -> BackendRequest:
         """Return the request; the gallery of `gallery@name` is kept."""
         gallery, force = name.rpartition("@")[0], fields.get("force", False)
-        return Wish(INSTALL, backend_name_in(name), gallery=gallery, force=force)
+        return BackendRequest(INSTALL, backend_name_in(name), gallery=gallery, force=force)
 
 
 class InstallExternalView(APIView):
@@ -290,7 +290,7 @@ class ApplySerializer(Described, NullIsAbsent):
         return check_backend_name(value) or ""
 
 
-def _scheduled(request: Request, command: Wish) -> Response:
+def _scheduled(request: Request, command: BackendRequest) -> Response:
     admission = admit_command(requester_of(request, []), command, {})
     job, texts = str(admission.operation.id), COMMAND_TEXTS[command.kind]
     return Response(
@@ -321,7 +321,9 @@ class ApplyView(_Plain):
         """
         fields = validate_body(ApplySerializer, request)
         gallery, _, name = fields["id"].rpartition("@")
-        return _scheduled(request, Wish(INSTALL, name, gallery=gallery, force=fields.get("force", False)))
+        return _scheduled(
+            request, BackendRequest(INSTALL, name, gallery=gallery, force=fields.get("force", False))
+        )
 
 
 class PlainUpgradeView(_Plain):
@@ -330,7 +332,7 @@ class PlainUpgradeView(_Plain):
     @describe_command("upgrade_other_name", "Upgrade a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it, at once."""
-        return _scheduled(request, Wish(UPGRADE, backend_name_in(name)))
+        return _scheduled(request, BackendRequest(UPGRADE, backend_name_in(name)))
 
 
 class PlainDeleteView(_Plain):
@@ -339,7 +341,7 @@ class PlainDeleteView(_Plain):
     @describe_command("delete_other_name", "Delete a backend where it is installed", None, SCHEDULED)
     def post(self, request: Request, name: str) -> Response:
         """On all nodes that have it."""
-        return _scheduled(request, Wish(DELETE, backend_name_in(name)))
+        return _scheduled(request, BackendRequest(DELETE, backend_name_in(name)))
 
 
 class DeleteAndWaitView(_Plain):
@@ -361,7 +363,7 @@ class DeleteAndWaitView(_Plain):
 
         It is a success where no node has it. After 90 s the answer is 202, and the deletion goes on.
         """
-        command = Wish(DELETE, backend_name_in(name))
+        command = BackendRequest(DELETE, backend_name_in(name))
         operation = wait_for_end(admit_command(requester_of(request, []), command, {}).operation, HOLD)
         if operation.status in (Status.FAILED, Status.CANCELLED):
             raise CommandFailed(operation.error or operation.message)

@@ -117,7 +117,7 @@ def upgrades_by_backend(upgrades: Iterable[Upgrade]) -> dict[str, Row]:
     return {upgrade.backend.name: _upgrade(upgrade) for upgrade in upgrades}
 
 
-def installed_rows(picture: upgrade_check.Picture) -> list[Row]:
+def installed_rows(picture: upgrade_check.UpgradeOverview) -> list[Row]:
     """Return the backends by name, as §4.3 has them, with the number of pending operations of each."""
     pending = intents.count_pending_by_backend()
     return [

@@ -33,7 +33,7 @@ from nodes.api.base import NodeView, request_example, require_node_id, response_
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
 from nodes.backends.admission import admit
-from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.installed import is_image
 from nodes.models import BackendNode, NodeBackend, NodeType
 from operations.api.serializers import CommandTexts
@@ -128,7 +128,7 @@ class BackendSerializer(Described, serializers.Serializer[Any]):
         return (check_backend_name(value) or "").rpartition("@")[2]
 
 
-def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
+def install_request(fields: dict[str, Any], *, force: bool = False) -> BackendRequest:
     """Return the request of an install. Raise InvalidInput without a name or an address.
 
     Without a name the address stands for it (A22).
@@ -137,7 +137,7 @@ def install_request(fields: dict[str, Any], *, force: bool = False) -> Wish:
     gallery, _, backend = (gallery_name or name).rpartition("@")
     if not (backend or uri):
         raise errors.InvalidInput("backend name or uri required", field="backend")
-    return Wish(
+    return BackendRequest(
         INSTALL,
         backend or node_commands.subject(uri),
         gallery=gallery,
@@ -201,8 +201,8 @@ def _schema(
     )
 
 
-def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
-    return Asked(
+def requester_of(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> RequestScope:
+    return RequestScope(
         nodes,
         actor=principal(request).name,
         all_nodes=all_nodes,
@@ -221,14 +221,14 @@ def accepted_body(admission: Admission, kind: str) -> dict[str, Any]:
     )
 
 
-def _on_one(request: Request, node: BackendNode, command: Wish) -> Response:
+def _on_one(request: Request, node: BackendNode, command: BackendRequest) -> Response:
     admission = admit(command, requester_of(request, [node]), now=clock.now())
     return Response(accepted_body(admission, command.kind), status=202)
 
 
 def _on_installed(request: Request, node_id: str, kind: str) -> Response:
     backend = validate_body(BackendSerializer, request)["backend"]
-    return _on_one(request, node_commands.find_node(require_node_id(node_id)), Wish(kind, backend))
+    return _on_one(request, node_commands.find_node(require_node_id(node_id)), BackendRequest(kind, backend))
 
 
 class InstallView(NodeView):

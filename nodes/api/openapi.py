@@ -20,7 +20,7 @@ from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_routes import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
-from nodes.loading import fit_check, reason_shapes
+from nodes.loading import reason_shapes
 from nodes.registry import node_rows, shape
 from nodes.scheduling.store import RULE, STATE
 from operations.api import serializers
@@ -56,7 +56,6 @@ COMPONENTS: tuple[Named, ...] = (
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,
-    *fit_check.COMPONENTS,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

@@ -16,7 +16,7 @@ from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
-from nodes.loading import fit_check, load_explanation, what_if
+from nodes.loading import load_explanation, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
 from nodes.placement.memory import LARGEST
@@ -253,7 +253,7 @@ class PlanView(NodeView):
 
 def make_plan(body: dict[str, Any], now: datetime) -> Row:
     """Return the plan for a validated body; raise InvalidInput for an undefined model or an invalid rule."""
-    nodes = [what_if.NewNodes(**group) for group in body.get("nodes", ())]
+    nodes = [load_explanation.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
         return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
@@ -263,12 +263,12 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
         need, conflicts, backend = needs.need, needs.conflicts, needs.definition.backend
     else:
         sizes = body["need"]
-        need = what_if.need_for(sizes.get("vram", 0), sizes.get("disk", 0))
+        need = load_explanation.need_for(sizes.get("vram", 0), sizes.get("disk", 0))
         conflicts, backend = frozenset[str](), ""
-    plan_request = what_if.PlanRequest(
+    plan_request = load_explanation.PlanRequest(
         need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
     )
-    return what_if.plan(plan_request, now)
+    return load_explanation.plan(plan_request, now)
 
 
 _FULL = "no free slot for this model"
@@ -302,7 +302,7 @@ class FitView(NodeView):
         summary="Show where a model fits",
         tags=["scheduling"],
         parameters=[_MODEL],
-        responses={200: fit_check.FIT.ref, **refusals(401, 403, 404, 503)},
+        responses={200: reason_shapes.FIT.ref, **refusals(401, 403, 404, 503)},
         examples=[response_example(_FIT)],
     )
     def get(self, request: Request, model: str) -> Response:
@@ -310,4 +310,4 @@ class FitView(NodeView):
 
         404 for a model that is not defined.
         """
-        return Response(fit_check.node_fit(model))
+        return Response(load_explanation.node_fit(model))

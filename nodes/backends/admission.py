@@ -25,10 +25,10 @@ from nodes.backends import intents, node_commands, wait_reasons, wave_requests, 
 from nodes.backends.backend_requests import (
     DELETE,
     KINDS,
-    Asked,
-    LeftOut,
+    BackendRequest,
+    ExcludedNode,
     RequestOrder,
-    Wish,
+    RequestScope,
     refuse_unlisted,
     unlisted,
 )
@@ -48,7 +48,7 @@ class _Raced(Exception):
     """A wave opened for a node in between; retry, so that its intent is locked before the operations."""
 
 
-def admit(request: Wish, scope: Asked, *, now: datetime) -> Admission:
+def admit(request: BackendRequest, scope: RequestScope, *, now: datetime) -> Admission:
     """Create the operation, or join the active one that requests the same on the same nodes (A38, O34).
 
     A different request on the same backend runs first. Raise Conflict, which names the operation, if the same
@@ -68,14 +68,14 @@ def admit(request: Wish, scope: Asked, *, now: datetime) -> Admission:
     raise errors.Unavailable(f"operations on {request.backend} are too frequent", retry_after=1)
 
 
-def _key(request: Wish, nodes: Sequence[BackendNode]) -> str:
+def _key(request: BackendRequest, nodes: Sequence[BackendNode]) -> str:
     if len(nodes) == 1:
         return node_commands.key(nodes[0].id, request.backend)
     ids = hashlib.sha256(b"".join(sorted(node.id.bytes for node in nodes))).hexdigest()
     return f"nodes:{ids[:32]}:{node_commands.subject(request.backend)}"
 
 
-def _ask(request: Wish, scope: Asked, now: datetime) -> Admission:
+def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admission:
     # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
     stand_in_line(request.backend)
     ids = [node.id for node in scope.nodes]
@@ -117,7 +117,7 @@ def _open_nodes(operation: Operation) -> set[UUID]:
 
 
 def _write_parts(
-    operation: Operation, request: Wish, scope: Asked, order: RequestOrder, now: datetime
+    operation: Operation, request: BackendRequest, scope: RequestScope, order: RequestOrder, now: datetime
 ) -> None:
     """Write the targets of a new operation, and the intents of those whose turn is now."""
     turns = wave_requests.plan_for(request.backend, scope.nodes, scope.waves) if scope.waves else {}
@@ -147,14 +147,14 @@ def _refuse_unless_ended(active: Operation) -> None:
         )
 
 
-def _refuse_other_waves(active: Operation, scope: Asked) -> None:
+def _refuse_other_waves(active: Operation, scope: RequestScope) -> None:
     if wave_requests.options_of(active) != scope.waves:
         raise errors.Conflict(
             f"the same is in progress with other waves (operation {active.id})", operation=active.id
         )
 
 
-def _operation_request(request: Wish, scope: Asked, key: str) -> ledger.OperationRequest:
+def _operation_request(request: BackendRequest, scope: RequestScope, key: str) -> ledger.OperationRequest:
     only_node = scope.concerned[0] if len(scope.concerned) == 1 and not scope.all_nodes else None
     return ledger.OperationRequest(
         request.kind,
@@ -171,7 +171,7 @@ def _operation_request(request: Wish, scope: Asked, key: str) -> ledger.Operatio
 
 def _join_or_create_intents(
     operation: Operation,
-    request: Wish,
+    request: BackendRequest,
     order: RequestOrder,
     node_ids: Set[UUID],
     spares: bool,
@@ -240,7 +240,7 @@ def _new_target(
     return target
 
 
-def refusals_by_node(request: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
+def refusals_by_node(request: BackendRequest, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
     """Return the reason for each node whose present work contradicts the request."""
     names = {node.id: node.name for node in nodes}
     refusals: dict[UUID, str] = {}
@@ -256,7 +256,7 @@ def refusals_by_node(request: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, 
 
 
 def _unopened_targets_to_replace(
-    request: Wish, node_ids: Sequence[UUID], active: Operation | None
+    request: BackendRequest, node_ids: Sequence[UUID], active: Operation | None
 ) -> list[int]:
     """Return the ids of targets whose wave has not opened and that the request replaces."""
     upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=request.backend)
@@ -297,7 +297,7 @@ def _changes_to_replaced(
     return {intent.id: end_if_active for intent in order.same.values()}
 
 
-def _make_due(request: Wish, order: RequestOrder, now: datetime) -> None:
+def _make_due(request: BackendRequest, order: RequestOrder, now: datetime) -> None:
     """Make the rows of the requested op due now; queue a row that a different request follows after it."""
     intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=request.galleries)
     followed, last = order.followed(), order.end(now)
@@ -388,7 +388,9 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
     return operation
 
 
-def retry(operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now: datetime) -> Admission:
+def retry(
+    operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: RequestScope, now: datetime
+) -> Admission:
     """Repeat the targets that failed or were cancelled, on the nodes `only` or on all that did not succeed.
 
     An operation that still waits is made due at once instead. The failure is dismissed and names its
@@ -410,7 +412,7 @@ def retry(operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now
     nodes = BackendNode.objects.filter(pk__in=[target.node_id for target in chosen]).order_by("name")
     possible = [node for node in nodes if not node_commands.refusal(node)]
     if not only:
-        lacking = unlisted(Wish.of(operation), possible)
+        lacking = unlisted(BackendRequest.of(operation), possible)
         possible = [node for node in possible if node not in lacking] or possible
     if operation.status in ACTIVE or not possible:
         raise errors.Conflict("no part of this operation can be tried again", field="nodes")
@@ -421,7 +423,7 @@ def retry(operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now
         last_replicas=wave_requests.confirmed_in(operation),
         drains=operation.payload.get("drains", False),
     )
-    result = admit(Wish.of(operation), scope, now=now)
+    result = admit(BackendRequest.of(operation), scope, now=now)
     failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
     # A failure on another node still needs a decision.
     unresolved = failed.exclude(node_id__in=[node.id for node in possible])
@@ -431,7 +433,9 @@ def retry(operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now
     return result
 
 
-def admit_on_nodes(command: Wish, scope: Asked, node_ids: Sequence[UUID], *, now: datetime) -> Admission:
+def admit_on_nodes(
+    command: BackendRequest, scope: RequestScope, node_ids: Sequence[UUID], *, now: datetime
+) -> Admission:
     """Admit one operation for all of these nodes, or join the active one. The scope has no nodes yet.
 
     Raise Conflict only if work on these nodes changes faster than it can be read.
@@ -449,18 +453,18 @@ def admit_on_nodes(command: Wish, scope: Asked, node_ids: Sequence[UUID], *, now
     raise errors.Conflict("operations on these nodes change too often; try again", field="nodes")
 
 
-def _with_nodes(scope: Asked, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> Asked:
+def _with_nodes(scope: RequestScope, node_ids: Sequence[UUID], refusals: Mapping[UUID, str]) -> RequestScope:
     """Sort the nodes into those that get the command and those that are left out with a reason."""
     registered = BackendNode.objects.in_bulk(list(set(node_ids)))
     nodes: list[BackendNode] = []
-    left_out: list[LeftOut] = []
+    left_out: list[ExcludedNode] = []
     for id in sorted(set(node_ids)):
         node = registered.get(id)
         if node is None:
             removed_node = BackendNode(id=id, name=str(id))
-            left_out.append(LeftOut(removed_node, "the node is no longer registered", fails=True))
+            left_out.append(ExcludedNode(removed_node, "the node is no longer registered", fails=True))
         elif reason := refusals.get(id) or node_commands.refusal(node):
-            left_out.append(LeftOut(node, reason, fails=True))
+            left_out.append(ExcludedNode(node, reason, fails=True))
         else:
             nodes.append(node)
     return replace(scope, nodes=sorted(nodes, key=lambda node: node.name), left_out=left_out)

@@ -23,7 +23,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.locks import stand_in_line
 from nodes.backends import installed, upgrade_state
 from nodes.backends.admission import admit
-from nodes.backends.backend_requests import KINDS, UPGRADE, Asked, LeftOut, Wish
+from nodes.backends.backend_requests import KINDS, UPGRADE, BackendRequest, ExcludedNode, RequestScope
 from nodes.backends.installed import Build, InstalledBackend, Offered, behind, upgrades
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, BackendOffer
@@ -142,7 +142,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
         if active is not None:
             raise errors.Conflict(f"{active.kind} has not ended (operation {active.id})")
         _record_decided(row, offer, upgrade_plan)
-        operation = admit(Wish(UPGRADE, name), _scope(upgrade_plan, nodes), now=now).operation
+        operation = admit(BackendRequest(UPGRADE, name), _scope(upgrade_plan, nodes), now=now).operation
     log.info("automatic upgrade of %s to %s: operation %s", name, identity(offer), operation.id)
     return operation
 
@@ -181,14 +181,14 @@ def _record_decided(row: BackendOffer, offer: Offered, upgrade_plan: UpgradePlan
     row.save(update_fields=["automatic_to", "automatic_nodes"])
 
 
-def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> Asked:
+def _scope(upgrade_plan: UpgradePlan, nodes: Mapping[str, BackendNode]) -> RequestScope:
     """Return an upgrade in waves by `system`; each node that is left out gets a target with the reason."""
     last = [
-        LeftOut(nodes[str(place.id)], _last_replica_reason(place), fails=True)
+        ExcludedNode(nodes[str(place.id)], _last_replica_reason(place), fails=True)
         for place in upgrade_plan.last_replica
     ]
-    away = [LeftOut(nodes[str(place.id)], _away_reason(place)) for place in upgrade_plan.away]
-    return Asked(
+    away = [ExcludedNode(nodes[str(place.id)], _away_reason(place)) for place in upgrade_plan.away]
+    return RequestScope(
         [nodes[str(place.id)] for place in upgrade_plan.upgrade],
         actor=ACTOR,
         waves=Options(),

@@ -30,7 +30,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class BackendRequest:
     """A request for one backend, equal for all nodes."""
 
     kind: str
@@ -62,7 +62,7 @@ class Wish:
 
     def is_that_of_operation(self, operation: Operation) -> bool:
         """Return True if the operation was created for an equal request."""
-        return operation.kind == self.kind and self._is_met_by(Wish.of(operation).columns())
+        return operation.kind == self.kind and self._is_met_by(BackendRequest.of(operation).columns())
 
     def _is_met_by(self, columns: Mapping[str, Any]) -> bool:
         required = self.columns()
@@ -73,7 +73,7 @@ class Wish:
         return all(columns[name] == required[name] for name in required if name != "galleries")
 
     @classmethod
-    def of(cls, operation: Operation) -> "Wish":
+    def of(cls, operation: Operation) -> "BackendRequest":
         """Parse the operation's payload."""
         stored = {
             name: operation.payload[name] for name in cls.__dataclass_fields__ if name in operation.payload
@@ -82,7 +82,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedNode:
     """A node that an operation leaves out, with the reason.
 
     With `fails` the target of the node fails, so that an operator has to decide about it.
@@ -105,7 +105,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestScope:
     """The scope of a request: its nodes, its requester, and how it proceeds from node to node."""
 
     nodes: Sequence[BackendNode]
@@ -119,7 +119,7 @@ class Asked:
     """None: all nodes at once."""
     last_replicas: Sequence[str] = ()
     """Models whose last replica an upgrade in waves may stop."""
-    left_out: Sequence[LeftOut] = ()
+    left_out: Sequence[ExcludedNode] = ()
     drains: bool = False
     """Take replicas out of the picks before the command stops them, and wait for their running requests.
 
@@ -138,7 +138,7 @@ class Asked:
         return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
-def everywhere(request: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
+def everywhere(request: BackendRequest) -> tuple[list[BackendNode], list[ExcludedNode]]:
     """Return the nodes that "all nodes" means now, and those left out.
 
     An install is for all nodes that can get it, other requests for the nodes that list the backend. A
@@ -152,12 +152,14 @@ def everywhere(request: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
     ready = [node for node in eligible if node.status != "draining"]
     reason = "left out: {} is draining; try it again there when the drain has ended"
     away = [
-        LeftOut(node, reason.format(node.name), fails=not ready) for node in eligible if node not in ready
+        ExcludedNode(node, reason.format(node.name), fails=not ready)
+        for node in eligible
+        if node not in ready
     ]
     return ready, away
 
 
-def unlisted(request: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+def unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> list[BackendNode]:
     """Return the reachable nodes whose last inventory lacks the backend of an upgrade.
 
     A node without an inventory may have it, and the inventory of an unreachable node may be out of date.
@@ -170,7 +172,7 @@ def unlisted(request: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
     return [node for node in reachable if node.id not in nodes_with_backend]
 
 
-def refuse_unlisted(request: Wish, nodes: Sequence[BackendNode]) -> None:
+def refuse_unlisted(request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
     """Raise Conflict, which names the nodes, for an upgrade of what they do not list."""
     if lacking_nodes := unlisted(request, nodes):
         names = ", ".join(node.name for node in lacking_nodes)
@@ -190,7 +192,7 @@ class RequestOrder:
     others: Mapping[UUID, list[PendingBackendOp]]
 
     @classmethod
-    def of(cls, request: Wish, rows: Iterable[PendingBackendOp]) -> "RequestOrder":
+    def of(cls, request: BackendRequest, rows: Iterable[PendingBackendOp]) -> "RequestOrder":
         """Sort the rows of the requested backend."""
         same: dict[UUID, PendingBackendOp] = {}
         others: dict[UUID, list[PendingBackendOp]] = {}
@@ -219,7 +221,7 @@ class RequestOrder:
         """Return True if an active equal operation with open parts on these nodes does what is requested."""
         return not self.followed() and all(id in self.same or id in open_nodes for id in self.others)
 
-    def refuse(self, request: Wish, names: Mapping[UUID, str], *, is_load: bool) -> None:
+    def refuse(self, request: BackendRequest, names: Mapping[UUID, str], *, is_load: bool) -> None:
         """Raise Conflict, which names the operation, if the request cannot join the queue.
 
         A load never waits for another request on its node, and never reverses one.

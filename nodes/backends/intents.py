@@ -134,7 +134,7 @@ _DUE = f"""
 
 
 @dataclass(frozen=True)
-class Known:
+class ListedBuild:
     """A backend as its node reported it in its last list."""
 
     version: str
@@ -147,7 +147,7 @@ class Intent:
 
     row: PendingBackendOp
     node: BackendNode
-    known: Known | None
+    known: ListedBuild | None
     """The version that the node listed before this attempt; None if it listed none."""
 
     @property
@@ -266,7 +266,7 @@ def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
     nodes = BackendNode.objects.in_bulk({row.node_id for row in rows})
     listed = NodeBackend.objects.filter(node_id__in=nodes, name__in={row.backend for row in rows})
     listed_builds = {
-        (node_id, name): Known(version, digest)
+        (node_id, name): ListedBuild(version, digest)
         for node_id, name, version, digest in listed.values_list("node_id", "name", "version", "digest")
     }
     return [

@@ -85,7 +85,7 @@ COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "di
 
 
 @dataclass(frozen=True)
-class Question:
+class InventoryRequest:
     """A request for a node's list: its worker process, and the due time when the request was created."""
 
     id: UUID
@@ -102,7 +102,7 @@ class Question:
 class Listed:
     """A worker's reply, and the time when its request was sent."""
 
-    asked: Question
+    asked: InventoryRequest
     listed: Sequence[InstalledBackend]
     asked_at: datetime
 
@@ -112,15 +112,15 @@ def askable() -> BackendNodeQuerySet:
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
-def question(node: BackendNode) -> Question:
+def question(node: BackendNode) -> InventoryRequest:
     """Create a request for one node outside the schedule.
 
     A due time that was moved after the node was read stays, so the node is queried once more.
     """
-    return Question(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
+    return InventoryRequest(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
 
 
-def claim(limit: int, *, now: datetime) -> list[Question]:
+def claim(limit: int, *, now: datetime) -> list[InventoryRequest]:
     """Claim at most `limit` due nodes for this caller alone, the longest overdue first."""
     due = askable().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
     until = now + timedelta(seconds=_CLAIMED_FOR)
@@ -128,7 +128,7 @@ def claim(limit: int, *, now: datetime) -> list[Question]:
     nodes = claim_rows(
         longest_overdue.only("id", "name", "instance", "weak_identity"), limit=limit, inventory_due_at=until
     )
-    return [Question(node.id, node.name, node.instance, node.weak_identity, until) for node in nodes]
+    return [InventoryRequest(node.id, node.name, node.instance, node.weak_identity, until) for node in nodes]
 
 
 def next_due(*, now: datetime) -> float:
@@ -185,7 +185,7 @@ def store(answers: Sequence[Listed]) -> set[UUID]:
     return set(accepted)
 
 
-def store_error(query: Question, error: str, *, asked_at: datetime, pause: float) -> bool:
+def store_error(query: InventoryRequest, error: str, *, asked_at: datetime, pause: float) -> bool:
     """Store the reason why there was no list; return False if a later request had a reply.
 
     The rows of backends stay as they are.
@@ -223,7 +223,7 @@ def _is_superseded(node: BackendNode, asked_at: datetime) -> bool:
     return node.inventory_at is not None and node.inventory_at > asked_at
 
 
-def _set_next_due(node: BackendNode, query: Question, due_at: datetime) -> None:
+def _set_next_due(node: BackendNode, query: InventoryRequest, due_at: datetime) -> None:
     """Set the next due time, unless another caller has changed it since the request was created."""
     if node.inventory_due_at == query.due_at:
         node.inventory_due_at = due_at
@@ -277,7 +277,7 @@ async def _store_batch(answers: Sequence[Listed]) -> Sequence[None]:
 _answers = CallBatcher(_store_batch, most=MOST_IN_BATCH, one_by_one=(DatabaseError,))
 
 
-async def ask(bus: Bus, query: Question, *, pause: float = _FIRST_PAUSE) -> bool:
+async def ask(bus: Bus, query: InventoryRequest, *, pause: float = _FIRST_PAUSE) -> bool:
     """Request one worker's list and store it; return True if the worker sent one.
 
     Without a list the node is due again after `pause` seconds. Raise DatabaseError.
@@ -344,7 +344,7 @@ async def refresh(bus: Bus, node: BackendNode) -> bool:
     return False
 
 
-class Inventory(WorkPool[Question]):
+class Inventory(WorkPool[InventoryRequest]):
     """Queries the due nodes of a controller."""
 
     def __init__(self, bus: Bus) -> None:
@@ -355,7 +355,7 @@ class Inventory(WorkPool[Question]):
         self._silent: dict[UUID, tuple[str, int]] = {}
         """The number of failed requests in a row, by node, for one process (`instance`) of its worker."""
 
-    async def claim_due(self, limit: int) -> Sequence[Question]:
+    async def claim_due(self, limit: int) -> Sequence[InventoryRequest]:
         """Claim due nodes while the bus is connected."""
         if not self._bus.connected:
             return []
@@ -368,7 +368,7 @@ class Inventory(WorkPool[Question]):
             return 1.0
         return await in_thread(next_due, now=clock.now())
 
-    async def run_item(self, item: Question) -> None:
+    async def run_item(self, item: InventoryRequest) -> None:
         """Query one node."""
         try:
             instance, times = self._silent.get(item.id, ("", 0))

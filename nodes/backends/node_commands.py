@@ -24,7 +24,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
 from nodes.backends import inventory
-from nodes.backends.intents import Ended, Intent, Known
+from nodes.backends.intents import Ended, Intent, ListedBuild
 from nodes.commands.commands import DELETE_TIMEOUT, Worker
 from nodes.commands.outcomes import CommandFailed, Done, NotSent, Outcome, Refused, StillRunning
 from nodes.commands.shared_commands import OnProgress
@@ -269,15 +269,15 @@ async def _conclude_upgrade(
     return Ended(reason=f"nothing changed: {current.version or 'the same files'} was installed before")
 
 
-def _stored_version(intent: Intent) -> Known | None:
+def _stored_version(intent: Intent) -> ListedBuild | None:
     rows = NodeBackend.objects.filter(node=intent.node, name=intent.row.backend)
     row = rows.values_list("version", "digest").first()
-    return Known(*row) if row else None
+    return ListedBuild(*row) if row else None
 
 
 def _has_new_version(intent: Intent, listed: messages.InstalledBackend | None) -> bool:
     before = intent.known
-    return listed is not None and before is not None and Known(listed.version, listed.digest) != before
+    return listed is not None and before is not None and ListedBuild(listed.version, listed.digest) != before
 
 
 async def _send_delete(

@@ -186,18 +186,18 @@ _GATHER = 0.2
 
 
 @dataclass(frozen=True)
-class Picture:
+class UpgradeOverview:
     """Snapshot of the cluster's backends and their upgrades."""
 
     backends: list[installed.InstalledBackend]
     upgrades: dict[str, Upgrade]
 
 
-def picture() -> Picture:
+def picture() -> UpgradeOverview:
     """Read the snapshot: installed backends, compared with the offers; two queries."""
     backends = installed.read()
     available = upgrades(backends, upgrade_state.offers())
-    return Picture(backends, {upgrade.backend.name: upgrade for upgrade in available})
+    return UpgradeOverview(backends, {upgrade.backend.name: upgrade for upgrade in available})
 
 
 def offered(entries: Collection[GalleryEntry], names: Collection[str]) -> dict[str, Offered]:

@@ -47,7 +47,7 @@ class CheckClaim:
 
 
 @dataclass(frozen=True)
-class Standing:
+class UpgradeCheckState:
     """State of the upgrade check."""
 
     revision: int
@@ -64,9 +64,9 @@ class Standing:
         return self.asked > self.answered
 
 
-def standing() -> Standing:
+def standing() -> UpgradeCheckState:
     """Read the state of the upgrade check; one query."""
-    return Standing(**(_ROW.values(*_UNREAD).first() or _UNREAD))
+    return UpgradeCheckState(**(_ROW.values(*_UNREAD).first() or _UNREAD))
 
 
 def ask() -> None:

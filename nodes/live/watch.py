@@ -60,7 +60,7 @@ class Snapshot:
 
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
-    backends: upgrade_state.Standing
+    backends: upgrade_state.UpgradeCheckState
     rules: str
     """The revision of the scheduling rules."""
     tasks_wait_since: datetime | None = None

@@ -328,10 +328,10 @@ def _admit_install(attempt: Attempt) -> UUID:
     if node is None:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
     operation = attempt.work.operation
-    context = backend_requests.Asked(
+    context = backend_requests.RequestScope(
         [node], actor=operation.actor, request_id=operation.request_id, parent=operation
     )
-    request = backend_requests.Wish(backend_requests.INSTALL, attempt.definition.backend)
+    request = backend_requests.BackendRequest(backend_requests.INSTALL, attempt.definition.backend)
     return admission.admit(request, context, now=clock.now()).operation.id
 
 

@@ -1,31 +1,155 @@
-"""Explanation of a model: its replicas, the reasons for them, and the outcome of its next request.
+"""Answers about placement that write nothing: why a replica is where it is, which nodes fit, what if.
 
-Reads rows and the definition only.
-
-The number of queries is the same for any number of nodes, replicas and records.
+`explain_model` reads rows and the definition; `node_fit` gives each node its reason, by the functions that
+placement uses; `plan` is a dry run with hypothetical nodes. The number of queries is the same for any number
+of nodes, replicas and records.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.db.models import Q
 
 from localai_cluster.kit import conf, errors, names
 from localai_cluster.web.shapes import Row
+from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions.folder import folder
 from nodes.loading import needs
 from nodes.loading.failures import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
-from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
+from nodes.loading.reason_shapes import (
+    EXPLAINED,
+    FIT,
+    NEXT,
+    NODE_FIT,
+    PLAN,
+    PLANNED,
+    RECORD,
+    REPLICA,
+    decision,
+)
 from nodes.loading.wait import has_other_node_since
-from nodes.models import NodeModel, PlacementRecord
+from nodes.models import BackendNode, NodeModel, PlacementRecord
 from nodes.models.replica import ALL_SUFFIX, load_key
-from nodes.placement.explain import DecisionOutcome, Explanation
-from nodes.placement.load_decision import decide_load
+from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector, has_memory
+from nodes.placement.explain import DecisionOutcome, Explanation, FleetView, explain
+from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
+from nodes.registry.labels import auto_labels
+from nodes.replicas import eviction
 from operations.models import Operation, Status
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class NewNodes:
+    """A group of equal hypothetical nodes of a plan, healthy and empty; memory in GiB."""
+
+    count: int
+    vram_gib: float = 0
+    disk_gib: float = 0
+    """0 = not reported."""
+    max_replicas_per_model: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The request of a plan: a model, or only a need, with the number of replicas and the added nodes."""
+
+    need: Need
+    model: str = ""
+    conflicts: frozenset[str] = frozenset()
+    """The models that should not share a node with it."""
+    selector: Mapping[str, str] | None = None
+    """Node selector; None = the selector of the model's rule."""
+    replicas: int = 1
+    nodes: Sequence[NewNodes] = ()
+    backend: str = ""
+    """Backend of the model; among equal nodes, those that have it installed rank first."""
+
+
+def need_for(vram: int, disk: int) -> Need:
+    """Return a need in bytes; the settings determine what is required (R2.32, R2.39)."""
+    settings = conf.cluster()
+    return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check, disk)
+
+
+def plan(question: PlanRequest, now: datetime) -> Row:
+    """Return the decision for each replica, one after another."""
+    picture = read_plan_snapshot(question, now)
+    explanations = simulate_placements(picture.asked, [None] * question.replicas, picture.occupants)
+    decisions = [decision(explanation) for explanation in explanations]
+    return PLAN.of(
+        model=question.model or None,
+        wanted=question.replicas,
+        placed=sum(row["outcome"] == DecisionOutcome.PLACED for row in decisions),
+        decisions=[
+            PLANNED.of(replica=number, hypothetical=row["node_id"] in picture.new, **row)
+            for number, row in enumerate(decisions, 1)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class PlanSnapshot:
+    """The current fleet with the nodes that a plan adds."""
+
+    asked: LoadQuestion
+    occupants: EvictionCandidates
+    new: frozenset[str]
+    """The ids of the added nodes."""
+
+
+def read_plan_snapshot(question: PlanRequest, now: datetime, *, evicts: bool = True) -> PlanSnapshot:
+    """Read the snapshot that a placement decision uses, in a constant number of queries."""
+    model, selector = question.model, _selector(question)
+    fleet = fleet_cache.read_fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = fleet_queries.mark_installed(fleet, question.backend)
+    added = list(added_nodes(question.nodes))
+    residents = eviction.residents([node.id for node in fleet], now=now)
+    return PlanSnapshot(
+        LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
+        EvictionCandidates(residents, eviction.guard(model, residents, now=now)),
+        frozenset(str(node.id) for node in added),
+    )
+
+
+def _selector(question: PlanRequest) -> Selector:
+    if question.selector is not None:
+        return Selector(question.model, frozenset(question.selector.items()))
+    return fleet_queries.selectors_of([question.model])[question.model] if question.model else ANY_NODE
+
+
+def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
+    """Yield candidates with unused names and ids, and with the labels that the registry sets itself."""
+    kinds = (group for group in groups for _ in range(group.count))
+    for number, kind in enumerate(kinds, 1):
+        vram, disk = int(kind.vram_gib * GIB), int(kind.disk_gib * GIB)
+        node = BackendNode(
+            name=f"(new {number})", total_vram=vram, max_replicas_per_model=kind.max_replicas_per_model
+        )
+        yield Candidate(
+            id=UUID(int=number),
+            name=node.name,
+            node_type="backend",
+            status="healthy",
+            free_vram=vram,
+            loaded=0,
+            in_flight=0,
+            taken=frozenset(),
+            slots=kind.max_replicas_per_model,
+            labels=frozenset((auto_labels(node) | dict(kind.labels)).items()),
+            available_vram=vram,
+            total_disk=disk,
+            available_disk=disk,
+        )
+
 
 RECORDS = 20
 """Number of the latest decisions that are shown."""
@@ -45,7 +169,7 @@ def explain_model(model_name: str, now: datetime) -> Row:
         defined=wanted is not None,
         replicas=replicas,
         records=records,
-        next=_next(model_name, wanted, replicas, now),
+        next=_next_request(model_name, wanted, replicas, now),
     )
 
 
@@ -60,7 +184,7 @@ async def needs_of(model_name: str) -> LoadNeeds | None:
     return LoadNeeds(definition, need, await models.conflicting(definition))
 
 
-def _next(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[Row], now: datetime) -> Row:
+def _next_request(model_name: str, wanted: LoadNeeds | None, replicas: Sequence[Row], now: datetime) -> Row:
     if wanted is None:
         sentence = f"model {model_name} is not defined"
         return NEXT.of(action="refuse", says=sentence, replica_id=None, operation_id=None, placement=None)
@@ -128,3 +252,27 @@ def _placement(wanted: LoadNeeds, load: Operation | None, now: datetime) -> Expl
     excluded_nodes = backed_off_nodes(backoffs, now) | refusing_nodes
     question, decision = decide(wanted, request, backoffs, excluded_nodes, refusing_nodes)
     return decide_load(question, decision, find_eviction(wanted.definition.name, question, decision))
+
+
+def node_fit(model_name: str) -> Row:
+    """NotFound for a model that is not defined. The same number of queries for any number of nodes."""
+    wanted = None if names.unprintable(model_name) else needs_of(model_name)
+    if wanted is None:
+        raise errors.NotFound("there is no such model")
+    selector = fleet_queries.selectors_of([model_name])[model_name]
+    fleet = fleet_cache.read_fleet(model_name, selector=selector, conflicts=wanted.conflicts)
+    fleet = fleet_queries.mark_installed(fleet, wanted.definition.backend)
+    view = FleetView(fleet, wanted.need, selector)
+    found = view.decide()
+    return FIT.of(
+        model=model_name,
+        nodes=[
+            NODE_FIT.of(
+                node_id=str(node.id),
+                reason=str(found.refused.get(node.id, "")),
+                enough_vram=has_memory(node, wanted.need),
+            )
+            for node in fleet
+        ],
+        placement=decision(explain(view, found)),
+    )

@@ -246,6 +246,24 @@ RULE_PLAN = Shape(
         field("misses", MISS.many, "The nodes that came nearest, if a replica found no place."),
     ],
 )
+NODE_FIT = Shape(
+    "NodeFit",
+    "Whether one node could take one more replica.",
+    [
+        field("node_id", UUID),
+        field("reason", TEXT, "Why it cannot; empty if it can."),
+        field("enough_vram", FLAG, "Whether what is needed, as far as known, is free there."),
+    ],
+)
+FIT = Shape(
+    "ModelFit",
+    "Which nodes could take one more replica of a model now.",
+    [
+        field("model", TEXT),
+        field("nodes", NODE_FIT.many, "Every node."),
+        field("placement", DECISION.ref, "What placement would make of it."),
+    ],
+)
 COMPONENTS = (
     OUTCOME,
     KIND,
@@ -267,6 +285,8 @@ COMPONENTS = (
     REPLICA,
     NEXT,
     EXPLAINED,
+    NODE_FIT,
+    FIT,
 )
 
 

@@ -11,6 +11,7 @@ attempt continues from them (`transfer.py`).
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +20,7 @@ from uuid import UUID
 from weakref import WeakValueDictionary
 
 import httpx
+from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
 from nodes.commands.commands import unless
@@ -40,12 +42,12 @@ from nodes.loading.staging_plan import (
     root_of,
 )
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
-from nodes.models import BackendNode
+from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
 from nodes.placement.choose import describe_disk_need, format_gib
 from nodes.registry import dial_targets, file_port
 from nodes.registry.dial_targets import client_of
-from nodes.replicas import slots, staged_files
+from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, in_thread
 from operations.ledger.progress import Tick
@@ -279,7 +281,7 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResu
     finally:
         present_bytes = sending.meter.current
         await in_thread(
-            lambda: staged_files.remember(attempt.slot.node_id, name, present_bytes, now=clock.now())
+            lambda: store_staged_bytes(attempt.slot.node_id, name, present_bytes, now=clock.now())
         )
 
 
@@ -320,3 +322,19 @@ def _tick(attempt: Attempt, meter: UploadMeter, *, progress_at: datetime | None 
         bytes_per_second=rate,
         progress_at=progress_at,
     )
+
+
+def store_staged_bytes(node_id: UUID, model_name: str, size: int, *, now: datetime) -> None:
+    """Store the bytes of the model's files on the node: later loads need that much less disk space there.
+
+    The deletion of the model on the node deletes the row. It may be out of date when a controller is killed
+    or somebody clears the worker's disk; then the check of the next load corrects it.
+    """
+    row = BroughtModel(node_id=node_id, model_name=model_name, size=size, seen_at=now)
+    with suppress(IntegrityError):  # the node has been removed
+        BroughtModel.objects.bulk_create(
+            [row],
+            update_conflicts=True,
+            unique_fields=["model_name", "node"],
+            update_fields=["size", "seen_at"],
+        )

@@ -12,10 +12,9 @@ from typing import Any
 from uuid import UUID
 
 from localai_cluster.web.shapes import Row
-from nodes.loading import what_if
-from nodes.loading.load_explanation import needs_of
+from nodes.loading import load_explanation
+from nodes.loading.load_explanation import NewNodes, PlanRequest, PlanSnapshot, needs_of
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
-from nodes.loading.what_if import NewNodes, PlanRequest, PlanSnapshot
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.placement.choose import NO_NEED
 from nodes.placement.explain import SHOWN, Explanation
@@ -86,7 +85,7 @@ def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Plan
     )
     backend = load_needs.definition.backend if load_needs is not None else ""
     request = PlanRequest(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
-    return what_if.read_snapshot(request, now, evicts=False)
+    return load_explanation.read_plan_snapshot(request, now, evicts=False)
 
 
 def _add_new_nodes(fleet: Fleet, picture: PlanSnapshot) -> Fleet:

@@ -28,8 +28,8 @@ from nodes.commands.outcomes import (
     StillRunning,
     Unreadable,
 )
-from nodes.models import BackendNode
-from nodes.replicas import drains, engine_ends, staged_files, stops, unload_requests
+from nodes.models import BackendNode, BroughtModel
+from nodes.replicas import drains, engine_ends, stops, unload_requests
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.stops import StopResult
 from operations import targets
@@ -171,7 +171,7 @@ class DeleteModel(UnloadModel):
             answer = await Worker(self._bus, str(part.node_id), part.name).delete_model(model)
             match answer:
                 case Done():
-                    await in_thread(staged_files.forget, part.node_id, model)
+                    await in_thread(forget_staged_files, part.node_id, model)
                     return StopResult(True)
                 case Refused(reason) | Unreadable(reason):
                     return StopResult(True, reason)
@@ -184,6 +184,12 @@ class DeleteModel(UnloadModel):
 
         deletion = await _until_confirmed(delete)
         return deletion.reason if deletion else ""
+
+
+def forget_staged_files(node_id: UUID, model_name: str) -> None:
+    """Delete the record of the model's files, which were deleted on the node."""
+    with committed("unload.files"):
+        BroughtModel.objects.filter(node_id=node_id, model_name=model_name).delete()
 
 
 async def _until_confirmed(command: Callable[[], Awaitable[StopResult | None]]) -> StopResult | None:

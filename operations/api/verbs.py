@@ -34,7 +34,7 @@ def describe_verb(
     body: type[serializers.Serializer[Any]] | None = None,
     answer: Any = DoneSerializer,
 ) -> Callable[[_Call], _Call]:
-    """What the API document says of one verb."""
+    """Describe one verb in the API document."""
     return extend_schema(
         operation_id=f"operations_{name}",
         summary=summary,
@@ -49,18 +49,18 @@ def requester_of(request: Request) -> Requester:
     return Requester(principal(request).name, request_id.get(), client_address(request))
 
 
-def cancelled(operation: Operation, *, actor: str) -> Operation:
-    """Ends an operation of any kind for good. Raises Conflict."""
+def cancel_operation(operation: Operation, *, actor: str) -> Operation:
+    """Cancel an operation of any kind. Raise Conflict."""
     rules, now = kind_of(operation).targets, clock.now()
     if operation.by_parts and rules is not None:
         return rules.cancel(operation.id, actor=actor, now=now, node_id=None)
     return admission.cancel(operation.id, actor=actor, now=now)
 
 
-def part_cancelled(operation: Operation, node_id: UUID, *, actor: str) -> str:
-    """Ends an operation on one of its nodes for good; answers the node's name.
+def cancel_target(operation: Operation, node_id: UUID, *, actor: str) -> str:
+    """Cancel an operation on one of its nodes; return the node's name.
 
-    Raises NotFound and Conflict.
+    Raise NotFound and Conflict.
     """
     rules = kind_of(operation).targets
     if not operation.by_parts or rules is None:
@@ -71,8 +71,8 @@ def part_cancelled(operation: Operation, node_id: UUID, *, actor: str) -> str:
     return name or str(node_id)
 
 
-def again(operation: Operation, nodes: Sequence[UUID], by: Requester) -> admission.Admission:
-    """Asks again for what failed, on these nodes or on all. Raises Conflict where there is nothing to ask."""
+def retry_operation(operation: Operation, nodes: Sequence[UUID], by: Requester) -> admission.Admission:
+    """Repeat what failed, on these nodes or on all. Raise Conflict if nothing can be repeated."""
     rules = kind_of(operation).targets
     if operation.by_parts and rules is not None:
         return rules.retry(operation.id, nodes=nodes, requester=by, now=clock.now())
@@ -88,7 +88,7 @@ class CancelView(APIView):
     def post(self, request: Request, job_id: str) -> Response:
         """Ends it for good. Workers that are at it are asked to stop; each part says what came of that."""
         operation, who = found(job_id), principal(request).name
-        cancelled(operation, actor=who)
+        cancel_operation(operation, actor=who)
         return Response({"success": True, "message": "operation cancelled"})
 
 
@@ -105,7 +105,7 @@ class CancelPartView(APIView):
             node = UUID(node_id)
         except ValueError:
             raise errors.NotFound("the operation is not for this node", field="node_id") from None
-        name = part_cancelled(operation, node, actor=principal(request).name)
+        name = cancel_target(operation, node, actor=principal(request).name)
         return Response({"success": True, "message": f"cancelled on {name}"})
 
 
@@ -133,13 +133,13 @@ class RetryView(APIView):
         """Asks again for what failed, with the same request. What still waits is tried at once."""
         operation, asked = found(job_id), requester_of(request)
         chosen = validate_body(NodesSerializer, request).get("nodes", ())
-        return Response(started_body(again(operation, chosen, asked), AGAIN))
+        return Response(started_body(retry_operation(operation, chosen, asked), AGAIN))
 
 
 def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Requester) -> admission.Admission:
-    """The same request once more, without what earlier attempts left in it, where it did not succeed.
+    """Repeat the request where it did not succeed, without the traces of earlier attempts.
 
-    Raises InvalidInput for nodes that it was not for, and Conflict where there is nothing to ask again.
+    Raise InvalidInput for nodes of other operations, and Conflict if nothing can be repeated.
     """
     if operation.status in ACTIVE or operation.status == Status.COMPLETED:
         raise errors.Conflict(f"the operation is {operation.status}", field="status")
@@ -196,7 +196,7 @@ class BulkOperationsSerializer(NullIsAbsent):
 
 
 def _cancel(operation: Operation, by: Requester, comment: str) -> None:
-    cancelled(operation, actor=by.actor)
+    cancel_operation(operation, actor=by.actor)
 
 
 def _dismiss(operation: Operation, by: Requester, comment: str) -> None:
@@ -204,7 +204,7 @@ def _dismiss(operation: Operation, by: Requester, comment: str) -> None:
 
 
 def _retry(operation: Operation, by: Requester, comment: str) -> None:
-    again(operation, (), by)
+    retry_operation(operation, (), by)
 
 
 _VERBS: Mapping[str, Callable[[Operation, Requester, str], None]] = {

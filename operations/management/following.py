@@ -1,4 +1,4 @@
-"""Follow an operation at the command line until it ends, and ends the command as the operation ended.
+"""Follow an operation at the command line until it ends; its end is that of the command.
 
 Its row is read again when a NOTIFY names it, and every few seconds, because a NOTIFY may be lost. The loop
 that listens runs only between two reads, so rows are read in the command's own thread, and Ctrl-C ends both.
@@ -39,7 +39,7 @@ from operations.management.operation_texts import Entry, Part
 from operations.models import TERMINAL, Status, TargetStatus, Waves
 
 MOST_LINES = 20
-"""What a terminal shows of an operation; parts without a line of their own are counted in the last one."""
+"""Lines of one operation on a terminal; parts without a line of their own are counted in the last one."""
 _STEP = 10
 """Percent between two lines about one download."""
 _FIRST = (
@@ -48,29 +48,29 @@ _FIRST = (
     TargetStatus.ERROR,
     TargetStatus.QUEUED,
 )
-"""What is worth a line, the most interesting first."""
+"""States that get a line, the most interesting first."""
 
 
 class Display(Protocol):
-    """Shows an operation while it goes on."""
+    """The display of a running operation."""
 
     def show(self, entry: Entry) -> None:
-        """As it is now."""
+        """Show its present state."""
 
     def __enter__(self) -> Self:
-        """Begins."""
+        """Begin."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends; what was shown last stays."""
+        """End; the last lines stay."""
 
 
 class Silent:
-    """Shows nothing: the caller prints how it ended."""
+    """No display: the caller prints the end."""
 
     def show(self, entry: Entry) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class Lines(Silent):
         self._said: dict[str, tuple[object, ...]] = {}
 
     def show(self, entry: Entry) -> None:
-        """Prints what has changed."""
+        """Print the changes."""
         parts = entry.get("nodes", ())
         for part in parts:
             tenths = part["percentage"] // _STEP if part["status"] == TargetStatus.DOWNLOADING else 0
@@ -102,12 +102,12 @@ class Lines(Silent):
 
 
 class _Picture(Progress):
-    """A head, the bars, and what has none."""
+    """The head, the bars, and the parts without one."""
 
     head = rest = Text()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """From above."""
+        """Yield them from the top."""
         yield self.head
         yield self.make_tasks_table(self.tasks)
         if self.rest.plain:
@@ -118,7 +118,7 @@ class _Left(TimeRemainingColumn):
     """The time left of what is measured in bytes."""
 
     def render(self, task: Task) -> Text:
-        """Empty where nothing is downloaded."""
+        """Return it, or an empty text without a download."""
         return super().render(task) if task.fields["measured"] and not task.finished else Text("")
 
 
@@ -150,7 +150,7 @@ class Bars:
         self._out.ending = self._ending
 
     def show(self, entry: Entry) -> None:
-        """Draws the parts that are worth a line, and counts the others."""
+        """Draw the most interesting parts, and count the others."""
         parts = list(entry.get("nodes", ())) or [_whole(entry)]
         ordered = sorted(parts, key=_interest)
         room = MOST_LINES - 1  # below the head
@@ -187,7 +187,7 @@ class Bars:
 
 
 def display_on(out: OutputWrapper) -> Display:
-    """What suits the stream: bars need a terminal that can move its cursor."""
+    """Return the display for the stream: bars need a terminal that can move its cursor."""
     console = Console(file=cast(IO[str], out), highlight=False)
     return Bars(out, console) if out.isatty() and not console.is_dumb_terminal else Lines(out)
 
@@ -207,7 +207,7 @@ def _interest(part: Part) -> tuple[int, str]:
 
 
 def _whole(entry: Entry) -> Part:
-    """An operation without parts as the one part that it is."""
+    """Return an operation without parts as its own part."""
     return {
         "node_id": "",
         "node_name": entry.get("nodeName", ""),
@@ -221,13 +221,13 @@ log = logging.getLogger(__name__)
 
 READ_EVERY = 5.0
 GATHER = 0.1
-"""Seconds for which news are gathered: parts of many nodes move together."""
+"""Seconds for which changes are gathered: parts of many nodes move together."""
 _INTERRUPTED = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 
 def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
-    """Shows the operation until it has ended; answers the last line, or the operation as JSON.
+    """Show the operation until it has ended; return the last line, or the operation as JSON.
 
     CommandError if it did not complete, waits for a choice, or when Ctrl-C ends the command.
     """
@@ -249,7 +249,7 @@ def to_its_end(id: UUID, out: OutputWrapper, *, as_json: bool) -> str:
 
 
 def ending(entry: Entry) -> str:
-    """Why it did not complete, by node, and the command that helps."""
+    """Return the reason of its failure, by node, and the command that helps."""
     id = texts.short(entry)
     if _asks(entry):
         return (
@@ -274,7 +274,7 @@ def _asks(entry: Entry) -> bool:
 
 
 def _follow(id: UUID, display: Display) -> dict[str, Any]:
-    """The operation when it has ended or waits for a choice."""
+    """Return the operation when it has ended or waits for a choice."""
     woken = asyncio.Event()
     with asyncio.Runner() as runner:
         # The task stays referenced: a loop keeps only a weak one.
@@ -290,7 +290,7 @@ def _follow(id: UUID, display: Display) -> dict[str, Any]:
 
 
 def _read(id: UUID) -> dict[str, Any] | None:
-    """The operation; None while the database does not answer. CommandError if its record is gone."""
+    """Return the operation; None while the database is away. Raise CommandError if its record is gone."""
     try:
         entry = entry_of(id)
     except (OperationalError, InterfaceError) as error:
@@ -314,7 +314,7 @@ async def _hear(id: UUID, woken: asyncio.Event) -> None:
 
 
 async def _news(woken: asyncio.Event) -> None:
-    """Returns when the row is worth a look."""
+    """Wait until the row may have changed."""
     try:
         async with asyncio.timeout(READ_EVERY):
             await woken.wait()

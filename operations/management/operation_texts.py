@@ -1,4 +1,4 @@
-"""The output of `manage.py operations`, and what is said of parts while an operation is followed.
+"""Texts of `manage.py operations`, and of the parts of an operation that is followed.
 
 Pure functions over operations as REST shows them (`operations.changes.feed`); nothing here reads the
 database. Names, reasons and errors come from workers, so nothing unprintable reaches a terminal.
@@ -29,12 +29,12 @@ _PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
 
 
 def short(entry: Entry) -> str:
-    """The beginning of its id."""
+    """Return the beginning of its id."""
     return str(entry["jobID"])[:SHORT_ID]
 
 
 def state(part: Part) -> str:
-    """A part's state in an operator's words."""
+    """Return a part's state in an operator's words."""
     if part.get("overdueSince"):
         return "running on the worker"
     if part["status"] == TargetStatus.QUEUED:
@@ -47,7 +47,7 @@ def state(part: Part) -> str:
 
 
 def reason(part: Part) -> str:
-    """Why it failed, what it waits for, or what it does; one line."""
+    """Return the reason of its failure or wait, or its step, in one line."""
     file = part.get("file_name") if part["status"] == TargetStatus.DOWNLOADING else ""
     waits = "" if part.get("attempts") else wait(part)
     said = part.get("error") or waits or part.get("reason") or file or ""
@@ -56,21 +56,21 @@ def reason(part: Part) -> str:
 
 
 def wait(entry: Entry | Part) -> str:
-    """What it waits for and since when; "" if that is not known."""
+    """Return the reason and the start of its wait; "" if unknown."""
     since = entry.get("waitsSince")
     said = str(entry.get("waitsFor", ""))
     return f"{said} since {moment(datetime.fromisoformat(since))}" if since else said
 
 
 def size(part: Part) -> str:
-    """Bytes so far and in all."""
+    """Return the bytes so far and the total."""
     if "total" in part:
         return f"{part.get('current', '0 B')} of {part['total']}"
     return str(part.get("current", ""))
 
 
 def line(part: Part) -> str:
-    """One part in one line."""
+    """Return one part in one line."""
     done = f" {part['percentage']:.0f} %" if part["status"] == TargetStatus.DOWNLOADING else ""
     measured = f" ({size(part)})" if done and size(part) else ""
     said = f": {reason(part)}" if reason(part) else ""
@@ -78,12 +78,12 @@ def line(part: Part) -> str:
 
 
 def operations(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
-    """The list, one operation per line."""
+    """Return the list, one operation per line."""
     return table(_LIST, [_operation(entry, now) for entry in entries]) if entries else none
 
 
 def record(entries: Sequence[Entry], cursor: str) -> str:
-    """What has ended, one operation per line, and how to see what ended before."""
+    """Return a page of the history, one operation per line, and the command for the next page."""
     if not entries:
         return "nothing has ended that matches"
     listed = table(_RECORD, [_ended(entry) for entry in entries])
@@ -127,12 +127,12 @@ def _status(entry: Entry) -> str:
 
 
 def what(entry: Entry) -> str:
-    """Its kind in words: `backend install`."""
+    """Return its kind in words: `backend install`."""
     return str(entry["kind"]).replace("_", " ")
 
 
 def where(entry: Entry) -> str:
-    """Its node, or how many nodes it is for."""
+    """Return its node, or the number of its nodes."""
     names = [part["node_name"] for part in entry.get("nodes", ())]
     if len(names) > 1 or entry.get("allNodes"):
         nodes = "1 node" if len(names) == 1 else f"{len(names)} nodes"
@@ -141,7 +141,7 @@ def where(entry: Entry) -> str:
 
 
 def detail(entry: Entry) -> str:
-    """One operation: its facts, then its parts."""
+    """Return one operation: its facts, then its parts."""
     facts = [(name, text) for name, text in _facts(entry) if text]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
@@ -190,7 +190,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def counts(parts: Sequence[Part]) -> str:
-    """How many parts are in which state: `3 queued, 2 done`."""
+    """Return the number of parts by state: `3 queued, 2 done`."""
     found: dict[str, int] = {}
     for part in parts:
         found[state(part)] = found.get(state(part), 0) + 1

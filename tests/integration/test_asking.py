@@ -118,16 +118,16 @@ def test_all_nodes_are_those_that_may_get_it() -> None:
     hot.node("pending", approved_at=None)
     draining = hot.node("draining", drained_at=clock.now())
     one, away = hot.node("one"), hot.node("away", offline_at=clock.now())
-    ready, left_out = backend_requests.everywhere(backend_requests.Wish(INSTALL, "echo"))
+    ready, left_out = backend_requests.everywhere(backend_requests.BackendRequest(INSTALL, "echo"))
     assert ready == [away, one]
     (left,) = left_out
     assert (left.node, left.fails) == (draining, False)
     for kind in (DELETE, UPGRADE):
-        assert backend_requests.everywhere(backend_requests.Wish(kind, "echo")) == ([], [])
+        assert backend_requests.everywhere(backend_requests.BackendRequest(kind, "echo")) == ([], [])
     NodeBackend.objects.create(node=one, name="echo")
     NodeBackend.objects.create(node=away, name="other")
     for kind in (DELETE, UPGRADE):
-        assert backend_requests.everywhere(backend_requests.Wish(kind, "Echo")) == ([one], [])
+        assert backend_requests.everywhere(backend_requests.BackendRequest(kind, "Echo")) == ([one], [])
 
 
 @pytest.mark.rule("R6.18", "R6.17", "R6.21")
@@ -313,7 +313,7 @@ def test_trying_again_leaves_a_newer_wish_its_way() -> None:
     operation = ask(INSTALL, one, two)
     ask(DELETE, one)
     ended(operation, two="no such image")
-    asked_by = backend_requests.Asked((), actor="ann")
+    asked_by = backend_requests.RequestScope((), actor="ann")
     again = admission.retry(operation.id, asked_by=asked_by, now=clock.now()).operation
     assert [part.node_id for part in OperationTarget.objects.filter(operation=again)] == [two.id]
 

@@ -91,7 +91,7 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
     checked()
     (first,) = follow()
     carried_out(error="no space left")
-    by = backend_requests.Asked((), actor="ann")
+    by = backend_requests.RequestScope((), actor="ann")
     again = admission.retry(first.id, asked_by=by, now=clock.now()).operation
     assert (again.actor, set(story(again))) == ("ann", {"a"})
     checked()
@@ -101,9 +101,9 @@ def test_an_operators_retry_of_a_failed_one_is_no_reason_for_another() -> None:
 def test_there_are_never_two_operations_for_a_backend() -> None:
     """Someone is at it: the check is followed when that has ended, without another check."""
     a, _ = node("a"), node("b")
-    asked = backend_requests.Asked([a], actor="ann")
+    asked = backend_requests.RequestScope([a], actor="ann")
     theirs = admission.admit(
-        backend_requests.Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
+        backend_requests.BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now()
     ).operation
     checked()
     assert follow() == []

@@ -18,7 +18,7 @@ from django.db import OperationalError
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, upgrade_state
-from nodes.backends.backend_requests import INSTALL, Asked, Wish
+from nodes.backends.backend_requests import INSTALL, BackendRequest, RequestScope
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended, Failed
 from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
@@ -158,7 +158,7 @@ def test_an_install_is_followed_with_a_line_for_each_change() -> None:
         f"operation {str(operation.id)[:8]} completed",
     ]
     assert (operation.status, operation.actor) == ("completed", pwd.getpwuid(os.getuid()).pw_name)
-    wish = Wish.of(operation)
+    wish = BackendRequest.of(operation)
     assert (wish.backend, wish.gallery, wish.force) == ("echo", "local", False)
     assert operation.payload["all_nodes"] is True
 
@@ -236,7 +236,9 @@ def test_json_is_the_operation_as_it_ended_or_the_answer_of_the_request() -> Non
     assert (again["jobID"], again["deduplicated"]) == (id, True)
     begin()
     failed("a", "disk full")()
-    admission.admit(Wish(INSTALL, "echo"), Asked(list(BackendNode.objects.all()), "ann"), now=clock.now())
+    admission.admit(
+        BackendRequest(INSTALL, "echo"), RequestScope(list(BackendNode.objects.all()), "ann"), now=clock.now()
+    )
     cancel_latest()
     screen = Screen()
     with pytest.raises(CommandError, match="cancelled by ann"):
@@ -352,7 +354,7 @@ def test_a_backend_is_installed_from_an_address() -> None:
     node = hot.node("a")
     asked("install", "--uri", "oci://example.org/x:1", "--name", "mine", "--node", "a", "--force", "--detach")
     operation = Operation.objects.get()
-    wish = Wish.of(operation)
+    wish = BackendRequest.of(operation)
     assert (wish.uri, wish.name, wish.force) == ("oci://example.org/x:1", "mine", True)
     assert (operation.node_id, operation.payload["all_nodes"]) == (node.id, False)
 

@@ -13,7 +13,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents
-from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
@@ -35,8 +35,8 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 def ask(*nodes: BackendNode, kind: str = INSTALL, backend: str = "echo", **more: Any) -> Operation:
-    asked = Asked(list(nodes), actor="ann", client_address="10.0.0.9", **more)
-    return admission.admit(Wish(kind, backend), asked, now=clock.now()).operation
+    asked = RequestScope(list(nodes), actor="ann", client_address="10.0.0.9", **more)
+    return admission.admit(BackendRequest(kind, backend), asked, now=clock.now()).operation
 
 
 def settle(**outcomes: Any) -> None:

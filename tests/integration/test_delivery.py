@@ -27,7 +27,7 @@ from nodes.models.replica import load_key
 from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import slots, staged_files
+from nodes.replicas import slots, unload
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Postpone, Recorder, Work, in_thread
 from operations.ledger import admission, attempts
@@ -316,9 +316,9 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
     async with worker(tmp_path / "w", stage.one):
         await in_thread(disk_of, stage.one, 2 * 2**30)
         assert await in_thread(refused) is Reason.DISK
-        await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 30 * 2**30, now=clock.now()))
+        await in_thread(lambda: staging.store_staged_bytes(stage.one.pk, "echo", 30 * 2**30, now=clock.now()))
         assert await in_thread(refused) is Reason.DISK
-        await in_thread(lambda: staged_files.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
+        await in_thread(lambda: staging.store_staged_bytes(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
         assert await in_thread(refused) is None
         await stage.handler(stage.work)
         there = await in_thread(fleet_cache.model_file_bytes, "echo")
@@ -327,7 +327,7 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
-    await in_thread(staged_files.forget, stage.one.pk, "echo")
+    await in_thread(unload.forget_staged_files, stage.one.pk, "echo")
     assert await in_thread(fleet_cache.model_file_bytes, "echo") == {}
 
 

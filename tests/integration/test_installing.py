@@ -14,7 +14,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode, decode_galleries, encode
 from nodes.backends import node_commands
-from nodes.backends.intents import Intent, Known
+from nodes.backends.intents import Intent, ListedBuild
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
 from operations.models import OperationTarget
@@ -120,7 +120,7 @@ def test_a_list_proves_only_what_it_did_not_show_before(
 ) -> None:
     """A backend that was there before, and an upgrade's old version, say nothing of a command under way."""
     row = PendingBackendOp(backend="echo")
-    intent = Intent(row, BackendNode(), None if known is None else Known(known, ""))
+    intent = Intent(row, BackendNode(), None if known is None else ListedBuild(known, ""))
     shown = None if listed is None else m.InstalledBackend("echo", version=listed)
     assert command.proven(intent, shown) is proven
 

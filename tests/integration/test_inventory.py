@@ -90,7 +90,7 @@ class Bus:
         """Nothing to end."""
 
 
-def question(node: BackendNode) -> inventory.Question:
+def question(node: BackendNode) -> inventory.InventoryRequest:
     return inventory.question(api.node(node.id))
 
 

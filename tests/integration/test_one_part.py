@@ -6,7 +6,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
-from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import DELETE, INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.intents import Ended
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
@@ -105,8 +105,8 @@ def test_what_cannot_be_cancelled_on_a_node_says_why() -> None:
 def test_a_cancelled_part_of_an_open_wave_asks_before_the_next_opens() -> None:
     """It is no success: nothing more opens until somebody says so."""
     nodes = [hot.node(name) for name in ("a", "b", "c")]
-    asked = Asked(nodes, actor="ann", waves=Options())
-    operation = admission.admit(Wish(UPGRADE, "echo"), asked, now=clock.now()).operation
+    asked = RequestScope(nodes, actor="ann", waves=Options())
+    operation = admission.admit(BackendRequest(UPGRADE, "echo"), asked, now=clock.now()).operation
     cancel(operation, nodes[0])
     asks = again(operation)
     assert (asks.waves, asks.status) == (Waves.ASKS, Status.PENDING)

@@ -108,9 +108,9 @@ def test_a_load_does_not_install_what_a_deletion_waits_to_remove() -> None:
     node = hot.node()
     deletion = ask(DELETE, node)
     load = Operation.objects.create(kind="model_load", key="model:m#0", element="m")
-    asked = backend_requests.Asked([node], actor="system", parent=load)
+    asked = backend_requests.RequestScope([node], actor="system", parent=load)
     with pytest.raises(errors.Conflict, match=str(deletion.id)):
-        admission.admit(backend_requests.Wish(INSTALL, "echo"), asked, now=clock.now())
+        admission.admit(backend_requests.BackendRequest(INSTALL, "echo"), asked, now=clock.now())
     assert ops(node) == ["delete"]
 
 

@@ -19,7 +19,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
-from nodes.backends.backend_requests import Asked, Wish
+from nodes.backends.backend_requests import BackendRequest, RequestScope
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.waves import Options
@@ -52,8 +52,8 @@ class Stage(OneIntent):
         self.answers(STOPPED)
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
-        asked = Asked([self.node], actor="test", waves=Options(), last_replicas=confirmed)
-        admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+        asked = RequestScope([self.node], actor="test", waves=Options(), last_replicas=confirmed)
+        admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         return self.claimed()
 
     def alone(self) -> None:
@@ -109,8 +109,8 @@ async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_end
     def begins() -> Intent:
         stage.alone()
         counted(stage.node, 2)()
-        asked = Asked([stage.node], actor="test", drains=True)
-        admission.admit(Wish(backend_requests.INSTALL, "echo", force=True), asked, now=clock.now())
+        asked = RequestScope([stage.node], actor="test", drains=True)
+        admission.admit(BackendRequest(backend_requests.INSTALL, "echo", force=True), asked, now=clock.now())
         return stage.claimed()
 
     stage.answers(m.InstallReply(True))
@@ -157,7 +157,9 @@ async def test_an_upgrade_by_the_alias_spares_what_runs_under_either_name(stage:
     def by_both() -> Intent:
         NodeBackend.objects.create(node=stage.node, name="cpu-echo", alias="echo")
         NodeModel.objects.filter(model_name="n").update(backend_type="cpu-echo")
-        assert backend_requests.everywhere(Wish(backend_requests.UPGRADE, "echo"))[0] == [stage.node]
+        assert backend_requests.everywhere(BackendRequest(backend_requests.UPGRADE, "echo"))[0] == [
+            stage.node
+        ]
         counted(stage.node, 1)()
         return stage.begins_in_waves()
 
@@ -351,11 +353,11 @@ async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
 
 async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
     def shared() -> Intent:
-        asked = Asked([stage.node], actor="test", waves=Options())
-        admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+        asked = RequestScope([stage.node], actor="test", waves=Options())
+        admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
         both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
         both = replace(both, waves=Options(max_unavailable=2, canary=False))
-        admission.admit(Wish(backend_requests.UPGRADE, "echo"), both, now=clock.now())
+        admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), both, now=clock.now())
         return next(one for one in claim(2) if one.node == stage.node)
 
     await hot.in_thread(stage.alone)
@@ -368,13 +370,15 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 @pytest.mark.parametrize("begun", [False, True])
 def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
     admission.admit(
-        Wish(backend_requests.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now()
+        BackendRequest(backend_requests.UPGRADE, "echo"),
+        RequestScope([stage.node], actor="test"),
+        now=clock.now(),
     )
     if begun:
         claim()
     waves = Options(max_unavailable=2, canary=False)
-    asked = Asked([stage.node, stage.other], actor="test", waves=waves)
-    admission.admit(Wish(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
+    asked = RequestScope([stage.node, stage.other], actor="test", waves=waves)
+    admission.admit(BackendRequest(backend_requests.UPGRADE, "echo"), asked, now=clock.now())
     assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
 
 

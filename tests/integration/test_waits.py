@@ -8,7 +8,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, wait_reasons
-from nodes.backends.backend_requests import INSTALL, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import INSTALL, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.waves import Options
 from operations.ledger import admission as ledger
 from operations.models import Operation
@@ -49,9 +49,9 @@ def test_a_node_that_is_away_is_named_with_the_time() -> None:
 def test_a_part_of_an_open_wave_names_the_work_in_its_way() -> None:
     one, two = hot.node("a"), hot.node("b")
     now = clock.now()
-    waves = Asked([one, two], actor="ann", waves=Options(canary=True))
-    upgrade = admission.admit(Wish(UPGRADE, "echo"), waves, now=now).operation
-    admission.admit(Wish(INSTALL, "echo"), Asked([two], actor="bob"), now=now)
+    waves = RequestScope([one, two], actor="ann", waves=Options(canary=True))
+    upgrade = admission.admit(BackendRequest(UPGRADE, "echo"), waves, now=now).operation
+    admission.admit(BackendRequest(INSTALL, "echo"), RequestScope([two], actor="bob"), now=now)
     admission.cancel(upgrade.id, node_id=one.id, actor="ann", now=now)
     api.admin().post(f"/api/operations/{upgrade.id}/waves", {"choice": "continue"})
     parts = {part["node_name"]: part for part in told(upgrade)["nodes"]}

@@ -13,7 +13,7 @@ import pytest
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock, errors
 from nodes.backends import admission, backend_requests, intents, wave_requests
-from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope
 from nodes.backends.intents import Ended, PutBack
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, PendingBackendOp
@@ -32,7 +32,11 @@ def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
     canary = claimed()["a"]
-    admission.admit(Wish(backend_requests.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
+    admission.admit(
+        BackendRequest(backend_requests.INSTALL, "echo"),
+        RequestScope([nodes[1]], actor="eve"),
+        now=clock.now(),
+    )
     settled(canary)
     assert story(operation)["b"][2] == "other work on this backend has not ended on b"
     assert again(operation).open_wave == 1
@@ -53,7 +57,9 @@ def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
     nodes = fleet("a", "b", "c")
     operation = asked(nodes)
     canary = claimed()["a"]
-    newer = admission.admit(Wish(DELETE, "echo"), Asked(nodes[1:], actor="eve"), now=clock.now()).operation
+    newer = admission.admit(
+        BackendRequest(DELETE, "echo"), RequestScope(nodes[1:], actor="eve"), now=clock.now()
+    ).operation
     reason = f"superseded by backend_delete of echo (operation {newer.id})"
     assert story(operation)["b"][1:] == ("superseded", reason)
     settled(canary)
@@ -64,7 +70,7 @@ def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
 def test_the_same_request_joins_and_one_with_other_waves_is_refused() -> None:
     nodes = fleet("a", "b")
     operation = asked(nodes)
-    wanted = Asked(nodes, actor="eve", waves=Options())
+    wanted = RequestScope(nodes, actor="eve", waves=Options())
     joined = admission.admit(ECHO, wanted, now=clock.now())
     assert (joined.operation.id, joined.created) == (operation.id, False)
     for other in (Options(max_unavailable=2), Options(canary=False), None):
@@ -77,7 +83,7 @@ def test_a_retry_of_a_failed_upgrade_goes_in_waves_again() -> None:
     settled(claimed()["a"])
     settled(claimed()["b"], outcome=Ended(error="full"))
     wave_requests.choose(operation.id, "stop", actor="bob", now=clock.now())
-    newer = admission.retry(operation.id, asked_by=Asked([], actor="bob"), now=clock.now()).operation
+    newer = admission.retry(operation.id, asked_by=RequestScope([], actor="bob"), now=clock.now()).operation
     assert {name: wave for name, (wave, _, _) in story(newer).items()} == {"b": 0, "c": 1}
 
 
@@ -94,7 +100,9 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
         backend, ids = random.choice(BACKENDS), list(Operation.objects.active().values_list("pk", flat=True))
         acts: list[Callable[[], Any]] = [
             partial(in_waves, backend, some, now),
-            partial(admission.admit, Wish(DELETE, backend), Asked(some, actor="eve"), now=now),
+            partial(
+                admission.admit, BackendRequest(DELETE, backend), RequestScope(some, actor="eve"), now=now
+            ),
             partial(carries_out, random, now),
             partial(carries_out, random, now),
             partial(reconciler.clean, now=now),
@@ -110,8 +118,8 @@ def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
 
 
 def in_waves(backend: str, nodes: Sequence[BackendNode], now: datetime) -> None:
-    wanted = Asked(nodes, actor="ann", waves=Options(max_unavailable=2))
-    admission.admit(Wish(UPGRADE, backend), wanted, now=now)
+    wanted = RequestScope(nodes, actor="ann", waves=Options(max_unavailable=2))
+    admission.admit(BackendRequest(UPGRADE, backend), wanted, now=now)
 
 
 def carries_out(random: Random, now: datetime) -> None:
@@ -151,7 +159,7 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
 def test_a_new_upgrade_takes_over_one_that_a_deletion_follows_on_a_node() -> None:
     nodes = fleet("a", "b", "c")
     older = asked(nodes)
-    admission.admit(Wish(DELETE, "echo"), Asked([nodes[0]], actor="eve"), now=clock.now())
+    admission.admit(BackendRequest(DELETE, "echo"), RequestScope([nodes[0]], actor="eve"), now=clock.now())
     assert states(older) == {"a": "queued", "b": "queued", "c": "queued"}
     newer = asked(nodes)
     assert newer.id != older.id
@@ -166,7 +174,7 @@ def test_an_install_runs_on_the_nodes_of_an_upgrade_that_asks() -> None:
     settled(*claimed().values(), outcome=Ended(error="no such image"))
     assert again(operation).waves == Waves.ASKS
     newer = admission.admit(
-        Wish("backend_install", "echo"), Asked(nodes, actor="bob"), now=clock.now()
+        BackendRequest("backend_install", "echo"), RequestScope(nodes, actor="bob"), now=clock.now()
     ).operation
     assert states(operation) == {"a": "error", "b": "queued"}
     assert {intent.row.operation_id for intent in claimed().values()} == {newer.id}

@@ -7,7 +7,7 @@ import pytest
 
 from localai_cluster.kit import clock, errors
 from nodes.backends import admission, intents, wave_requests
-from nodes.backends.backend_requests import UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import UPGRADE, BackendRequest, RequestScope
 from nodes.backends.intents import Ended, PutBack
 from nodes.models import PendingBackendOp
 from nodes.reconcilers import intents as reconciler
@@ -76,7 +76,9 @@ def test_stop_while_a_wave_runs_lets_that_wave_end() -> None:
 def test_what_cannot_be_chosen_is_refused() -> None:
     now = clock.now()
     nodes = fleet("a", "b")
-    plain = admission.admit(Wish(UPGRADE, "other"), Asked(nodes, actor="ann"), now=now).operation
+    plain = admission.admit(
+        BackendRequest(UPGRADE, "other"), RequestScope(nodes, actor="ann"), now=now
+    ).operation
     with pytest.raises(errors.Conflict, match="does not go in waves"):
         wave_requests.choose(plain.id, "stop", actor="bob", now=now)
     operation = asked(nodes)

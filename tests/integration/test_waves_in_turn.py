@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents, wave_requests
-from nodes.backends.backend_requests import Asked
+from nodes.backends.backend_requests import RequestScope
 from nodes.backends.intents import Failed, PutBack
 from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
@@ -114,7 +114,7 @@ def test_a_node_that_is_given_up_while_it_is_away_ends_its_wave() -> None:
 
 def test_an_upgrade_without_waves_is_on_all_nodes_at_once() -> None:
     nodes = fleet("a", "b")
-    operation = admission.admit(ECHO, Asked(nodes, actor="ann"), now=clock.now()).operation
+    operation = admission.admit(ECHO, RequestScope(nodes, actor="ann"), now=clock.now()).operation
     found = claimed()
     assert found.keys() == {"a", "b"}
     assert not any(intent.row.spares_requests for intent in found.values())

@@ -10,7 +10,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.backends import admission, backend_requests, intent_queue, intents
-from nodes.backends.backend_requests import Asked, Wish
+from nodes.backends.backend_requests import BackendRequest, RequestScope
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.commands import commands
@@ -44,8 +44,8 @@ def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
     """The operation that stands for this request."""
-    asked = Asked(nodes, actor="test")
-    return admission.admit(Wish(kind, backend, **wish), asked, now=clock.now()).operation
+    asked = RequestScope(nodes, actor="test")
+    return admission.admit(BackendRequest(kind, backend, **wish), asked, now=clock.now()).operation
 
 
 def claim(limit: int = 1) -> list[Intent]:

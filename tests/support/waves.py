@@ -6,14 +6,14 @@ from typing import Any
 
 from localai_cluster.kit import clock
 from nodes.backends import admission, intents
-from nodes.backends.backend_requests import UPGRADE, Asked, Wish
+from nodes.backends.backend_requests import UPGRADE, BackendRequest, RequestScope
 from nodes.backends.intents import Ended, Intent
 from nodes.backends.waves import Options
 from nodes.models import BackendNode
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 
-ECHO = Wish(UPGRADE, "echo")
+ECHO = BackendRequest(UPGRADE, "echo")
 
 
 def fleet(*names: str) -> list[BackendNode]:
@@ -23,7 +23,7 @@ def fleet(*names: str) -> list[BackendNode]:
 
 def asked(nodes: Sequence[BackendNode], **options: Any) -> Operation:
     """An upgrade of echo in waves."""
-    wanted = Asked(nodes, actor="ann", waves=Options(**options))
+    wanted = RequestScope(nodes, actor="ann", waves=Options(**options))
     return admission.admit(ECHO, wanted, now=clock.now()).operation
 
 

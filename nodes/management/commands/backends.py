@@ -30,7 +30,7 @@ from nodes.api.cluster_backends import (
 from nodes.api.installed import installed_rows
 from nodes.api.node_backends import COMMAND_TEXTS, backend_name_in, install_request
 from nodes.backends import intents, upgrade_check
-from nodes.backends.backend_requests import DELETE, UPGRADE, Asked, Wish, everywhere
+from nodes.backends.backend_requests import DELETE, UPGRADE, BackendRequest, RequestScope, everywhere
 from nodes.backends.installed import InstalledBackend, Upgrade
 from nodes.management import lookup
 from nodes.models import BackendNode, NodeModel
@@ -107,7 +107,7 @@ def list_backends(options: Options) -> str:
         backend for backend in picture.backends if not options["upgrades"] or backend.name in picture.upgrades
     ]
     if options["json"]:
-        return as_json(installed_rows(upgrade_check.Picture(backends, picture.upgrades)))
+        return as_json(installed_rows(upgrade_check.UpgradeOverview(backends, picture.upgrades)))
     rows = [_line(backend, picture.upgrades.get(backend.name)) for backend in backends]
     return table(_LIST, rows) if rows else "no backends"
 
@@ -151,7 +151,7 @@ def install(options: Options) -> str:
 
 def upgrade(options: Options) -> str:
     """Upgrade in waves if there are several nodes or an option of waves is given."""
-    request = Wish(UPGRADE, backend_name_in(options["name"]))
+    request = BackendRequest(UPGRADE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
     several = len(nodes or everywhere(request)[0]) > 1
@@ -164,14 +164,14 @@ def upgrade(options: Options) -> str:
 
 
 def delete(options: Options) -> str:
-    request = Wish(DELETE, backend_name_in(options["name"]))
+    request = BackendRequest(DELETE, backend_name_in(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
         _confirm("delete", request, nodes or everywhere(request)[0])
     return _request(options, request, _validate(NodesSerializer, _nodes_field(nodes)))
 
 
-def _confirm(verb: str, request: Wish, nodes: Sequence[BackendNode]) -> None:
+def _confirm(verb: str, request: BackendRequest, nodes: Sequence[BackendNode]) -> None:
     """Prompt with the replicas, requests and pending operations. Raise CommandError on a no."""
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to {verb} {request.backend} without a question")
@@ -214,9 +214,9 @@ def _problem(errors_by_field: Any) -> str:
     return str(errors_by_field[0])
 
 
-def _request(options: Options, request: Wish, fields: dict[str, Any]) -> str:
+def _request(options: Options, request: BackendRequest, fields: dict[str, Any]) -> str:
     """Create the operation, or join it, and follow it."""
-    result = admit_command(Asked((), actor=str(current_actor())), request, fields)
+    result = admit_command(RequestScope((), actor=str(current_actor())), request, fields)
     body, id = started_body(result, COMMAND_TEXTS[request.kind]), result.operation.id
     if not options["detach"]:
         if not options["json"]:

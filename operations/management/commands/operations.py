@@ -78,12 +78,12 @@ def _of_one(parser: CommandParser) -> CommandParser:
 
 
 def list_operations(options: Options) -> str:
-    """The list, as `GET /api/operations` has it."""
+    """Return the list, as `GET /api/operations` has it."""
     return _listed(options, live(), "no operations")
 
 
 def inbox(options: Options) -> str:
-    """The failures, as `GET /api/operations/inbox` has them."""
+    """Return the failures, as `GET /api/operations/inbox` has them."""
     return _listed(options, undecided(), "the inbox is empty")
 
 
@@ -94,7 +94,7 @@ def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
 
 
 def history(options: Options) -> str:
-    """A page of the record, as `GET /api/operations/history` has it."""
+    """Return a page of the history, as `GET /api/operations/history` has it."""
     given = {name: options[name] for name in FILTERS if options[name] is not None}
     if "node" in given:
         given["node"] = _node_id(given["node"])
@@ -105,7 +105,7 @@ def history(options: Options) -> str:
 
 
 def _node_id(text: str) -> str:
-    """A whole id may be that of a node that was removed."""
+    """Return the id of a node; a complete id may be that of a removed node."""
     try:
         return str(UUID(text))
     except ValueError:
@@ -113,7 +113,7 @@ def _node_id(text: str) -> str:
 
 
 def show(options: Options) -> str:
-    """One operation, as the list has it."""
+    """Return one operation, as the list has it."""
     id = _operation(options["operation"]).id
     if options["follow"]:
         return following.to_its_end(id, options["out"], as_json=options["json"])
@@ -124,21 +124,21 @@ def show(options: Options) -> str:
 
 
 def cancel(options: Options) -> str:
-    """Final, in every process; workers that are at it are asked to stop."""
+    """Cancel the operation, or its targets on some nodes."""
     operation, actor = _operation(options["operation"]), str(command_line.current_actor())
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
     if not nodes:
-        verbs.cancelled(operation, actor=actor)
+        verbs.cancel_operation(operation, actor=actor)
         return _done(options, operation, "operation cancelled")
-    names = [verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
+    names = [verbs.cancel_target(operation, node, actor=actor) for node in nodes]
     return _done(options, operation, f"cancelled on {', '.join(names)}")
 
 
 def retry(options: Options) -> str:
-    """Says which operation does it now."""
+    """Repeat the operation; the text names the new one."""
     operation = _operation(options["operation"])
     nodes = [kinds.hooks().find_node(text) for text in options["node"]]
-    result = verbs.again(operation, nodes, Requester(str(command_line.current_actor())))
+    result = verbs.retry_operation(operation, nodes, Requester(str(command_line.current_actor())))
     if options["json"]:
         return command_line.as_json(started_body(result, verbs.AGAIN))
     if result.operation.id == operation.id:
@@ -148,7 +148,7 @@ def retry(options: Options) -> str:
 
 
 def dismiss(options: Options) -> str:
-    """The comment is in the record."""
+    """Dismiss a failure; the comment stays in the history."""
     operation = _operation(options["operation"])
     comment = options["comment"]
     if len(comment) > admission.LONGEST_COMMENT:
@@ -158,12 +158,12 @@ def dismiss(options: Options) -> str:
 
 
 def go_on(options: Options) -> str:
-    """Also lets a part go on that waits for the confirmation of a last replica."""
+    """Open the next wave; confirmations let targets with a last replica go on."""
     return _choose(options, "continue", options["confirm_last"], "goes on")
 
 
 def stop(options: Options) -> str:
-    """Also while nothing has failed."""
+    """Stop an upgrade in waves, also before anything has failed."""
     return _choose(options, "stop", [], "stopped")
 
 
