@@ -20,7 +20,7 @@ def claim_rows(rows: "QuerySet[M]", *, limit: int | None = None, **changes: Any)
     The returned rows have their former values. Locked rows are skipped, so the order of the locks does not
     matter.
     """
-    with transaction.atomic():
+    with transaction.atomic(savepoint=False):
         claimed = list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
         if claimed:
             rows.model._base_manager.filter(pk__in=[row.pk for row in claimed]).update(**changes)

@@ -4,7 +4,7 @@ Each form carries the revision of the node that it shows. If the node has change
 and the message names the last change. The services that REST calls write; the admin saves no row itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -12,6 +12,7 @@ from uuid import UUID
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.views.main import ChangeList
 from django.core import signing
 from django.core.exceptions import BadRequest, ValidationError
 from django.db import transaction
@@ -241,6 +242,15 @@ class LabelInline(TabularInline):
         return False
 
 
+class VendorFilter(admin.AllValuesFieldListFilter):
+    """Django's filter, with a readable choice for nodes without a GPU."""
+
+    def choices(self, changelist: ChangeList) -> Iterator[Any]:
+        """Return Django's choices; no link is empty."""
+        for choice in super().choices(changelist):
+            yield {**choice, "display": choice["display"] or "(none)"}
+
+
 @admin.register(BackendNode)
 class BackendNodeAdmin(ModelAdmin):
     """Nodes; workers add them by their registration."""
@@ -251,7 +261,7 @@ class BackendNodeAdmin(ModelAdmin):
     change_form_template = "admin/nodes/node.html"
     list_display = ("name", "node_type", "state", "identity", "address", "last_heartbeat", "approved_by")
     list_filter = (
-        *("status", "node_type", "gpu_vendor", "weak_identity"),
+        *("status", "node_type", ("gpu_vendor", VendorFilter), "weak_identity"),
         ("approved_at", admin.EmptyFieldListFilter),
         ("rejected_at", admin.EmptyFieldListFilter),
         ("revoked_at", admin.EmptyFieldListFilter),

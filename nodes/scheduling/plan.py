@@ -270,7 +270,12 @@ def _pressure(context: RuleContext) -> list[Action]:
 
 
 def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
-    """Retire idle replicas beyond the minimum, those on nodes outside the selector first (R4.17, R4.18)."""
+    """Retire idle replicas beyond the minimum, those on nodes outside the selector first (R4.17, R4.18).
+
+    Nothing is retired during a load: one pass would load what the next one retires.
+    """
+    if context.loads:
+        return []
     eligible_ids = {row.id for row in context.eligible_serving}
     protected_ids = {row.id for row in _first_of_each_node(context)} if context.demand.spread else set()
     idle = [row for row in context.serving if not row.in_flight and now - row.idle_since > IDLE_FOR]

@@ -31,6 +31,12 @@ def test_axe_finds_nothing_serious_in_the_admin(
         page = screen.go(path.format(node=fleet.id("fine")))
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         found[path] = checks.violations(page)
+    page = screen.go("/admin/nodes/backendnode/")
+    page.locator("#action-toggle").check()
+    page.locator("select[name=action]").select_option("approve")
+    page.locator("button[name=index]").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Confirm: Approve")
+    found["confirmation"] = checks.violations(page)
     assert [told for told in found.items() if told[1]] == []
 
 

@@ -354,6 +354,19 @@ def test_idle_ones_go_highest_index_first_then_the_longest_idle() -> None:
 
 
 @pytest.mark.rule("R4.18", "C2")
+def test_nothing_is_retired_while_a_load_is_under_way() -> None:
+    """A load under pressure beside an idle replica: the next pass would retire that one."""
+    on = host(slots=3)
+    there = [row(on), row(on, 1, idle_since=ago(minutes=9))]
+    played = Played(Fleet([on], there, {}, pressed={"m": 4}), [rule(1, 3)])
+    (first,) = played.plan()
+    assert loads(first.actions)
+    played.apply([first])
+    (second,) = played.plan()
+    assert not second.actions
+    assert retired(decided(rule(1, 3), hosts=[on], replicas=there).actions) == [there[1].id]
+
+
 def test_idle_is_more_than_five_minutes_after_the_end_of_the_last_request() -> None:
     on = host(1, slots=2)
     for idle, gone in ((timedelta(minutes=5), 0), (timedelta(minutes=5, seconds=1), 1)):
