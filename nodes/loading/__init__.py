@@ -1,4 +1,4 @@
-"""Cold loads: who asks waits (`wait`), the controller places, installs, starts and loads (`load`).
+"""Loads: requests wait (`wait.py`), the controller places, installs, stages, starts and loads (`load.py`).
 
-What wants one more replica of a model asks in `another`.
+`load_request.py` has the payload of a load and creates scale-ups; `load_explanation.py` writes nothing.
 """

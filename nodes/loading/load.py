@@ -137,7 +137,7 @@ class LoadModel:
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
-            told=node_options.fingerprint(options),
+            options_hash=node_options.fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,

@@ -82,15 +82,15 @@ def need_for(vram: int, disk: int) -> Need:
 
 def plan(question: PlanRequest, now: datetime) -> Row:
     """Return the decision for each replica, one after another."""
-    picture = read_plan_snapshot(question, now)
-    explanations = simulate_placements(picture.asked, [None] * question.replicas, picture.occupants)
+    snapshot = read_plan_snapshot(question, now)
+    explanations = simulate_placements(snapshot.question, [None] * question.replicas, snapshot.occupants)
     decisions = [decision(explanation) for explanation in explanations]
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
         placed=sum(row["outcome"] == DecisionOutcome.PLACED for row in decisions),
         decisions=[
-            PLANNED.of(replica=number, hypothetical=row["node_id"] in picture.new, **row)
+            PLANNED.of(replica=number, hypothetical=row["node_id"] in snapshot.new, **row)
             for number, row in enumerate(decisions, 1)
         ],
     )
@@ -100,7 +100,7 @@ def plan(question: PlanRequest, now: datetime) -> Row:
 class PlanSnapshot:
     """The current fleet with the nodes that a plan adds."""
 
-    asked: LoadQuestion
+    question: LoadQuestion
     occupants: EvictionCandidates
     new: frozenset[str]
     """The ids of the added nodes."""

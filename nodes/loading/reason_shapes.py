@@ -290,14 +290,14 @@ COMPONENTS = (
 )
 
 
-def decision(told: Explanation) -> Row:
-    """A decision that is not kept."""
-    placed = told.node is not None
+def decision(explanation: Explanation) -> Row:
+    """Return a decision that is not recorded."""
+    placed = explanation.node is not None
     return DECISION.of(
-        outcome=told.outcome,
-        reason=told.sentence,
-        node_id=str(told.node.id) if told.node else None,
-        node=told.node.name if told.node else None,
-        replica_index=told.replica_index if placed else None,
-        **{name: told.facts[name] for name in _FACTS},
+        outcome=explanation.outcome,
+        reason=explanation.sentence,
+        node_id=str(explanation.node.id) if explanation.node else None,
+        node=explanation.node.name if explanation.node else None,
+        replica_index=explanation.replica_index if placed else None,
+        **{name: explanation.facts[name] for name in _FACTS},
     )

@@ -162,11 +162,11 @@ class _ModelWait:
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
     look: LoadStatus = _UNKNOWN
     row_deadline: float = 0.0
-    """Time until which the operation's row says that it is needed, on the monotonic clock."""
+    """Time until which the operation's row is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
     def needed_until(self) -> float:
-        """Return the time until which the row should say so, on the monotonic clock."""
+        """Return the time until which the row should be needed, on the monotonic clock."""
         return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
 
 

@@ -1,8 +1,8 @@
 """The replica pass (R4.6 to R4.23): observe, plan (pure, `nodes.scheduling.plan`), apply.
 
-It asks for loads and unloads and waits for none of them. Each request is a transaction of its own, so one
-that fails stops no other (R4.5), and the rows of the rules say what came of it. A model without such a rule
-is looked at while a replica of a former definition serves it.
+It requests loads and unloads and waits for none of them. Each request is a transaction of its own, so one
+that fails stops no other (R4.5), and the rows of the rules store the result. A model without a rule is
+included while a replica of a former definition serves it.
 """
 
 import asyncio
@@ -82,9 +82,9 @@ def _run_plan(
 
 
 def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
-    """What the rules are about; seven queries for any number of rules, nodes and replicas.
+    """Read the snapshot of the rules in seven queries for any number of rules, nodes and replicas.
 
-    `revisions`: of the definitions that are there, None if that cannot be told.
+    `revisions`: of the present definitions, None if the folder does not answer.
     """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
@@ -150,7 +150,7 @@ def definition_revisions() -> dict[str, str] | None:
 
 
 def apply_decision(ruling: RuleDecision, now: datetime) -> RuleDecision:
-    """Asks for what a rule needs, until something is refused (R4.15); answers what was done of it."""
+    """Execute the actions until one is refused (R4.15); return the decision with the executed actions."""
     done: list[Action] = []
     for action in ruling.actions:
         try:
@@ -194,7 +194,7 @@ def _execute(action: Action, now: datetime) -> None:
 
 
 def replace_replica(replica_id: UUID, now: datetime) -> None:
-    """Takes the replica out of the picks for good; Conflict if it is the last one and a request has come."""
+    """Terminate the replica; raise Conflict if it is the last one and a request has come."""
     with transaction.atomic():
         row = terminations.lock_serving(replica_id)
         if row is None or (row.in_flight and not terminations.has_other_replica(row)):
@@ -203,7 +203,7 @@ def replace_replica(replica_id: UUID, now: datetime) -> None:
 
 
 def retire(replica_id: UUID, reason: str, now: datetime) -> None:
-    """Has the replica unloaded; Conflict if a request has come since. The operation stops its engine.
+    """Unload the idle replica; raise Conflict if a request has come. The operation stops its engine.
 
     It leaves the picks here, under its row's lock: no request that runs there is ended.
     """
@@ -225,7 +225,7 @@ GATHER = 1.0
 
 
 class ReplicaPass(PeriodicTask):
-    """Runs the pass in a controller as soon as a node or a rule changes; the schedule is the safety net."""
+    """The pass of a controller, as soon as a node or a rule changes; the schedule is the safety net."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -48,16 +48,18 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.max_replicas,
         rule.spread_all,
     )
-    picture = _read_snapshot(rule, nodes, now)
-    fleet = _add_new_nodes(replicas.observe([demand], replicas.definition_revisions(), now), picture)
+    snapshot = _read_snapshot(rule, nodes, now)
+    fleet = _add_new_nodes(replicas.observe([demand], replicas.definition_revisions(), now), snapshot)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
     loads = [action for action in ruling.actions if isinstance(action, LoadReplica)]
-    explanations = list(simulate_placements(picture.asked, [_allowed_nodes(load) for load in loads[:MOST]]))
+    explanations = list(
+        simulate_placements(snapshot.question, [_allowed_nodes(load) for load in loads[:MOST]])
+    )
     missed = [explanation for explanation in explanations if explanation.node is None]
     if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
-        missed = list(simulate_placements(picture.asked, [None]))
+        missed = list(simulate_placements(snapshot.question, [None]))
     return RULE_PLAN.of(
         rule=GIVEN_RULE.of(**{name: getattr(rule, name) for name in GIVEN_RULE.fields}),
         replicas_now=ruling.current,
@@ -88,9 +90,9 @@ def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Plan
     return load_explanation.read_plan_snapshot(request, now, evicts=False)
 
 
-def _add_new_nodes(fleet: Fleet, picture: PlanSnapshot) -> Fleet:
+def _add_new_nodes(fleet: Fleet, snapshot: PlanSnapshot) -> Fleet:
     """Add the new nodes to the fleet that the pass sees."""
-    new_nodes = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
+    new_nodes = (node for node in snapshot.question.view.nodes if str(node.id) in snapshot.new)
     new_hosts = [FleetNode(node.id, node.name, dict(node.labels), node.slots) for node in new_nodes]
     return replace(fleet, hosts=[*fleet.hosts, *new_hosts])
 

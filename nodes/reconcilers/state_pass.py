@@ -1,9 +1,9 @@
-"""The state pass: are the engines of the replicas still there? Observe, judge (pure), settle.
+"""The state pass: check the engines of suspect replicas. Observe, judge (pure), record.
 
-A schedule, or a worker that reports an engine's end, puts replicas in question and wakes the controllers
-(`nodes/replicas/checks.py`). This is a controller's part: it claims rows, asks the worker of each node what
-it runs and, where that says nothing, the engine's port, and writes the outcome. Several controllers share the
-rows by their claims, so no lock is held while a worker is asked, and one that dies costs one pass.
+A schedule, or a worker that reports an engine's end, marks suspects and wakes the controllers
+(`nodes/replicas/checks.py`). A controller claims rows, requests the list of engines from the worker of each
+node and, without a list, probes the engine's port. Several controllers share the rows by their claims, so no
+lock is held during a request, and a controller that dies costs one pass.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class StatePass(PeriodicTask):
             log.exception("a look at engines failed")
 
     async def run_pass(self) -> int:
-        """Looks at everything that nobody looks at; answers how many replicas that was."""
+        """Claim and check suspects; return their number."""
         now = clock.now()
         heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
         suspects = await in_thread(checks.claim_suspects, heard_since=heard_since, now=now)

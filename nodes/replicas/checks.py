@@ -1,9 +1,10 @@
 """Liveness checks of loaded replicas: suspects, claims of controllers, and results.
 
 A loaded replica is suspect when it was silent for two minutes (C3), or at once when its worker reports that
-the engine has ended (`note_exits`). `ask` notifies the controllers; `claim` assigns each row to one of them,
-for the longest duration of a check; `settle` writes the results. No lock is held between the last two: a
-result names row, address and claim, so it does not apply to a row that was replaced or claimed since.
+the engine has ended (`report_exits`). `request_checks` wakes the controllers; `claim_suspects` assigns each
+row to one of them, for the longest duration of a check; `record_results` writes the results. No lock is held
+between the last two: a result names row, address and claim, so it does not apply to a row that was replaced
+or claimed since.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Drained nodes whose engines are to be stopped, and what is known of them.
+"""Stops of all engines on drained nodes.
 
-A drain is over when the node has no replica and no engine of a former one. From then on a controller looks at
-what runs there until nothing does. What it finds is written only while the same drain lasts: a resumed
-node is no longer its business.
+A drain is over when the node has no replica and no engine of a former one. From then on a controller stops
+what its worker lists, until it lists nothing. A result is written only while the same drain lasts: engines of
+a resumed node are not stopped.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class DrainedNode:
 
 
 def claim_due(limit: int, *, now: datetime) -> list[DrainedNode]:
-    """Nodes that are due, for this caller alone; the longest drained first."""
+    """Claim due nodes, the longest drained first."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
         ~Exists(NodeModel.engines.filter(node=OuterRef("pk"))),
@@ -66,19 +66,19 @@ def claim_due(limit: int, *, now: datetime) -> list[DrainedNode]:
 
 
 def is_same_drain(node: DrainedNode) -> bool:
-    """Whether the same drain lasts: engines of a resumed node must not be stopped."""
+    """Return True if the same drain lasts: engines of a resumed node must not be stopped."""
     return _same_drain(node).exists()
 
 
 def confirm_empty(node: DrainedNode, *, now: datetime) -> None:
-    """Nothing runs there: it is safe to power off."""
+    """Record that nothing runs there: it is safe to power off."""
     with transaction.atomic():
         if _same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
             events.notify(events.NODES, str(node.id))
 
 
 def schedule_check(node: DrainedNode, error: str, *, due_at: datetime) -> None:
-    """Something may still run there; `error` says why that is not known, empty while engines are stopping."""
+    """Store the time of the next check, and why it is not known what runs there; "" while engines stop."""
     error = names.plain(error[:_ERROR_LENGTH])
     nodes = _same_drain(node)
     with transaction.atomic():
@@ -118,7 +118,7 @@ async def stop_engines(bus: Bus, node: DrainedNode) -> None:
 
 
 async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
-    """Asks for each to be stopped; answers what went wrong."""
+    """Send a stop for each; return the first error."""
     stops = [_stop_one(worker, model) for model in models]
     return next((error for error in await asyncio.gather(*stops) if error), "")
 

@@ -111,7 +111,7 @@ def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
     """End every engine at an address of the node that a new engine has, the one of row `but`; return their
     keys.
 
-    A stock worker that restarted gives its ports again before it was asked what still runs there.
+    A stock worker that restarted gives its ports again before its list of engines was read.
     """
     former = NodeModel.engines.filter(node_id=node_id, address=address).exclude(pk=but)
     with transaction.atomic():

@@ -184,7 +184,7 @@ def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
 def record_answer(slot: Slot, address: str = "") -> None:
     """Record that the worker has answered the start: no engine comes of it but the one at `address`, if any.
 
-    The row is this engine's whatever its phase is now, so a late answer tells a stop the right address.
+    The row is this engine's whatever its phase is now, so after a late answer a stop names the right address.
     """
     rows = NodeModel.engines.filter(pk=slot.id, started_at__isnull=False).exclude(phase=Phase.SERVING)
     with committed("load.answer"):
@@ -202,12 +202,12 @@ def publish(
     options: dict[str, Any],
     revision: str,
     now: datetime,
-    told: str = "",
+    options_hash: str = "",
     replaces: UUID | None = None,
 ) -> bool:
     """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
 
-    `told` is the fingerprint of the options that the engine got, which the node may have changed (R2.80).
+    `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
     The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
     """
     with committed("load.publish"):
@@ -220,7 +220,7 @@ def publish(
             address=address,
             model_options=options,
             config_revision=revision,
-            effective_options_hash=told,
+            effective_options_hash=options_hash,
             in_flight=0,
             last_used=now,
             updated_at=now,

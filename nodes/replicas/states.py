@@ -35,14 +35,14 @@ RETURNABLE = frozenset({PhaseReason.UNLOAD, PhaseReason.UPGRADE, PhaseReason.LOS
 
 @dataclass(frozen=True)
 class PhaseRules:
-    """What holds in one phase."""
+    """The rules of one phase."""
 
     sentence: str
     owners: frozenset[OwnerKind]
     deadline: str
-    """What happens at the deadline; empty if the phase has none."""
+    """The effect of the deadline; empty if the phase has none."""
     ends: str
-    """What moves the row on."""
+    """The actor or event that moves the row on."""
     reasons: frozenset[PhaseReason] = frozenset()
 
 
@@ -106,7 +106,7 @@ PHASES: Mapping[Phase, PhaseRules] = {
 
 
 class ReplicaEvent(StrEnum):
-    """What can happen to an engine."""
+    """An event in the life of an engine."""
 
     RESERVED = "reserved"
     STAGING_BEGUN = "staging_begun"

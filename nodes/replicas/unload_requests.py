@@ -222,8 +222,12 @@ ACTOR = "system"
 
 
 def report_stuck(*, now: datetime) -> int:
-    """Asks for the unloads, each in a transaction of its own; answers how many."""
-    told = 0
+    """Request an unload of each replica whose stop stays unconfirmed; return their number.
+
+    The stops of replicas that terminate without an operation are repeated in silence. The unload owns the row
+    from then on; if it fails too, it stays in the inbox with the reason while controllers repeat the stops.
+    """
+    created = 0
     for row in terminations.overdue_stops(now=now):
         reason = (
             f"its engine was to go ({row.get_reason_display().lower()}) and was not stopped: {row.stop_error}"
@@ -232,7 +236,7 @@ def report_stuck(*, now: datetime) -> int:
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         try:
-            told += unload(request, now=now).created
+            created += unload(request, now=now).created
         except errors.ClusterError as refusal:
             log.info("%s on %s: %s; %s", row, row.node.name, reason, refusal.message)
-    return told
+    return created
