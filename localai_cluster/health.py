@@ -49,7 +49,7 @@ def healthz(request: HttpRequest) -> JsonResponse:
 @require_safe
 def readyz(request: HttpRequest) -> JsonResponse:
     """Return 200 if all dependencies of a request work, 503 otherwise; the body names each dependency."""
-    states = look()
+    states = check_dependencies()
     ready = all(state == "ok" for name, state in states.items() if name not in WATCHED)
     body = {"status": "ready" if ready else "not ready", "checks": states}
     if ready:
@@ -57,7 +57,7 @@ def readyz(request: HttpRequest) -> JsonResponse:
     return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * LIMIT:.0f}"})
 
 
-def look(names: Collection[str] | None = None) -> dict[str, str]:
+def check_dependencies(names: Collection[str] | None = None) -> dict[str, str]:
     """Check all dependencies, or these; return by name `ok` or the problem."""
     selected_checks = {name: check for name, check in CHECKS.items() if names is None or name in names}
     futures = {name: _threads.submit(check) for name, check in selected_checks.items()}

@@ -167,7 +167,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
 
 
 def _probed(now: datetime) -> dict[str, tuple[str, datetime]]:
-    results = health.look(set(_PROBES.values()))
+    results = health.check_dependencies(set(_PROBES.values()))
     for id, name in _PROBES.items():
         _notice(id, results.get(name, "not asked"), now)
     return dict(_noticed)

@@ -102,7 +102,7 @@ def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     own = throttle.process_counts("test-failures", throttle.MOST_ADDRESSES)
     own.clear()
     counts = throttle.Failures(None, own)
-    monkeypatch.setattr(throttle, "shared", lambda: counts)
+    monkeypatch.setattr(throttle, "token_failures", lambda: counts)
     return counts
 
 

@@ -284,7 +284,7 @@ def announce(cluster: Cluster, seconds: float) -> None:
     log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
     log.say("run", f"sign in as admin; {_initial_password(cluster)}")
     if layout.open_to_others:
-        _announce_worker(cluster)
+        _announce_join_command(cluster)
     log.say("run", f"talk to a model: {layout.base_url}/app/chat")
     for request in example_requests(layout, served_models(layout)):
         log.say("run", f"or paste, for {request.what}:")
@@ -302,8 +302,8 @@ def _initial_password(cluster: Cluster) -> str:
     return f"the initial password is {where} (you choose a new one when you sign in)"
 
 
-def _announce_worker(cluster: Cluster) -> None:
-    """The line that adds a machine, with a join token of this run; it is never in a log."""
+def _announce_join_command(cluster: Cluster) -> None:
+    """Print the line that adds a machine; its join token is never in a log."""
     layout, log = cluster.layout, cluster.log
     (layout.secrets.directory / "worker_command").unlink(missing_ok=True)  # what earlier versions wrote
     path = layout.join_command

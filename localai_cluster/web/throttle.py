@@ -189,7 +189,7 @@ def process_counts(name: str, addresses: int) -> LocMemCache:
 
 
 @cache
-def shared() -> Failures:
+def token_failures() -> Failures:
     """Return the counts of tokens and secrets of this cluster."""
     return Failures(*_caches("failures"), conf.cluster().failed_tokens)
 

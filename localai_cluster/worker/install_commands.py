@@ -281,10 +281,9 @@ class InstallCommands:
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, name: str) -> AsyncIterator[None]:
-        """Serialize the commands for one build, whichever of its names they use.
+        """Hold the locks of the name and of its build's folder: commands for one build run one at a time.
 
-        The lock of the name comes first, the build's second. A build has the name of its folder, and that
-        name means no other build, so two commands never wait for each other.
+        The folder's lock is always taken last and is no other build's name, so commands cannot deadlock.
         """
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._lock(name))

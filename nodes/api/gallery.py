@@ -123,7 +123,7 @@ async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -
     except (errors.NotFound, errors.Forbidden):
         if principals.is_registration_token(secret):
             # Over the limit a right guess must not look different from a wrong one.
-            await asyncio.to_thread(throttle.shared().check, source, clock.now())
+            await asyncio.to_thread(throttle.token_failures().check, source, clock.now())
         raise
 
 

@@ -171,7 +171,8 @@ class HeartbeatApplication:
                 await _note_copy(call.beat, worker_routes.client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
-                await asyncio.to_thread(throttle.shared().check, worker_routes.client_of(scope), clock.now())
+                address = worker_routes.client_of(scope)
+                await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
             raise await worker_routes.refusal_for_caller(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:

@@ -233,11 +233,11 @@ class JoinAuthentication(BaseAuthentication):
         offered = principals.bearer(request.headers.get("authorization", ""))
         if not offered:
             return None
-        throttle.shared().check(client_address(request), clock.now())
+        throttle.token_failures().check(client_address(request), clock.now())
         try:
             return self._admitted(request, offered)
         except identity.WrongCredential:
-            throttle.shared().note(client_address(request), clock.now())
+            throttle.token_failures().note(client_address(request), clock.now())
             raise
 
     @staticmethod

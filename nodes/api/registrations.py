@@ -412,7 +412,7 @@ async def _authenticate(
     try:
         if not offered:
             raise errors.NotAuthenticated(NO_CREDENTIAL)
-        await asyncio.to_thread(throttle.shared().check, address, clock.now())
+        await asyncio.to_thread(throttle.token_failures().check, address, clock.now())
         if principals.is_registration_token(offered):
             return offered, None
         fingerprint = identity.node_fingerprint(headers.get(b"x-localai-node-secret", ""))
@@ -440,7 +440,7 @@ async def _check_token(token: str, offered: str, address: str) -> None:
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not principals.secrets_equal(token, offered):
-        await asyncio.to_thread(throttle.shared().note, address, clock.now())
+        await asyncio.to_thread(throttle.token_failures().note, address, clock.now())
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 

@@ -54,7 +54,7 @@ class WorkerAuthentication(BaseAuthentication):
             if not isinstance(refusal, identity.MustRotate) and person_of(request).is_authenticated:
                 raise errors.Forbidden(WORKERS_ONLY) from None
             if isinstance(refusal, identity.WrongCredential):
-                throttle.shared().note(client_address(request), clock.now())
+                throttle.token_failures().note(client_address(request), clock.now())
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
@@ -96,7 +96,7 @@ class NodeAuthentication(WorkerAuthentication):
         except (errors.NotFound, errors.Forbidden):
             if principals.is_registration_token(offered):
                 # Over the limit a right guess must not look different from a wrong one.
-                throttle.shared().check(client_address(request), clock.now())
+                throttle.token_failures().check(client_address(request), clock.now())
             raise
 
 
@@ -193,7 +193,7 @@ async def refusal_for_caller(refusal: errors.ClusterError, scope: Scope) -> erro
     if await _from_a_person(scope):
         return errors.Forbidden(WORKERS_ONLY)
     if isinstance(refusal, identity.WrongCredential):
-        return await throttle.shared().noted(refusal, client_of(scope))
+        return await throttle.token_failures().noted(refusal, client_of(scope))
     return refusal
 
 

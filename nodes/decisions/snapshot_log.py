@@ -2,8 +2,9 @@
 
 A base holds the snapshot of one decision. Later decisions add the differences, so each refers to a base and a
 position in its log. Every process has a base of its own: no two processes write to one log or wait for each
-other. A base lasts a minute, or until its log has grown larger than it; without changes it lasts an hour. A
-base without a decision, because its process died in between, does no harm and is pruned like the others.
+other. A change starts a new base if the base is older than a minute or its log has outgrown it. Without
+changes a base is kept for an hour. A base without a decision, because its process died in between, does no
+harm and is pruned like the others.
 
 A snapshot is made of sections of keys and values. An entry is JSON, so a decoded section has texts for ids,
 and lists for sets and tuples.

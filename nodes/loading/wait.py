@@ -326,7 +326,7 @@ def has_other_node_since(failure: Operation) -> bool:
 
 
 def status(model: str, now: datetime) -> LoadStatus | None:
-    """Return the model's active load, the one that requests join first, or its failure within the grace."""
+    """Return the model's active load with the lowest key; without one, its last failure within the grace."""
     loads = Operation.objects.active().sharing(load_key(model), model).filter(kind=KIND)
     load = loads.order_by("key").first() or _recent_failure(model, now)
     return _look(load) if load is not None else None

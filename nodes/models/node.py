@@ -166,7 +166,7 @@ class BackendNode(models.Model):
     total_ram, available_ram = _bytes(), _bytes()
     total_disk, available_disk = _bytes(), _bytes()
     gpus = models.JSONField(default=list, blank=True, db_default=[], editable=False)
-    """Its GPUs one by one (`registry/gpus.py`), of the same reading as `available_vram`.
+    """Its GPUs one by one (`registry/resources.py`), of the same reading as `available_vram`.
 
     Empty if its worker reports only the total.
     """

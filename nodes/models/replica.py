@@ -284,7 +284,7 @@ class NodeModel(models.Model):
 
 
 class WebProcess(models.Model):
-    """One running web process; when it is silent, its in-flight counts are subtracted (`nodes/health`)."""
+    """One running web process; when it is silent, its in-flight counts are subtracted (`liveness.py`)."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     host = models.CharField(max_length=255)

@@ -2,7 +2,7 @@
 
 First, each node that cannot take the replica gets a reason. The nodes without a reason are ranked: fewest
 failures of this load, then nodes without a model of its concurrency groups (R2.82), then R1.70 to R1.72 in
-the order that `nodes/replicas/replica_queries.py` has in SQL: enough memory free, idle, fewest requests, most
+that order: enough memory free, idle, fewest requests, most
 memory. Of nodes that are still equal, those with the backend come first. The decision keeps the reasons of
 the refused nodes, so that the caller can report what is missing.
 """

@@ -80,7 +80,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
 
 
 def _read_snapshot(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanSnapshot:
-    """Read the snapshot for its loads, without evictions: no request waits for these replicas."""
+    """Read the snapshot for the rule's loads. Evictions are left out: no request waits for these replicas."""
     load_needs = needs_of(rule.model_name)
     need, conflicts = (
         (load_needs.need, load_needs.conflicts) if load_needs is not None else (NO_NEED, frozenset())

@@ -25,8 +25,6 @@ from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
-_WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
-
 
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
     """Take the replicas of these nodes away from clients, counters and hooks, except `keep`; return how many.
@@ -37,7 +35,7 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     rows = _locked(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
     removed = {RemovedReplica(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
-    over = [row for row in rows if row.phase in _WITHOUT_ENGINE or row.pk in ended]
+    over = [row for row in rows if row.phase in states.WITHOUT_ENGINE or row.pk in ended]
     staying = {row.pk for row in rows} - {row.pk for row in over}
     ReplicaUse.objects.filter(replica__in=staying).delete()
     lifecycle.apply_event(
@@ -136,7 +134,7 @@ def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
         row = locked.pop(engine_id, None)
         if row is None:
             return False
-        _return_to_loads(row, locked.values(), stop_sent=stop_sent)
+        _credit_freed_memory(row, locked.values(), stop_sent=stop_sent)
         end_confirmed([row])
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
             transaction.on_commit(
@@ -187,7 +185,9 @@ def _announce(removed: Iterable[RemovedReplica]) -> None:
         transaction.on_commit(lambda: hooks.call_hooks(announced))
 
 
-def _return_to_loads(gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None) -> None:
+def _credit_freed_memory(
+    gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None
+) -> None:
     """Add the memory of an engine that has ended to the readings that these locked loads started from.
 
     Later readings show that much more free memory; without the correction it would hide the memory of the

@@ -275,7 +275,7 @@ def end_abandoned_loads(model_name: str | None = None, *, now: datetime) -> list
 def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
     """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
     rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
-    started = [row for row in rows if row.phase == Phase.STARTING]
+    started = [row for row in rows if row.phase not in states.WITHOUT_ENGINE]
     lifecycle.apply_event(
         NodeModel.objects.filter(pk__in=[row.pk for row in started]),
         ReplicaEvent.LOAD_ENDED,

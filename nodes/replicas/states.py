@@ -147,7 +147,8 @@ def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phas
 
 
 _ENGINES = (Phase.STARTING, Phase.SERVING, Phase.DRAINING, Phase.TERMINATING, Phase.STOPPING)
-_WITHOUT = (Phase.RESERVED, Phase.STAGING)
+WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
+"""Phases in which no process has been started."""
 
 TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.RESERVED: ReplicaTransition(
@@ -170,7 +171,7 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.LOAD_ENDED: ReplicaTransition(
         "The attempt ended without a replica, or does not run any more: its engine, if it can have one, is"
         " stopped (R2.62).",
-        {**_to(None, *_WITHOUT), Phase.STARTING: Phase.STOPPING},
+        {**_to(None, *WITHOUT_ENGINE), Phase.STARTING: Phase.STOPPING},
     ),
     ReplicaEvent.DRAINED: ReplicaTransition(
         "An unload or an upgrade takes the replica out of the picks, or an unload takes it over from an"
@@ -221,15 +222,15 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
     ReplicaEvent.NODE_LEFT: ReplicaTransition(
         "The node fell silent, was revoked or handed over, its worker left or its drain ended; or a"
         " registration does not say that the engine runs.",
-        {**_to(None, *_WITHOUT), **_to(Phase.DEPARTED, *_ENGINES, Phase.DEPARTED)},
+        {**_to(None, *WITHOUT_ENGINE), **_to(Phase.DEPARTED, *_ENGINES, Phase.DEPARTED)},
     ),
     ReplicaEvent.CONFIRMED: ReplicaTransition(
         "The engine does not run any more: its worker confirmed the stop, does not list the engine, has given"
         " its address to another one, or started anew.",
-        _to(None, *_WITHOUT, *_ENGINES, Phase.DEPARTED),
+        _to(None, *WITHOUT_ENGINE, *_ENGINES, Phase.DEPARTED),
     ),
     ReplicaEvent.NODE_FORGOTTEN: ReplicaTransition(
         "An admin removes the node, or it has been away for too long.",
-        _to(None, *_WITHOUT, *_ENGINES, Phase.DEPARTED),
+        _to(None, *WITHOUT_ENGINE, *_ENGINES, Phase.DEPARTED),
     ),
 }

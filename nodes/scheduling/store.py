@@ -144,8 +144,8 @@ def find_rule(model_name: str) -> Row | None:
 def rules_revision() -> str:
     """Return a fingerprint of all rules, their last results and the counts of their replicas; one query.
 
-    It covers all rows, because clocks of processes differ: the latest time among them may stay while one
-    changes.
+    It covers all rows and not just the latest time: clocks of processes differ, so a row may change without
+    raising the maximum.
     """
     columns = ("model_name", "updated_at", "looked_at", "reason")
     rows_read = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns, CURRENT, LOADING)

@@ -93,7 +93,7 @@ def test_a_check_that_hangs_costs_a_second(monkeypatch: pytest.MonkeyPatch) -> N
     release = threading.Event()
     monkeypatch.setattr(health, "CHECKS", {"slow": lambda: release.wait(180), "fine": lambda: None})
     started = clock.monotonic()
-    assert health.look() == {"slow": "no answer within 1 s", "fine": "ok"}
+    assert health.check_dependencies() == {"slow": "no answer within 1 s", "fine": "ok"}
     assert clock.monotonic() - started < 60
     release.set()
 

@@ -161,7 +161,7 @@ class Uploads:
         return _success(request.key)
 
     async def _recover_complete(self, request: Upload, part: Part, state: State) -> bool:
-        """Record the hash of a complete upload that a kill interrupted at its end.
+        """Record the hash of an upload that has all its bytes, but whose worker was killed before that.
 
         Return False if this is not such an upload.
         """

@@ -1,5 +1,6 @@
 // What History shows, as its address has it and as the server is asked. Pure.
 import type { operations } from "../api/schema";
+import { KINDS } from "./words";
 
 type Asked = NonNullable<operations["operations_history"]["parameters"]["query"]>;
 type Exported = NonNullable<operations["operations_history_export"]["parameters"]["query"]>;
@@ -19,22 +20,6 @@ export interface Filters {
 export const ALL: Filters = { node: "", backend: "", kind: "", outcome: "", actor: "", from: "", to: "" };
 
 export const OUTCOMES: readonly Outcome[] = ["completed", "failed", "cancelled"];
-
-export const KINDS: readonly (readonly [kind: string, label: string])[] = [
-  ["backend_install", "Backend install"],
-  ["backend_upgrade", "Backend upgrade"],
-  ["backend_delete", "Backend removal"],
-  ["model_load", "Model load"],
-  ["model_unload", "Model unload"],
-  ["model_delete", "Model removal"],
-  ["node_stop", "Node stop"],
-  ["node_approve", "Approve nodes"],
-  ["node_reject", "Reject nodes"],
-  ["node_drain", "Drain nodes"],
-  ["node_resume", "Resume nodes"],
-  ["node_label", "Label nodes"],
-  ["node_remove", "Remove nodes"],
-];
 
 const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;
 

@@ -20,10 +20,10 @@ import "./activity.css";
 import { Choice, Time, useSettled, Words } from "./fields";
 import { tookOf } from "./filter";
 import { HistoryDetails } from "./history-details";
-import { addressOf, ALL, askedFor, exportOf, filtersIn, isNarrowed, KINDS, OUTCOMES, type Filters } from "./history-query";
+import { addressOf, ALL, askedFor, exportOf, filtersIn, isNarrowed, OUTCOMES, type Filters } from "./history-query";
 import { WorkGlyph } from "./lines";
 import { ActivityHead } from "./tabs";
-import { noun, outcome, placeOf, stateOf } from "./words";
+import { KINDS, noun, outcome, placeOf, stateOf } from "./words";
 
 type Entry = components["schemas"]["HistoryEntry"];
 

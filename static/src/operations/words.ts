@@ -49,6 +49,23 @@ export function rests(state: State): boolean {
   return state === "waiting" || state === "retrying" || state === "overdue";
 }
 
+/** The kinds that History can be filtered by. */
+export const KINDS: readonly (readonly [kind: string, label: string])[] = [
+  ["backend_install", "Backend install"],
+  ["backend_upgrade", "Backend upgrade"],
+  ["backend_delete", "Backend removal"],
+  ["model_load", "Model load"],
+  ["model_unload", "Model unload"],
+  ["model_delete", "Model removal"],
+  ["node_stop", "Node stop"],
+  ["node_approve", "Approve nodes"],
+  ["node_reject", "Reject nodes"],
+  ["node_drain", "Drain nodes"],
+  ["node_resume", "Resume nodes"],
+  ["node_label", "Label nodes"],
+  ["node_remove", "Remove nodes"],
+];
+
 /** Whether it is a verb over many nodes, whose name says how many. */
 export function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
   return kind in OF_NODES;
