@@ -108,8 +108,10 @@ def number_parser(kind: type[T], least: float, most: float, words: str = "") -> 
 
     def parse(text: str) -> T:
         try:
-            value: T = msgspec.convert(text.strip(), bounded, strict=False)
-        except msgspec.ValidationError:
+            if "_" in text:
+                raise ValueError(text)
+            value: T = msgspec.convert(kind(text), bounded)  # type: ignore[call-arg]
+        except (ValueError, OverflowError, msgspec.ValidationError):
             raise ValueError(words or f"not {noun} from {least:g} to {most:,}") from None
         return value
 

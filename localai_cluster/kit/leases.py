@@ -77,9 +77,10 @@ def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list
     expired = leased.filter(lease_until__lt=now).order_by("pk")
     lost = list(expired.select_for_update(no_key=True, skip_locked=True))
     retried = [row for row in lost if row.lost_leases < MOST_LOST_LEASES]
+    given_up = [row for row in lost if row.lost_leases >= MOST_LOST_LEASES]
     for row in retried:
         row.lost_leases += 1
-    return retried, [row for row in lost if row not in retried]
+    return retried, given_up
 
 
 def lock_attempts(leased: "QuerySet[L]", attempts: Collection[Attempt]) -> dict[UUID, L]:

@@ -58,12 +58,12 @@ class LoadProgress(ResponseBody):
         ]
         | UnsetType
     ) = UNSET
-    node: str | UnsetType = UNSET
     progress: float | UnsetType = UNSET
     bytes_sent: Int64 | UnsetType = UNSET
     total_bytes: Int64 | UnsetType = UNSET
     file_index: int | UnsetType = UNSET
     total_files: int | UnsetType = UNSET
+    node: str | UnsetType = UNSET
     eta_seconds: int | UnsetType = UNSET
 
 

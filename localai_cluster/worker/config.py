@@ -312,10 +312,13 @@ def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.
         heartbeat_interval=reader.parsed("heartbeat_interval", parse_duration, 0.0) or DEFAULT_HEARTBEAT,
         labels=_labels(reader.text("node_labels")),
         max_replicas_per_model=max(
-            1, reader.parsed("max_replicas_per_model", number_parser(int, -_ANY, _ANY), 1)
+            1,
+            reader.parsed("max_replicas_per_model", number_parser(int, -_ANY, _ANY, "not a whole number"), 1),
         ),
         vram_budget=reader.text("vram_budget"),
-        download_rate=reader.parsed("download_rate", number_parser(int, 0, _ANY), 0),
+        download_rate=reader.parsed(
+            "download_rate", number_parser(int, 0, _ANY, "not a whole number from 0"), 0
+        ),
         log_lines=reader.parsed("log_lines", number_parser(int, 1, MOST_LINES), LINES),
         log_bytes=reader.parsed("log_bytes", number_parser(int, LEAST_BYTES, MOST_BYTES), BYTES),
         source_roots=roots or (backends,),
@@ -433,7 +436,7 @@ def _galleries(text: str) -> tuple[Gallery, ...]:
 
 
 def _max_port(text: str, base: int) -> int:
-    number = number_parser(int, -_ANY, _ANY)(text)
+    number = number_parser(int, -_ANY, _ANY, "not a whole number")(text)
     return number if base <= number <= HIGHEST_PORT else HIGHEST_PORT
 
 

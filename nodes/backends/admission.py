@@ -42,6 +42,7 @@ from operations.models import ACTIVE, Operation, OperationTarget, Status, Target
 
 _RACES = ("operation_one_active_a_key", "intent_once")
 _TRIES = 5
+_TRIES_ON_NODES = 3
 
 
 class _Raced(Exception):
@@ -441,7 +442,7 @@ def admit_on_nodes(
     Raise Conflict only if work on these nodes changes faster than it can be read.
     """
     refusals: dict[UUID, str] = {}
-    for _ in range(_TRIES):
+    for _ in range(_TRIES_ON_NODES):
         chosen = _with_nodes(scope, node_ids, refusals)
         try:
             return admit(command, chosen, now=now)

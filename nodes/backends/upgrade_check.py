@@ -97,7 +97,7 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
     async def read(uri: str, client: httpx.AsyncClient) -> None:
         async with semaphore:
             try:
-                async with asyncio.timeout(WITHIN):
+                async with asyncio.timeout(DIGESTS_WITHIN):
                     digests_by_uri[uri] = await _digests(uri, client)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
@@ -105,7 +105,7 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
     try:
         async with (
             asyncio.timeout(ALL_WITHIN),
-            httpx.AsyncClient(timeout=WITHIN, follow_redirects=True) as client,
+            httpx.AsyncClient(timeout=DIGESTS_WITHIN, follow_redirects=True) as client,
         ):
             await asyncio.gather(*(read(uri, client) for uri in unique_uris[:MOST]))
     except TimeoutError:

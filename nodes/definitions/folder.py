@@ -91,7 +91,7 @@ class Folder:
     async def find(self, name: str) -> Definition | None:
         """Return the definition that clients request as `name`, or None.
 
-        Raises FolderHangs when the name is unknown and the folder does not respond.
+        Raises FolderUnresponsive when the name is unknown and the folder does not respond.
         """
         definition = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
         if definition is None and self._hangs:
@@ -99,7 +99,7 @@ class Folder:
         return definition
 
     async def all(self) -> list[Definition]:
-        """Return every usable definition, sorted by name; raise FolderHangs before the first scan."""
+        """Return every usable definition, sorted by name; raise FolderUnresponsive before the first scan."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
 
     async def problems(self) -> Problems:
@@ -260,12 +260,12 @@ def folder() -> Folder:
 
 
 async def find_definition(name: str) -> Definition | None:
-    """Return the definition that clients request as `name`, or None; raise FolderHangs."""
+    """Return the definition that clients request as `name`, or None; raise FolderUnresponsive."""
     return await folder().find(name)
 
 
 async def list_definitions() -> list[Definition]:
-    """Return every usable definition, sorted by name; raise FolderHangs if the folder does not respond."""
+    """Return every usable definition, sorted by name; raise FolderUnresponsive."""
     return await folder().all()
 
 

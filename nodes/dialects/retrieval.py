@@ -63,8 +63,8 @@ class EmbeddingsUsage(ResponseBody):
 
 class EmbeddingsResponse(ResponseBody, kw_only=True):
     object: Literal["list"] = "list"
-    model: str
     data: list[EmbeddingBody]
+    model: str
     usage: EmbeddingsUsage
 
 

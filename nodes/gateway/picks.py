@@ -148,7 +148,7 @@ class _Exchange:
             "ask": ask,
             "scope": self._scopes[pick_request.scope],
             "model": pick_request.model,
-            "nodes": None if pick_request.candidates is None else list(pick_request.candidates),
+            "nodes": None if pick_request.candidates is None else sorted(pick_request.candidates),
             "node": pick_request.preferred and pick_request.preferred[0],
             "index": pick_request.preferred and pick_request.preferred[1],
             "ratio": pick_request.cached_ratio,

@@ -133,6 +133,8 @@ class _Table:
     def __init__(self, ttl: float, half_life: float) -> None:
         self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
+        self.size = 0
+        """Number of blocks in all nodes; more than in `nodes` if a hostile chain repeats blocks elsewhere."""
         self.owners: dict[Slot, _Owner] = {}
         self._order: OrderedDict[_PrefixNode, None] = OrderedDict()
         """All nodes, the least recently used first; of one chain the last comes first."""
@@ -189,6 +191,7 @@ class _Table:
         if depth < len(chain):
             leaf = _PrefixNode(parent, depth, chain[depth:], owner, now)
             self.nodes.update(dict.fromkeys(leaf.blocks, leaf))
+            self.size += len(leaf.blocks)
             self._order[leaf] = None
         node = parent
         while node is not None:
@@ -227,6 +230,7 @@ class _Table:
             if self.nodes.get(block) is node:
                 del self.nodes[block]
         node.blocks = node.blocks[:-count]
+        self.size -= count
         if not node.blocks:
             del self._order[node]
         self._subtract(node.owner, count, node.used_at, now)
@@ -250,7 +254,7 @@ class PrefixTables:
 
     def __len__(self) -> int:
         """Return the number of blocks, including those of removed replicas."""
-        return sum(len(table.nodes) for table in list(self._tables.values()))
+        return sum(table.size for table in list(self._tables.values()))
 
     def observe(self, model: str, chain: Chain, place: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
@@ -293,11 +297,11 @@ class PrefixTables:
         """Drop expired blocks and empty tables (R3.10)."""
         for model, table in list(self._tables.items()):
             table.expire(now)
-            if not table.nodes:
+            if not table.size:
                 del self._tables[model]
 
     def _shrink(self, now: float) -> None:
         """Drop blocks of the model with the most blocks until the limit holds."""
         excess = len(self) - self._most
         if excess > 0:
-            max(self._tables.values(), key=lambda table: len(table.nodes)).shrink(excess, now)
+            max(self._tables.values(), key=lambda table: table.size).shrink(excess, now)

@@ -1,8 +1,8 @@
 """Wake-ups after a change of nodes: loads that a node could take now, and backend work that waits for nodes.
 
-`Wakes` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst costs
-a bounded number of passes. The present state of the node decides, not the fact that it changed: a new label
-of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation also polls.
+`NodeWakeUps` gathers the node ids of NOTIFYs for a moment and reads the rows once for all of them, so a burst
+costs a bounded number of passes. The present state of the node decides, not the fact that it changed: a new
+label of an absent node wakes no operation. A lost wake-up costs time only: every waiting operation polls.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
@@ -117,8 +117,9 @@ class NodeWakeUps(PeriodicTask):
     async def _run_pass(self) -> None:
         if clock.monotonic() >= self._clean_at:
             # A schedule does the same, but this must not depend on the process that runs schedules.
-            await in_thread(intents.clean, now=clock.now())
+            # Before the call: an error must not keep the passes from the nodes that have changed.
             self._clean_at = clock.monotonic() + CLEAN_EVERY
+            await in_thread(intents.clean, now=clock.now())
         if not self._any and not self._changed:
             return
         changed = None if self._any else frozenset(self._changed)

@@ -15,8 +15,10 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -32,6 +34,12 @@ from nodes.registry.timeline import Entry
 
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
+NEXT_ADDRESS_AFTER = 2.0
+"""Seconds after which the next address of a name is tried."""
+LOOKUP_LIMIT = 2.0
+"""Seconds that accepting an engine's address waits for the resolver: its thread serves the database."""
+_LOOKUPS = ThreadPoolExecutor(4, "lookup")
+"""Threads of their own: a resolver that hangs must not occupy those of the database."""
 _MOST_SHOWN = 200
 """Most characters stored of a refused address: it may be arbitrarily long."""
 
@@ -201,12 +209,16 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
             raise httpx.ConnectTimeout("") from error
         except (OSError, AddressRefused) as error:
             raise httpx.ConnectError(str(error)) from error
+        extensions, limits = request.extensions, request.extensions["timeout"]
+        soon = min(limits["connect"] or NEXT_ADDRESS_AFTER, NEXT_ADDRESS_AFTER)
+        request.extensions = extensions | {"timeout": limits | {"connect": soon}}
         for number in numbers[:-1]:
             request.url = url.copy_with(host=number)
             try:
                 return await super().handle_async_request(request)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 pass  # nothing was sent
+        request.extensions = extensions
         request.url = url.copy_with(host=numbers[-1])
         return await super().handle_async_request(request)
 
@@ -236,18 +248,18 @@ async def resolve(target: addresses.Address, name: str) -> list[str]:
     if addresses.is_number(target.host):
         return [target.host]
     loop = asyncio.get_running_loop()
-    return _checked(
-        target.host, await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM), name
-    )
+    lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
+    return _checked(target.host, await loop.run_in_executor(_LOOKUPS, lookup), name)
 
 
 def _check_lookup(target: addresses.Address, name: str) -> None:
     """Raise AddressRefused if the name leads to a barred address; an unknown name fails when dialled."""
     if addresses.is_number(target.host):
         return
+    lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:
-        results = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    except OSError:
+        results = _LOOKUPS.submit(lookup).result(LOOKUP_LIMIT)
+    except (OSError, TimeoutError):
         return
     _checked(target.host, results, name)
 

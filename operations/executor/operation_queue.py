@@ -19,7 +19,6 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import controller as metrics
 from operations.executor.work import Abandoned, Batch, Handler, Postpone, Recorder, Work, in_thread
 from operations.ledger import attempts, progress
-from operations.ledger import attempts as ledger_lease
 from operations.models import Operation
 from operations.reconcilers import tasks
 from operations.states import Event
@@ -48,15 +47,15 @@ class OperationQueue:
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Operation]:
         """See `Queue`."""
-        return ledger_lease.claim(owner, now=now, lease=lease, limit=limit)
+        return attempts.claim(owner, now=now, lease=lease, limit=limit)
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
         """See `Queue`."""
-        return ledger_lease.renew(owner, ids, now=now, lease=lease)
+        return attempts.renew(owner, ids, now=now, lease=lease)
 
     def release(self, owner: str, *, now: datetime) -> int:
         """See `Queue`."""
-        return ledger_lease.release(owner, now=now)
+        return attempts.release(owner, now=now)
 
     def reap(self) -> None:
         """See `Queue`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -214,3 +215,14 @@ def test_it_is_bounded() -> None:
         many.observe("m", (number,), (UUID(int=number), 0), 0)
     assert len(many.weights("m", 0)) == MOST_OWNERS
     assert many.match("m", (MOST_OWNERS + 1,), 0) is None
+
+
+def test_chains_that_no_prompt_has_stay_within_the_limit() -> None:
+    """A message on the bus may name known blocks in another order; all copies of them count."""
+    tables, chance = PrefixTables(3600.0, most=1_000), random.Random(1)
+    blocks = list(range(1, 65))
+    for second in range(500):
+        tables.observe("m", tuple(chance.sample(blocks, 64)), A, float(second))
+    assert len(tables) <= 1_000
+    stored = [len(node.blocks) for table in tables._tables.values() for node in table._order]
+    assert sum(stored) == len(tables)
