@@ -2,7 +2,8 @@
 
 A worker reports the addresses on which it and its engines listen, and the product dials them. Everything but
 `host:port` is refused here: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a list. Spellings
-of one host are equal: case, a trailing dot, the forms of an IPv6 address. Only `local_address` resolves a name.
+of one host are equal: case, a trailing dot, the forms of an IPv6 address. Only `local_address` resolves
+a name.
 """
 
 import contextlib

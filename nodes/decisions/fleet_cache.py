@@ -103,7 +103,7 @@ class _Rows:
         self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"))
         self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields)
         self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
-        """Nodes that have had replicas of a model."""
+        """Nodes with replicas of a model, and some that had; `_of_models` removes those."""
 
     def read(self, node_ids: Collection[UUID] | None = None) -> list[Candidate]:
         """Read the rows of these nodes, None = all; return the nodes."""
@@ -164,8 +164,15 @@ class _Rows:
         return ModelFacts(occupied, conflicting, file_bytes)
 
     def _of_models(self, names: Collection[str]) -> list[tuple[UUID, list[_Replica]]]:
-        nodes = {id for name in names for id in self._nodes_by_model.get(name, ())}
-        return [(id, [r for r in self._replicas_of(id) if r.model_name in names]) for id in nodes]
+        found: dict[UUID, list[_Replica]] = {}
+        for name in names:
+            for id in tuple(self._nodes_by_model.get(name, ())):
+                replicas = [replica for replica in self._replicas_of(id) if replica.model_name == name]
+                if replicas:
+                    found.setdefault(id, []).extend(replicas)
+                else:
+                    self._nodes_by_model[name].discard(id)
+        return list(found.items())
 
 
 def model_file_bytes(model_name: str) -> dict[UUID, int]:

@@ -115,6 +115,7 @@ def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
         "demand": tuple((name, getattr(rule, name)) for name in _RULE),
         "selector": None if rule.selector is None else tuple(sorted(rule.selector.items())),
         "loads": fleet.loads.get(model, 0),
+        "waiting": fleet.waiting.get(model, 0),
         "pinned": tuple(sorted(map(str, fleet.pinned.get(model, ())))),
         "failures": (failure.at, failure.error) if failure else None,
         "defined": fleet.defined is None or model in fleet.defined,
@@ -145,7 +146,7 @@ def decode_rule(state: State, model: str) -> tuple[Fleet, DesiredState, datetime
         "defined": [model] if facts.get("defined", True) else [],
         "revisions": {model: revision} if revision is not None else {},
         "replacing": dict(facts.get("replacing", ())),
-        **{name: {model: facts[name]} for name in ("loads", "pinned", "pressed") if name in facts},
+        **{name: {model: facts[name]} for name in ("loads", "waiting", "pinned", "pressed") if name in facts},
     }
     selector = None if facts["selector"] is None else dict(facts["selector"])
     rule = {**dict(facts["demand"]), "model": model, "selector": selector}

@@ -105,6 +105,8 @@ class ActiveLoads:
     """The loads of some models that have not ended yet."""
 
     counts: Mapping[str, int]
+    waiting: Mapping[str, int]
+    """By model: how many of them wait."""
     pinned: Mapping[str, frozenset[UUID]]
     """By model: the nodes that have a load of their own."""
     replacing: Mapping[UUID, bool]
@@ -147,16 +149,17 @@ def request_scale_up(
 def active_loads(model_names: Collection[str]) -> ActiveLoads:
     """Return the active loads of these models; one query."""
     loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()
-    counts = Counter(dict.fromkeys(model_names, 0))
+    counts, waiting = Counter(dict.fromkeys(model_names, 0)), Counter[str]()
     pinned: dict[str, frozenset[UUID]] = defaultdict(frozenset)
     replacing: dict[UUID, bool] = {}
     for name, status, payload in loads.values_list("element", "status", "payload"):
         counts[name] += 1
+        waiting[name] += status == Status.WAITING
         if payload.get(ALLOWED_NODES):
             pinned[name] |= frozenset(map(UUID, payload[ALLOWED_NODES]))
         if payload.get(REPLACES):
             replacing[UUID(payload[REPLACES])] = status == Status.WAITING and bool(payload.get(LACKS_ROOM))
-    return ActiveLoads(dict(counts), dict(pinned), replacing)
+    return ActiveLoads(dict(counts), dict(waiting), dict(pinned), replacing)
 
 
 NEEDED_FOR = timedelta(seconds=60)

@@ -233,7 +233,7 @@ def has_memory(node: Candidate, need: Need) -> bool:
 
 
 def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
-    """Return the bytes that a replica would take of each GPU (`gpus.fit`); None if the memory is lacking."""
+    """Return the bytes that a replica would take of each GPU (`fit_gpus`); None if the memory is lacking."""
     return fit_gpus(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
 
 

@@ -1,6 +1,6 @@
 """Limits for the duration of a load: its LoadModel by the size of the files, the load by its steps. Pure.
 
-All in seconds. A load as a whole has no fixed limit: `hold` is its first progress deadline, and any progress
+All in seconds. A load as a whole has no fixed limit: `progress_deadline` is its first limit, and any progress
 extends it (`nodes/loading/load_request.py`).
 """
 

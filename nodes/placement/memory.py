@@ -190,9 +190,9 @@ def estimate_vram(size: int, header: Mapping[str, int] | None, options: Mapping[
     context = context if context > 0 else CONTEXT
     if not header:
         return min(size + _BYTES_PER_TOKEN * context, LARGEST)
-    layers, unallocated_on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
-    if 0 < unallocated_on_gpu < layers:
-        size = size * unallocated_on_gpu // layers
+    layers, layers_on_gpu = header.get("block_count", _LAYERS), options.get("NGPULayers") or 0
+    if 0 < layers_on_gpu < layers:
+        size = size * layers_on_gpu // layers
     heads = header.get("attention.head_count_kv") or header.get("attention.head_count") or _HEADS
     kv = _kv_bits(options) * header.get("embedding_length", _EMBEDDING) * heads * context // 8
     overhead = 2 * size * 2 // 100 + 150_000_000

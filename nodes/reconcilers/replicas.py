@@ -101,6 +101,7 @@ def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
         replicas=[FleetReplica(*row) for row in rows],
         loads=loads.counts,
+        waiting=loads.waiting,
         pinned=loads.pinned,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
         defined=None if revisions is None else frozenset(revisions),

@@ -77,6 +77,7 @@ def plan(fleet: Fleet, demands: Iterable[DesiredState], now: datetime, *, tick: 
             # A load may have begun after its count was read.
             loads=max(fleet.loads.get(demand.model, 0), loads_with_slot),
             loads_with_slot=loads_with_slot,
+            waiting=fleet.waiting.get(demand.model, 0),
             pinned=fleet.pinned.get(demand.model, frozenset()),
             failure=failure.error if failure and fresh else "",
             failed_at=failure.at if failure else None,
@@ -272,9 +273,10 @@ def _pressure(context: RuleContext) -> list[Action]:
 def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
     """Retire idle replicas beyond the minimum, those on nodes outside the selector first (R4.17, R4.18).
 
-    Nothing is retired during a load: one pass would load what the next one retires.
+    Nothing is retired during a load: one pass would load what the next one retires. A load that waits does
+    not count: the memory that it lacks may be that of these replicas.
     """
-    if context.loads:
+    if context.loads > context.waiting:
         return []
     eligible_ids = {row.id for row in context.eligible_serving}
     protected_ids = {row.id for row in _first_of_each_node(context)} if context.demand.spread else set()

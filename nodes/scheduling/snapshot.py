@@ -90,6 +90,8 @@ class Fleet:
     """Requests within the last minute that were not sent to the replica that caches their prompt, by model;
     only models under enough pressure (R4.13).
     """
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    """Number of the loads that wait, for example for memory, by model."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class RuleContext:
     """The replicas that are loaded on healthy nodes."""
     loads: int
     loads_with_slot: int
+    waiting: int
+    """How many of the loads wait, for example for memory."""
     pinned: frozenset[UUID]
     """Nodes for which alone a load is under way."""
     failure: str

@@ -230,6 +230,13 @@ def delete_model(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.post(f"/api/nodes/{sweep.nodes[0]}/models/delete", {"model_name": name, "wait": False})
 
 
+def delete_model_with_files(sweep: Sweep, name: str, victim: Any) -> None:
+    """The same of a model whose files were sent to the node."""
+    query = "INSERT INTO brought_models (node_id, model_name, size, seen_at) VALUES (%s, %s, 1, now())"
+    sweep.execute(query, sweep.nodes[0], name)
+    delete_model(sweep, name, victim)
+
+
 def unload_model(sweep: Sweep, name: str, victim: Any) -> None:
     """From a worker that has no `model.stop`."""
     sweep.serve(2, name)

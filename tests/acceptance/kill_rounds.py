@@ -52,6 +52,8 @@ def loads() -> list[Round]:
         *_each("ledger.finish", COMMIT, CONTROLLER, "load", do.load),
         *_each("ledger.release", COMMIT, CONTROLLER, "stop while loading", do.stopped_load),
         *_each("ledger.reap", COMMIT, CONTROLLER, "lease run out", first=do.abandoned_load, early=True),
+        *_each("load.ended", COMMIT, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
+        *_each("load.abandoned", COMMIT, CONTROLLER, "lease run out", first=do.abandoned_load, early=True),
         *_each("backend.stop", MESSAGE, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
         *_each("model.stop", QUESTION, CONTROLLER, "failed load", do.failing_load, outcome="failed"),
         *_each("ledger.put_back", COMMIT, CONTROLLER, "no node", do.load, first=do.away, again=do.back),
@@ -160,6 +162,7 @@ def of_models() -> list[Round]:
         *_each("model.unload", QUESTION, CONTROLLER, "unload a model, old worker", do.unload_model),
         *_each("unload.gone", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.delete", QUESTION, CONTROLLER, "delete a model", do.delete_model),
+        *_each("unload.files", COMMIT, CONTROLLER, "delete a model", do.delete_model_with_files),
         *_each("ledger.target_done", COMMIT, CONTROLLER, "delete a model", do.delete_model),
         *_each("nodes.bulk", COMMIT, CONTROLLER, "label nodes", do.label_nodes),
     ]

@@ -350,8 +350,8 @@ def scale_down(one: Teller) -> None:
 def again(one: Teller) -> None:
     """Another process makes every stored decision again, from the rows alone."""
     script = (
-        "from nodes.models import PlacementRecord as P; from nodes.reconcilers import recomputing as r;"
-        " found = [(o.kind, r.recomputed(o), r.said(o)) for o in P.objects.all()];"
+        "from nodes.models import PlacementRecord as P; from nodes.reconcilers import decision_replay as r;"
+        " found = [(o.kind, r.replay(o), r.recorded_decision(o)) for o in P.objects.all()];"
         " print(len(found), 'records:', sum(a == b for _, a, b in found), 'made again alike,',"
         " sum(a is None for _, a, _ in found), 'without a snapshot,',"
         " [(k, b.reason) for k, a, b in found if a is not None and a != b], 'differ')"

@@ -63,7 +63,7 @@ def test_work_for_a_worker_on_the_wrong_bus_is_given_up_and_succeeds_on_the_righ
             id,
         )
         assert finished >= until
-        assert heartbeat > unhealthy + WAIT, "it was heard all the time"
+        assert heartbeat > unhealthy + WAIT / 2, "it was heard all the time"
 
         worker.kill()
         cluster.worker("deaf", web)

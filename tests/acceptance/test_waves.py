@@ -21,7 +21,7 @@ REPLICAS = (
     "SELECT n.name FROM node_models r JOIN backend_nodes n ON n.id = r.node_id WHERE r.state = 'loaded'"
 )
 LOAD_BESIDES = """
-from localai_cluster import clock
+from localai_cluster.kit import clock
 from operations.ledger import admission
 besides = {besides!r}
 wanted = admission.OperationRequest(

@@ -49,7 +49,7 @@ _WRITES = {
     "update_or_create",
 }
 _SENDS = {"publish", "request", "ask"}
-_MODULES = {Path(room).stem for room in ROOMS} | {"parts", "progress", "outcome", "lease", "retention"}
+_MODULES = {Path(room).stem for room in ROOMS} | {"attempts", "target_changes", "progress", "retention"}
 _TRANSACTIONS = {"atomic", "commit", "set_autocommit"}
 
 

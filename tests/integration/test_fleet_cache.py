@@ -197,6 +197,16 @@ def test_it_begins_again_on_another_server_and_after_a_look_that_failed(
     assert_cache_equals_rows(kept)
 
 
+def test_a_decision_does_not_visit_nodes_that_no_longer_have_the_model() -> None:
+    cache = FleetCache()
+    replicas = [hot.replica(hot.node(f"n{number}", available_vram=8 * GB), "m") for number in range(3)]
+    cache.decide("m", ANYTHING)
+    assert len(cache._rows.model_facts("m", [], {}).taken) == 3
+    NodeModel.objects.filter(pk__in=[replica.pk for replica in replicas[1:]]).delete()
+    cache.decide("m", ANYTHING)
+    assert list(cache._rows.model_facts("m", [], {}).taken) == [replicas[0].node_id]
+
+
 def test_some_nodes_only() -> None:
     nodes = [hot.node(f"n{number}", available_vram=8 * GB) for number in range(3)]
     ids = [node.pk for node in nodes]

@@ -353,7 +353,7 @@ def test_idle_ones_go_highest_index_first_then_the_longest_idle() -> None:
     assert len(retired(decided(rule(0, 9), hosts=[a, b], replicas=rows).actions)) == 3
 
 
-@pytest.mark.rule("R4.18", "C2")
+@pytest.mark.rule("R4.18")
 def test_nothing_is_retired_while_a_load_is_under_way() -> None:
     """A load under pressure beside an idle replica: the next pass would retire that one."""
     on = host(slots=3)
@@ -367,6 +367,17 @@ def test_nothing_is_retired_while_a_load_is_under_way() -> None:
     assert retired(decided(rule(1, 3), hosts=[on], replicas=there).actions) == [there[1].id]
 
 
+@pytest.mark.rule("R4.18")
+def test_a_load_that_waits_keeps_no_idle_replica() -> None:
+    """Otherwise two models whose loads wait for the memory of the other's idle replica block each other."""
+    on = host(slots=3)
+    there = [row(on), row(on, 1)]
+    waits: dict[str, Any] = {"hosts": [on], "replicas": there, "loads": {"m": 1}, "waiting": {"m": 1}}
+    assert retired(decided(rule(1, 3), **waits).actions) == [there[1].id]
+    assert not decided(rule(1, 3), **waits | {"loads": {"m": 2}}).actions
+
+
+@pytest.mark.rule("R4.18", "C2")
 def test_idle_is_more_than_five_minutes_after_the_end_of_the_last_request() -> None:
     on = host(1, slots=2)
     for idle, gone in ((timedelta(minutes=5), 0), (timedelta(minutes=5, seconds=1), 1)):
