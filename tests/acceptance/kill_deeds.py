@@ -232,8 +232,8 @@ def delete_model(sweep: Sweep, name: str, victim: Any) -> None:
 
 def delete_model_with_files(sweep: Sweep, name: str, victim: Any) -> None:
     """The same of a model whose files were sent to the node."""
-    query = "INSERT INTO brought_models (node_id, model_name, size, seen_at) VALUES (%s, %s, 1, now())"
-    sweep.execute(query, sweep.nodes[0], name)
+    query = "INSERT INTO brought_models (node_id, model_name, size, seen_at) VALUES (%s, %s, 1, %s)"
+    sweep.execute(query, sweep.nodes[0], name, clock.now())
     delete_model(sweep, name, victim)
 
 
