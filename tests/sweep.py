@@ -24,7 +24,11 @@ CUTS = 3
 """How often the cable between two machines is pulled."""
 FRONT = ("tests/acceptance/test_front_whole.py", "tests/acceptance/test_make_run.py")
 """`make run` as a whole, with either web server."""
-PATIENCE = 7_200
+HISTORIES = ("tests/integration/test_replica_histories.py", "tests/acceptance/test_replica_processes.py")
+"""The life of replicas: planted defects, many histories, and some with processes."""
+SHOWN = "for the table: "
+"""What stands before a line of an output that belongs to the table; pytest may write a dot before it."""
+PATIENCE = 14_400
 """Seconds that one test may take with so many rounds."""
 
 
@@ -54,6 +58,8 @@ class Result:
     seconds: float
     skipped: tuple[str, ...] = ()
     """Why tests of it did not run."""
+    shown: tuple[str, ...] = ()
+    """Lines of its output for the table."""
 
 
 def using(word: str, folder: str = "tests/integration") -> tuple[str, ...]:
@@ -72,8 +78,9 @@ def parts() -> tuple[Part, ...]:
     return (
         Part("races", tests(*using("@repeated")), EFFORT),
         Part("stateful", tests(*using("run_state_machine_as_test")), EFFORT),
-        Part("properties of rooms", tests(*using("@given(")), EFFORT),
+        Part("properties of rooms", tests(*sorted({*using("@given(")} - {*HISTORIES})), EFFORT),
         Part("properties of rules", tests(*using("@given(", "tests/unit")), EFFORT),
+        Part("replicas", tests(*HISTORIES, "-s"), EFFORT),
         Part("trips", ("-m", "tests.checks.trip")),
         Part("rotation", tests("tests/acceptance/test_rotation.py"), 10),
         Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
@@ -99,6 +106,7 @@ def run(part: Part) -> Result:
     """Runs a part to its end; every test of it that failed is one failure, each time it did."""
     begin, failures = clock.monotonic(), 0
     skipped: set[str] = set()
+    shown: list[str] = []
     for number in range(1, part.times + 1):
         stem = OUTPUT / f"{part.name.replace(' ', '-')}-{number}"
         report = stem.with_suffix(".xml")
@@ -115,7 +123,9 @@ def run(part: Part) -> Result:
             ).returncode
         failures += counted(report) or bool(code)
         skipped |= reasons(report)
-    return Result(part, failures, clock.monotonic() - begin, tuple(sorted(skipped)))
+        lines = stem.with_suffix(".log").read_text("utf-8", errors="replace").splitlines()
+        shown += [line.partition(SHOWN)[2] for line in lines if SHOWN in line]
+    return Result(part, failures, clock.monotonic() - begin, tuple(sorted(skipped)), tuple(shown))
 
 
 def counted(report: Path) -> int:
@@ -139,6 +149,7 @@ def table(results: Sequence[Result]) -> list[str]:
     lines += [
         f"{one.part.name:<22}{one.part.rounds:>8}{one.failures:>10}{one.seconds:>9.0f}" for one in results
     ]
+    lines += [line for one in results for line in one.shown]
     return lines + [f"skipped in {one.part.name}: {reason}" for one in results for reason in one.skipped]
 
 

@@ -8,13 +8,16 @@ goes on until its transaction has ended. So the same numbers give the same histo
 
 import asyncio
 import math
+import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -27,14 +30,19 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.rpc.messages import Sign
+from nodes.backends import inventory
+from nodes.models import NodeModel
+from nodes.reconcilers import state_pass
 from nodes.replicas import drained_nodes, stops, unload
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Recorder
 
-MOST_DELAYED = timedelta(seconds=59)
-"""A start arrives within this time or never (`states.STARTS_WITHIN`)."""
+MOST_DELAYED = timedelta(seconds=57)
+"""A start arrives within this time or never: `states.STARTS_WITHIN`, less what two clocks differ."""
+SKEWS = (-0.5, 0.0, 0.5)
+"""Seconds by which the clock of a controller is wrong; it steps from one to another."""
 BLOCKERS = "SELECT unnest(pg_blocking_pids(%s))"
 _LONGEST_WAIT = 600.0
 _current = threading.local()
@@ -56,6 +64,8 @@ class Actor(threading.Thread):
         self.pid, self.point, self.job = 0, "", ""
         self.sending: datetime | None = None
         """Since when it is about to send a start."""
+        self.skew = timedelta()
+        """What its clock is wrong by."""
         self.is_dead = self.stops_inside = False
         self.runs_through: Callable[[str], None] | None = None
         """Called in place of a stop."""
@@ -121,6 +131,11 @@ def pause(point: str) -> None:
         actor.pause(point)
 
 
+def sends(now: datetime) -> None:
+    """The actor of this thread sends a start from now on."""
+    _current.actor.sending = now
+
+
 def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call the database as a process does that may be killed before it."""
     pause(function.__name__)
@@ -128,18 +143,30 @@ def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return _outside_of_loop(call, function, *arguments, **named)
+
+
+def _outside_of_loop(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call the database here: for Django a thread without a loop is no asynchronous code."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
-        return call(function, *arguments, **named)
+        return function(*arguments, **named)
     finally:
         asyncio._set_running_loop(loop)
 
 
-def wait(actor: Actor, everybody: list[Actor]) -> None:
-    """Return when the actor has come to a point; those whose locks it waits for go on."""
-    waited = 0.0
+def _phase_of(row: UUID) -> str | None:
+    phase: str | None = NodeModel.engines.filter(pk=row).values_list("phase", flat=True).first()
+    return phase
+
+
+def wait(actor: Actor, everybody: list[Actor]) -> bool:
+    """Wait until the actor has come to a point; those whose locks it waits for go on.
+
+    Return True if there were any.
+    """
+    waited, was_blocked = 0.0, False
     while not actor.back.wait(0.05):
         waited += 0.05
         assert waited < _LONGEST_WAIT, f"{actor.name} does not come back from {actor.job}"
@@ -151,6 +178,8 @@ def wait(actor: Actor, everybody: list[Actor]) -> None:
                 other.stops_inside = False
                 other.resume()
                 wait(other, everybody)
+                was_blocked = True
+    return was_blocked
 
 
 @dataclass
@@ -187,6 +216,8 @@ class Worker:
     is_registered: bool = True
     """False once it has started anew, until it registers."""
     ports: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
+    exited: list[tuple[str, str]] = field(default_factory=list)
+    """Key and address of the engines that have ended by themselves."""
 
     def running(self) -> list[tuple[str, str]]:
         """Return key and address of each process."""
@@ -196,6 +227,10 @@ class Worker:
         """Start an engine, or return the address of the one that has the key."""
         self.arrive(lambda one: one.what == "start" and one.key == key)
         return self._start(row, key)
+
+    def ends_by_itself(self, key: str) -> None:
+        """An engine dies."""
+        self.exited.append((key, self.processes.pop(key).address))
 
     def _start(self, row: UUID, key: str) -> str:
         running = self.processes.get(key)
@@ -232,6 +267,7 @@ class Worker:
         """Start anew without engines; ports are given again."""
         self.processes.clear()
         self.delayed.clear()
+        self.exited.clear()
         self.ports = iter(range(1000))
         self.instance = f"{int(self.instance or '0', 16) + 1:032x}"
         self.is_registered = False
@@ -252,8 +288,9 @@ class World:
         """The rows whose engines were stopped."""
 
     def now(self) -> datetime:
-        """The time of the history."""
-        return self.time
+        """The time of the history, as the clock of the process shows it."""
+        actor = getattr(_current, "actor", None)
+        return self.time if actor is None else self.time + actor.skew
 
     def monotonic(self) -> float:
         """The same in seconds."""
@@ -278,8 +315,7 @@ class World:
 
     def start(self, node_id: UUID, row: UUID, key: str) -> str:
         """Send a start; return the address, or raise what the load sees."""
-        began = self.time
-        _current.actor.sending = began
+        began = _current.actor.sending
         pause("send start")
         _current.actor.sending = None
         worker = self.workers.get(node_id)
@@ -287,8 +323,11 @@ class World:
             raise NoResponders("start")
         fate = self.fate("refused", "lost", "reply lost", "late", "double")
         self.note(f"  start {key} on {worker.name} for {str(row)[:4]}: {fate}")
-        if fate == "refused" and key not in worker.processes:
-            raise ValueError("refused")
+        if fate == "refused":
+            # Messages of one sender arrive in their order.
+            worker.arrive(lambda one: one.what == "start" and one.key == key)
+            if key not in worker.processes:
+                raise ValueError("refused")
         if fate == "late":
             worker.delayed.append(Delayed("start", row, key, "", began + MOST_DELAYED))
         elif fate != "lost":
@@ -296,8 +335,25 @@ class World:
             if fate == "double":
                 worker.start(row, key)
             if fate != "reply lost":
+                pause("reply to start")
                 return address
         raise RequestTimeout("start")
+
+    def upgrade(self, node_id: UUID) -> list[str]:
+        """Upgrade the backend of all engines of a node; return the keys of those that the worker stopped."""
+        pause("send upgrade")
+        worker = self.workers.get(node_id)
+        if worker is None or not worker.is_reachable:
+            raise NoResponders("upgrade")
+        fate = self.fate("lost", "reply lost")
+        self.note(f"  upgrade on {worker.name}: {fate}")
+        if fate != "lost":
+            keys = sorted(worker.processes)
+            worker.processes.clear()
+            if fate != "reply lost":
+                pause("reply to upgrade")
+                return keys
+        raise RequestTimeout("upgrade")
 
     # --- the bus, as the product sees it
 
@@ -325,9 +381,18 @@ class World:
         worker = self.workers.get(node_id) if node_id else None
         if worker is None or not worker.is_reachable:
             raise NoResponders(subject)
+        reply = self._reply(worker, subject, payload)
+        pause(f"reply to {subject.split('.', 2)[2]}")
+        return reply
+
+    def _reply(self, worker: Worker, subject: str, payload: bytes) -> bytes:
         if subject == messages.model_stop(str(worker.id)):
             return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
+        if subject == messages.model_delete(str(worker.id)):
+            return encode(m.DeleteModelReply(success=True))
         if subject == messages.models_running(str(worker.id)):
+            if self.fate("lost") == "lost":
+                raise RequestTimeout("list")
             listed = [(m.split_process_key(key), address) for key, address in worker.running()]
             running = tuple(m.RunningModel(*key, address) for key, address in listed if key)
             return encode(m.RunningReply(running, instance=worker.instance))
@@ -347,6 +412,8 @@ class World:
             raise RequestTimeout("stop")
         running = worker.processes.get(asked.process_key)
         if running is not None and running.address == asked.expected_address:
+            phase = _outside_of_loop(_phase_of, running.row)
+            assert phase in ("stopping", "departed"), f"{running.key} is stopped while it is {phase}"
             self.stopped.add(running.row)
         reply = worker.stop(asked.process_key, asked.expected_address)
         if fate == "double":
@@ -397,9 +464,10 @@ def played(world: World) -> Iterator[None]:
             pause(point)
 
     def warning(text: str, *arguments: Any) -> None:
-        assert "was not stopped" not in text, text % arguments
+        assert "not stopped" not in text, text % arguments
+        assert "not looked at" not in text, text % arguments
 
-    patches: Mapping[tuple[Any, str], Any] = {
+    patches: dict[tuple[Any, str], Any] = {
         (clock, "now"): world.now,
         (clock, "monotonic"): world.monotonic,
         (failpoints, "armed"): lambda: True,
@@ -409,10 +477,22 @@ def played(world: World) -> Iterator[None]:
         (drained_nodes, "in_thread"): _in_thread,
         (stops.log, "warning"): warning,
         (stops, "probe"): world.probe,
+        (state_pass, "probe"): world.probe,
+        (state_pass, "in_thread"): _in_thread,
+        (state_pass, "LIMIT"): _LONGEST_WAIT,
+        (state_pass.log, "warning"): warning,
+        (inventory, "in_thread"): _in_thread,
         (unload, "in_thread"): _in_thread,
         (unload, "asyncio"): _Asyncio(),
         (executor_work, "in_thread"): _in_thread,
     }
+    chance = Random(0)
+
+    def random_bytes(size: int) -> bytes:
+        """The first half of an id decides in which order rows are locked; the second makes it unique."""
+        return chance.randbytes(size // 2) + os.urandom(size - size // 2)
+
+    patches[uuid, "os"] = SimpleNamespace(urandom=random_bytes)
     with pytest.MonkeyPatch.context() as patch:
         for (owner, name), value in patches.items():
             patch.setattr(owner, name, value)

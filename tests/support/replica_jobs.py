@@ -2,8 +2,11 @@
 
 import asyncio
 import json
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from random import Random
 from typing import Any
 from uuid import UUID, uuid4
@@ -15,28 +18,44 @@ from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
 from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
+from nodes.backends import intent_queue, intents, inventory
+from nodes.backends.intents import Ended, Intent, PutBack, Settlement
 from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_cache
 from nodes.loading import load_request
-from nodes.models import BackendNode, NodeModel, PhaseReason
+from nodes.models import BackendNode, NodeModel, PendingBackendOp, PhaseReason, ReplicaUse
 from nodes.models.replica import load_key
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
+from nodes.reconcilers.liveness import recount
+from nodes.reconcilers.state_pass import StatePass
 from nodes.registry import lifecycle, registration
-from nodes.replicas import engine_ends, eviction, slots, statements, terminations, unload_requests
+from nodes.replicas import (
+    checks,
+    drains,
+    engine_ends,
+    eviction,
+    slots,
+    statements,
+    terminations,
+    unload_requests,
+)
+from nodes.replicas.checks import ExitReport
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
-from nodes.replicas.unload import UnloadModel
+from nodes.replicas.unload import DeleteModel, UnloadModel
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Work
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
-from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause
+from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause, sends
 
 GB = 2**30
+LEASE = 15
+"""Seconds; nobody renews it while a controller stands still."""
 MODELS = ("m", "n")
 
 
@@ -52,12 +71,14 @@ class Cluster:
         self.requests: list[tuple[UUID, UUID]] = []
         """The requests that run: process and replica."""
         self.processes: list[UUID] = []
+        self.uncounted: set[UUID] = set()
+        """Web processes that were taken for dead and live: they count their requests in again later."""
 
     # --- controllers
 
     def works(self, controller: str) -> None:
         """A controller claims an operation and carries it out."""
-        for operation in call(attempts.claim, controller, now=clock.now(), lease=60, limit=1):
+        for operation in call(attempts.claim, controller, now=clock.now(), lease=LEASE, limit=1):
             self.world.note(f"  {controller} has {operation.kind} {str(operation.id)[:4]}:{operation.fence}")
             with suppress(LeaseLost):
                 self._carry_out(operation)
@@ -68,7 +89,8 @@ class Cluster:
             if operation.kind == load_request.KIND:
                 self._load(operation)
             else:
-                asyncio.run(UnloadModel(self.world)(Work(operation, SilentRecorder())))
+                handler = DeleteModel if operation.kind == unload_requests.DELETE else UnloadModel
+                asyncio.run(handler(self.world)(Work(operation, SilentRecorder())))
         except (LoadFailed, CommandFailed) as error:
             failure = str(error) or "failed"
         if (
@@ -85,7 +107,8 @@ class Cluster:
 
     def _load(self, operation: Operation) -> None:
         attempt, model = AttemptId(operation.id, operation.fence), operation.element
-        call(slots.end_abandoned_loads, model, now=clock.now())
+        with self.ended(partial(abandoned_loads, model)):
+            call(slots.end_abandoned_loads, model, now=clock.now())
         views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
@@ -122,9 +145,7 @@ class Cluster:
                 raise LoadFailed("another load sends the files")
             call(slots.end_staging, slot, attempt=attempt)
         call(attempts.confirm, operation.id, operation.fence)
-        if not slots_started(slot, attempt):
-            raise LoadFailed("the slot was lost")
-        address = self._start(operation, slot)
+        address = self._start(operation, slot, attempt)
         call(slots.record_answer, slot, address)
         call(engine_ends.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
@@ -142,9 +163,11 @@ class Cluster:
         ):
             raise LoadFailed("the slot was lost")
 
-    def _start(self, operation: Operation, slot: Slot) -> str:
+    def _start(self, operation: Operation, slot: Slot, attempt: AttemptId) -> str:
         key = f"{operation.element}#{slot.replica_index}"
         for _ in range(3):
+            if not slots_started(slot, attempt):
+                raise LoadFailed("the slot was lost")
             try:
                 address = self.world.start(slot.node_id, slot.id, key)
             except RequestTimeout:
@@ -161,11 +184,64 @@ class Cluster:
 
     def stops(self) -> None:
         """A controller stops what is due."""
-        asyncio.run(Stopper(self.world).run_pass())
+        with self.ended(abandoned_loads), self.ended(overdue):
+            asyncio.run(Stopper(self.world).run_pass())
 
-    def reaps(self) -> None:
-        """A controller takes back leases that ran out."""
+    @contextmanager
+    def ended(self, left: Callable[[], set[str]]) -> Iterator[None]:
+        """Nothing of what `left` finds before is there afterwards."""
+        before = left()
+        yield
+        stays = before & left()
+        assert not stays, f"nobody moves these on: {stays}"
+
+    def recovers(self) -> None:
+        """A controller takes back what another one has left."""
         call(attempts.reap, now=clock.now())
+        call(intents.reap, now=clock.now())
+        call(drains.return_without_upgrade)
+        self.stops()
+
+    def checks(self) -> None:
+        """A controller looks at engines that may have ended."""
+        since = clock.now() - timedelta(hours=1)
+        call(checks.request_checks, heard_since=since, now=clock.now())
+        asyncio.run(StatePass(self.world).run_pass())
+
+    def compares(self) -> None:
+        """A controller compares the rows of the nodes with what their workers list."""
+        for worker in list(self.world.workers.values()):
+            asyncio.run(inventory.compare_replicas(self.world, worker.id, worker.name))
+
+    def upgrades(self, controller: str) -> None:
+        """A controller claims an upgrade, waits for the requests and has the worker stop the engines."""
+        for intent in call(intents.claim, controller, now=clock.now(), lease=LEASE, limit=1):
+            self.world.note(f"  {controller} has an upgrade of {intent.node.name}: {intent.fence}")
+            with suppress(LeaseLost):
+                settlement = self._upgrade(intent)
+                if not (isinstance(settlement, PutBack) and settlement.busy):
+                    call(drains.end_upgrade, intent.id, intent.fence)
+                call(intents.settle, {(intent.id, intent.fence): (settlement, ())}, now=clock.now())
+
+    def _upgrade(self, intent: Intent) -> Settlement:
+        node = intent.node
+        if intent.row.unanswered_since is None:
+            while True:
+                drain, is_overdue = call(intent_queue._withdraw, intent, MODELS)
+                if is_overdue or not drain.running:
+                    break
+                pause("sleep")
+        before = call(engine_ends.engine_ids, node.id)
+        try:
+            keys = self.world.upgrade(node.id)
+        except RequestTimeout:
+            call(intents.overdue, intent, "no answer", now=clock.now())
+            return PutBack("no answer", 1.0, busy=True)
+        except BusError:
+            return PutBack("no worker", 1.0)
+        call(engine_ends.end_stopped, node.id, keys, among=before)
+        asyncio.run(inventory.compare_replicas(self.world, node.id, node.name))
+        return Ended()
 
     # --- people and web processes
 
@@ -196,7 +272,18 @@ class Cluster:
             row = dice.choice(rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
             wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
-            unload_requests.unload(wish, now=clock.now())
+            if index is None and dice.random() < 0.2:
+                unload_requests.delete(wish, now=clock.now())
+            else:
+                unload_requests.unload(wish, now=clock.now())
+
+    def asks_for_upgrade(self, dice: Random) -> None:
+        """An operator has the backend of a node upgraded."""
+        node_id = dice.choice(list(self.world.workers))
+        if not BackendNode.objects.filter(pk=node_id).exists():
+            return
+        wish = {"operation_id": uuid4(), "spares_requests": True, "next_retry_at": clock.now()}
+        PendingBackendOp.objects.get_or_create(node_id=node_id, backend="echo", op="upgrade", defaults=wish)
 
     def cancels(self, dice: Random) -> None:
         """Somebody cancels an operation."""
@@ -205,13 +292,14 @@ class Cluster:
             admission.cancel(dice.choice(active), actor="anna", now=clock.now())
 
     def picks(self, dice: Random) -> None:
-        """A request begins."""
+        """Some requests begin."""
         if not self.processes:
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
+        self._settle(process)
         asked = {"ask": 0, "scope": -1, "model": dice.choice(MODELS), "key": "", "n": 1}
-        for row in self._exchange(process, picks=[asked]):
-            self.requests.append((process, row[0]))
+        for _ in range(dice.choice([1, 2, 3])):
+            self.requests += [(process, row[0]) for row in self._exchange(process, picks=[asked])]
 
     def releases(self, dice: Random) -> None:
         """A request ends."""
@@ -220,29 +308,73 @@ class Cluster:
             self._exchange(process, releases=[{"id": str(replica), "n": 1}])
 
     def _exchange(self, process: UUID, **wishes: Any) -> list[Any]:
-        values: dict[str, Any] = {
-            "process": process,
-            "host": "h",
-            "pid": 1,
-            "version": "",
-            "gap": clock.now(),
-        }
         with connection.cursor() as cursor:
-            cursor.execute(statements.ANNOUNCE, values | {"started": clock.now(), "now": clock.now()})
+            cursor.execute(statements.ANNOUNCE, self._identity(process))
         wanted = {"picks": [], "releases": [], "keys": [], **wishes}
         with psycopg.RawCursor(connection.connection) as cursor:
             return cursor.execute(statements.EXCHANGE, [process, clock.now(), json.dumps(wanted)]).fetchall()
 
-    def web_process_dies(self, dice: Random) -> None:
-        """A web process falls silent; its requests are counted out."""
+    @staticmethod
+    def _identity(process: UUID) -> dict[str, Any]:
+        now = clock.now()
+        process_row = {"process": process, "host": "h", "pid": 1, "version": "", "started": now}
+        return {**process_row, "now": now, "gap": now, "ids": [], "counts": []}
+
+    def web_process_stops(self, dice: Random) -> None:
+        """A web process ends: it counts its requests out."""
         if self.processes:
-            process = self.processes.pop()
+            process = self.processes.pop(dice.randrange(len(self.processes)))
             with transaction.atomic(), connection.cursor() as cursor:
-                values: dict[str, Any] = {"ids": [], "process": process, "now": clock.now()}
-                cursor.execute(statements.LOCK_USED, values)
-                cursor.execute(statements.RELEASE_ALL, values)
-                cursor.execute(statements.DELETE_PROCESS, values)
+                for text in (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS):
+                    cursor.execute(text, self._identity(process))
+            self.uncounted.discard(process)
             self.requests = [one for one in self.requests if one[0] != process]
+
+    def web_process_is_silent(self, dice: Random) -> None:
+        """A web process is taken for dead, and is dead or goes on later; the pass counts its requests out."""
+        if not self.processes:
+            return
+        process = dice.choice(self.processes)
+        with transaction.atomic():
+            used = ReplicaUse.objects.filter(process_id=process).values("replica_id")
+            rows = NodeModel.objects.filter(pk__in=used).order_by("id").select_for_update(of=("self",))
+            locked = list(rows.values_list("pk", flat=True))
+            with connection.cursor() as cursor:
+                since = clock.now() + timedelta(seconds=1)
+                values: dict[str, Any] = {
+                    "ids": [process],
+                    "locked": locked,
+                    "since": since,
+                    "now": clock.now(),
+                }
+                cursor.execute(statements.DROP_DEAD_PROCESSES, values)
+        if dice.random() < 0.5:
+            self.processes.remove(process)
+            self.requests = [one for one in self.requests if one[0] != process]
+        else:
+            self.uncounted.add(process)
+
+    def settles(self, dice: Random) -> None:
+        """A web process sets its counts, as it does from time to time."""
+        if self.processes:
+            process = dice.choice(self.processes)
+            self.uncounted.add(process)
+            self._settle(process)
+
+    def _settle(self, process: UUID) -> None:
+        """A process that was taken for dead counts its requests in again before it picks."""
+        if process not in self.uncounted:
+            return
+        held = Counter(replica for holder, replica in self.requests if holder == process)
+        values = self._identity(process) | {"ids": list(held), "counts": list(held.values())}
+        with transaction.atomic(), connection.cursor() as cursor:
+            for text in (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE):
+                cursor.execute(text, values)
+        self.uncounted.discard(process)
+
+    def recounts(self, dice: Random) -> None:
+        """The pass finds no count to correct."""
+        assert not recount(), "counts were corrected"
 
     def loses(self, dice: Random) -> None:
         """A request got no answer from a replica that it had picked, maybe long ago."""
@@ -258,6 +390,13 @@ class Cluster:
         for row in NodeModel.objects.filter(phase="serving"):
             if (str(row), row.address) not in workers[row.node_id].running():
                 _finished(terminations.lose(_Here(), row.id, row.address))
+
+    def reports_an_exit(self, dice: Random) -> None:
+        """A worker reports an engine that has ended, maybe long ago or once more."""
+        worker = dice.choice(list(self.world.workers.values()))
+        if worker.exited:
+            key, address = dice.choice(worker.exited)
+            _finished(checks.report_exits(_Here(), worker.id, [ExitReport(key, address)]))
 
     # --- nodes
 
@@ -309,4 +448,19 @@ class Cluster:
 def slots_started(slot: Slot, attempt: AttemptId) -> bool:
     """Record that the start is sent; the time of the start is when that is committed."""
     pause("start")
+    sends(clock.now())
     return slots.start(slot, attempt=attempt, now=clock.now())
+
+
+def abandoned_loads(model: str | None = None) -> set[str]:
+    """Return the rows of loads whose attempt does not run, whatever the product takes for running."""
+    rows = NodeModel.engines.filter(phase__in=("reserved", "staging", "starting"))
+    rows = rows if model is None else rows.filter(model_name=model)
+    running = set(Operation.objects.filter(status="processing").values_list("pk", "fence"))
+    return {f"{row} {row.pk}" for row in rows if (row.owner_id, row.owner_fence) not in running}
+
+
+def overdue() -> set[str]:
+    """Return the rows of nodes that have been away for too long."""
+    gone = NodeModel.engines.filter(phase="departed", deadline__lt=clock.now() - timedelta(seconds=1))
+    return {f"{row} {row.pk}" for row in gone}

@@ -1,19 +1,35 @@
 """Defects that are planted into the life of replicas, each by a name: histories must find all of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any
+from uuid import UUID
 
 import pytest
 from django.db import transaction
+from django.db.models import Exists, OuterRef, Q
 
-from nodes.models import NodeModel, Phase
-from nodes.replicas import drains, engine_ends, lifecycle, slots, statements, stops, terminations
+from nodes.backends import inventory
+from nodes.models import BackendNode, NodeModel, Phase
+from nodes.placement.choose import lowest_free_index
+from nodes.placement.evict import Resident
+from nodes.replicas import (
+    drains,
+    engine_ends,
+    eviction,
+    lifecycle,
+    slots,
+    statements,
+    stops,
+    terminations,
+)
+from nodes.replicas.evidence import Running
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.stops import GONE
 from nodes.replicas.stops import stop_exactly as genuine_stop
+from operations.models import Operation, Status
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -111,7 +127,7 @@ def _leaving_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_out_twice(patch: pytest.MonkeyPatch) -> None:
-    wrong = statements.EXCHANGE.replace("+ m.more - m.less", "+ m.more - 2 * m.less")
+    wrong = _changed(statements.EXCHANGE, "+ m.more - m.less", "+ m.more - 2 * m.less")
     patch.setattr(statements, "EXCHANGE", wrong)
 
 
@@ -139,6 +155,73 @@ def _sends_unrecorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stops, "record_failure", record_failure)
 
 
+# Planted by somebody who had read `nodes/replicas` and `nodes/loading`, and not the histories.
+
+
+def _forgets_departed_indices(patch: pytest.MonkeyPatch) -> None:
+    """The index of an engine whose node has left counts as free."""
+
+    def free_index(node: BackendNode, model_name: str) -> int | None:
+        taken = NodeModel.objects.of(model_name).filter(node=node).values_list("replica_index", flat=True)
+        return lowest_free_index(set(taken), node.max_replicas_per_model, set())
+
+    patch.setattr(slots, "_free_index", free_index)
+
+
+def _any_attempt_runs(patch: pytest.MonkeyPatch) -> None:
+    """The row of a lost attempt counts as owned while a later attempt of the operation runs."""
+    running = Operation.objects.filter(pk=OuterRef("owner_id"), status=Status.PROCESSING)
+    patch.setattr(lifecycle, "has_running_attempt", lambda: Exists(running))
+
+
+def _evicts_busy(patch: pytest.MonkeyPatch) -> None:
+    """A load evicts replicas on which requests run."""
+
+    def lock_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
+        rows = NodeModel.objects.loaded().filter(pk__in=[victim.id for victim in victims]).order_by("id")
+        return len(rows.select_for_update(of=("self",))) == len(victims)
+
+    patch.setattr(eviction, "lock_victims", lock_victims)
+
+
+def _believes_old_lists(patch: pytest.MonkeyPatch) -> None:
+    """A worker's list ends engines that were published after it was sent."""
+    genuine = engine_ends.end_unlisted
+
+    def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
+        return genuine(node_id, running, before=before + timedelta(days=1))
+
+    patch.setattr(inventory, "end_unlisted", end_unlisted)
+
+
+def _returns_early(patch: pytest.MonkeyPatch) -> None:
+    """A controller takes replicas for left although their unload goes on."""
+    patch.setattr(drains, "has_no_operation", lambda: Q(pk__isnull=False))
+
+
+def _keeps_the_former(patch: pytest.MonkeyPatch) -> None:
+    """A replica that was replaced serves on."""
+    patch.setattr(slots, "_locked_beside", lambda slot, replaced: None)
+
+
+def _releases_for_others(patch: pytest.MonkeyPatch) -> None:
+    """A process that was declared dead counts its requests out once more."""
+    least = "LEAST(COALESCE(u.count, 0), COALESCE(g.n, 0)) AS less"
+    wrong = _changed(statements.EXCHANGE, least, "COALESCE(g.n, 0) AS less")
+    patch.setattr(statements, "EXCHANGE", wrong)
+
+
+def _loses_requests(patch: pytest.MonkeyPatch) -> None:
+    """A replica that is lost counts no request any more."""
+    wrong = _changed(statements.LOSE, "SET phase = %(phase)s,", "SET phase = %(phase)s, in_flight = 0,")
+    patch.setattr(statements, "LOSE", wrong)
+
+
+def _changed(statement: str, old: str, new: str) -> str:
+    assert old in statement
+    return statement.replace(old, new)
+
+
 MUTANTS: Mapping[str, Plant] = {
     "publish without the fence": _drops_the_fence,
     "release memory twice": _releases_twice,
@@ -155,6 +238,14 @@ MUTANTS: Mapping[str, Plant] = {
     "count a request out twice": _counts_out_twice,
     "serve again after a stop": _returns_stopped,
     "send a stop before it is written": _sends_unrecorded,
+    "use the index of a departed engine": _forgets_departed_indices,
+    "any attempt of an operation owns a row": _any_attempt_runs,
+    "evict a busy replica": _evicts_busy,
+    "an old list ends a new engine": _believes_old_lists,
+    "return what an unload has taken": _returns_early,
+    "keep the replaced replica": _keeps_the_former,
+    "count out for a dead process": _releases_for_others,
+    "a lost replica has no requests": _loses_requests,
 }
 QUICK = ("no stop after a lost reply",)
 """Those that few histories find: every run plants them."""

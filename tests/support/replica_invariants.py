@@ -1,0 +1,168 @@
+"""What must hold after each step of a history of replicas (`replica_player.py`)."""
+
+from collections import Counter
+from datetime import timedelta
+from uuid import UUID
+
+from localai_cluster.kit import conf
+from nodes.models import BackendNode, NodeModel, Phase
+from nodes.replicas.states import PHASES
+from operations.models import Operation
+from tests.support.replica_histories import World
+from tests.support.replica_jobs import Cluster
+from tests.support.replica_log import ALLOWED, Row, take_changes
+
+WAITING = (Phase.DRAINING, Phase.TERMINATING)
+LONGEST_GRACE = 60
+"""Seconds that an operator grants in these histories."""
+CLOCKS_DIFFER = timedelta(seconds=1)
+
+
+class Invariants:
+    """Compares the rows with the workers, the requests and the operations, and with the rows before."""
+
+    def __init__(self, world: World, cluster: Cluster) -> None:
+        self.world, self.cluster = world, cluster
+        self.reserved: dict[UUID, dict[UUID, int]] = {}
+        """By node, what loads have added to its column since its last reading."""
+        self.unsure: set[UUID] = set()
+        """Nodes whose column may be wrong until their next reading: a process was killed after a commit."""
+        self.last: dict[UUID, NodeModel] = {}
+        take_changes()
+
+    def check(self, *, is_committing: bool, was_blocked: bool) -> None:
+        """Check all of them.
+
+        `is_committing`: a process stands between a commit and what follows it. `was_blocked`: a second one
+        went on in this step, because it held a lock.
+        """
+        rows = {row.pk: row for row in NodeModel.engines.all()}
+        self._changes_follow_the_table(rows, was_blocked)
+        self._engines_have_rows(rows)
+        self._rows_have_owners(rows)
+        self._requests_are_counted(rows)
+        self._learn_reserved(rows)
+        if not is_committing:
+            self._memory_is_reserved()
+
+    def reading(self, node_id: UUID) -> None:
+        """The node has reported its memory: its column is empty again."""
+        self._learn_reserved({row.pk: row for row in NodeModel.engines.all()})
+        if not BackendNode.objects.filter(pk=node_id, vram_read_at=self.world.time).exists():
+            return
+        loads = self.reserved.pop(node_id, {})
+        if any(id in self.last and self.last[id].created_at >= self.world.time for id in loads):
+            # By the clock of its controller one of them is newer: the column stays.
+            self.unsure.add(node_id)
+        else:
+            self.unsure.discard(node_id)
+
+    def killed_after_commit(self) -> None:
+        """What follows a commit does not come: the next reading makes up for it."""
+        self.unsure |= set(self.world.workers)
+
+    # --- changes
+
+    def _changes_follow_the_table(self, rows: dict[UUID, NodeModel], was_blocked: bool) -> None:
+        for before, after in take_changes():
+            phases = (before and before.phase, after and after.phase)
+            assert phases in ALLOWED, f"{after or before}: {phases[0]} was followed by {phases[1]}"
+            if before is None or after is None:
+                continue
+            if phases == (Phase.STARTING, Phase.SERVING) and not was_blocked:
+                self._is_published_by_its_attempt(before, rows)
+            if phases == (Phase.DRAINING, Phase.SERVING) and before.reason == "unload" and before.owner:
+                active = Operation.objects.active().filter(pk=before.owner[0])
+                assert was_blocked or not active.exists(), f"{before} returns while its unload goes on"
+            if after.phase in WAITING:
+                self._waits_no_longer(before, after)
+            if before.phase in WAITING and after.phase == Phase.STOPPING and before.deadline:
+                is_over = before.deadline <= self.world.time + CLOCKS_DIFFER
+                assert not before.in_flight or is_over, f"{before} is stopped while requests may run there"
+
+    def _is_published_by_its_attempt(self, before: Row, rows: dict[UUID, NodeModel]) -> None:
+        assert before.owner is not None, before
+        operation = Operation.objects.get(pk=before.owner[0])
+        is_current = operation.fence == before.owner[1]
+        assert is_current, f"{before} was published by an attempt that is over: {operation.fence}"
+        if (former := operation.payload["replaces"]) and self._served(UUID(former)):
+            row = rows.get(UUID(former))
+            assert row is None or row.phase != "serving", f"{before} has replaced {row}, which serves"
+
+    def _served(self, id: UUID) -> bool:
+        return id in self.last and self.last[id].phase == "serving"
+
+    def _waits_no_longer(self, before: Row, after: Row) -> None:
+        assert after.deadline is not None, after
+        if before.phase in WAITING and before.deadline is not None:
+            assert after.deadline <= before.deadline, f"{after} waits longer than {before}"
+            return
+        cluster = conf.cluster()
+        grace = {
+            "unload": LONGEST_GRACE,
+            "upgrade": cluster.upgrade_drain,
+            "replaced": cluster.request_timeout,
+            "evicted": 0,
+        }.get(after.reason, cluster.unload_grace)
+        latest = self.world.time + timedelta(seconds=grace) + CLOCKS_DIFFER
+        assert after.deadline <= latest, f"{after} waits until {after.deadline}, not {latest}"
+        is_evicted = after.reason == "evicted"
+        assert not (is_evicted and before.in_flight), f"{after} is evicted while requests run there"
+
+    # --- rows
+
+    def _engines_have_rows(self, rows: dict[UUID, NodeModel]) -> None:
+        """Each engine that was started, or may still be, has its row until its end is confirmed."""
+        for worker in self.world.workers.values():
+            for process in worker.processes.values():
+                row = rows.get(process.row)
+                assert row is not None, f"{process.key} at {process.address} runs and has no row"
+                assert row.phase not in ("reserved", "staging"), f"{row} runs before it was started"
+                same = row.address in ("", process.address)
+                assert same, f"{row} at {process.address} is written as {row.address}"
+            for message in worker.delayed:
+                assert message.what != "start" or message.row in rows, (
+                    f"{message.key} may start and has no row"
+                )
+        for id in self.world.stopped & rows.keys():
+            assert rows[id].phase in ("stopping", "departed"), (
+                f"{rows[id]} was stopped and is {rows[id].phase}"
+            )
+
+    def _rows_have_owners(self, rows: dict[UUID, NodeModel]) -> None:
+        """Each row has the owner, the deadline and the reason that the table names."""
+        for row in rows.values():
+            rules = PHASES[Phase(row.phase)]
+            said = f"{row} {row.phase} {row.owner_kind} {row.owner_id} {row.deadline} {row.reason}"
+            assert row.owner_kind in rules.owners if rules.owners else not row.owner_kind, said
+            assert (row.owner_id is not None) == (row.owner_kind in ("operation", "intent")), said
+            assert (row.deadline is not None) == bool(rules.deadline), said
+            assert row.reason in rules.reasons if rules.reasons else not row.reason, said
+
+    def _requests_are_counted(self, rows: dict[UUID, NodeModel]) -> None:
+        """Counts are those of the requests that run, in processes that are not taken for dead."""
+        held = [one for one in self.cluster.requests if one[1] in rows and rows[one[1]].phase != "departed"]
+        self.cluster.requests = held
+        counts = Counter(replica for process, replica in held if process not in self.cluster.uncounted)
+        for row in rows.values():
+            assert row.in_flight == counts[row.pk], f"{row} counts {row.in_flight} of {counts[row.pk]}"
+
+    # --- memory
+
+    def _memory_is_reserved(self) -> None:
+        """A node's column is the sum over the loads that have added to it since its last reading."""
+        for node in BackendNode.objects.filter(status="healthy").exclude(pk__in=self.unsure):
+            amount = sum(self.reserved.get(node.pk, {}).values())
+            assert node.reserved_vram == amount, (
+                f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
+            )
+
+    def _learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
+        """See which loads have begun and which have ended without a replica."""
+        for id, row in rows.items():
+            if id not in self.last and row.vram_on_node:
+                self.reserved.setdefault(row.node_id, {})[id] = row.vram_needed
+        for id, row in self.last.items():
+            if id not in rows and row.loaded_at is None:
+                self.reserved.get(row.node_id, {}).pop(id, None)
+        self.last = rows

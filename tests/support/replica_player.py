@@ -1,0 +1,345 @@
+"""A history of replicas: numbers decide what two controllers, workers, requests and people do, in any order.
+
+Each number is one step, and the invariants hold after each. In the end faults stop, and everything converges:
+only replicas that serve are left, each with its engine.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from localai_cluster.kit.errors import ClusterError
+from nodes.models import (
+    BackendNode,
+    ModelLoadInfo,
+    NodeConflict,
+    NodeEvent,
+    NodeModel,
+    PendingBackendOp,
+    PlacementRecord,
+    ReplicaUse,
+    WebProcess,
+)
+from operations.models import Operation, OperationTarget
+from tests.support.replica_histories import SKEWS, Actor, Worker, World, played, wait
+from tests.support.replica_invariants import Invariants
+from tests.support.replica_jobs import LEASE, Cluster
+from tests.support.replicas import forget_nodes
+
+STEPS = 50
+PRESENT = 3
+"""Replicas that are there at first."""
+LONGEST_SLEEP = 1000
+ROUNDS = 40
+"""Passes of a controller after the faults."""
+WEEK = 8 * 86_400
+"""Seconds, longer than `states.CONFIRMED_AFTER`."""
+
+CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["upgrades"] * 2 + ["recovers", "checks", "compares"]
+"""What a controller does next; one that is at a job mostly goes on with it."""
+BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6]
+"""The same while the other one stands still at a job: its lease may be over."""
+OUTSIDE = (
+    ["asks_for_load"] * 6
+    + ["picks"] * 4
+    + ["releases"] * 3
+    + ["asks_for_unload", "loses", "cancels"] * 3
+    + ["time_passes", "a_lease_is_lost"] * 4
+    + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
+    + ["web_process_stops", "web_process_is_silent", "settles", "recounts"]
+    + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
+    + ["engine_dies", "reports_an_exit"]
+)
+OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
+OF_NAMED_CONTROLLERS = ("works", "upgrades")
+
+
+class History:
+    """The database, the workers and the model beside them."""
+
+    def __init__(self, everybody: list[Actor]) -> None:
+        self.everybody, self.controllers, self.web = everybody, everybody[:2], everybody[2]
+        self.world = World()
+        self.cluster = Cluster(self.world)
+        self.naps = 0
+        self.was_blocked = False
+        for actor in everybody:
+            actor.skew = timedelta()
+        _forget_everything()
+        self.invariants = Invariants(self.world, self.cluster)
+
+    def play(self, numbers: Sequence[int]) -> None:
+        """Play a history to its end."""
+        with played(self.world):
+            try:
+                self.begin()
+                self.world.faults = Random(sum(numbers)).choice([0.1, 0.4, 0.8])
+                for number in numbers:
+                    self.step(number)
+                    self.check()
+                self.converge()
+            except AssertionError as error:
+                raise AssertionError("\n".join([str(error), *self.world.trace])) from error
+            finally:
+                self.kill_all()
+
+    def begin(self) -> None:
+        """Two workers register."""
+        for number, name in enumerate(("alpha", "beta")):
+            worker = Worker(number, name, UUID(int=number), "1".zfill(32))
+            self.act(partial(self.cluster.registers, worker))
+        self.world.are_faults_on, first = False, self.controllers[0]
+        first.runs_through = lambda point: None
+        for number in range(PRESENT):
+            self.act(partial(self.cluster.asks_for_load, Random(number)))
+            self.go(first, partial(self.cluster.works, first.name))
+        first.runs_through, self.world.are_faults_on = None, True
+        self.check()
+
+    def check(self) -> None:
+        """Check what must hold after each step."""
+        is_committing = any(actor.point.endswith(":committed") for actor in self.controllers)
+        self.invariants.check(is_committing=is_committing, was_blocked=self.was_blocked)
+        self.was_blocked = False
+
+    # --- steps
+
+    def step(self, number: int) -> None:
+        """Take the step that this number decides."""
+        dice = self.world.dice = Random(number)
+        self.world.passes(1)
+        if dice.random() < 0.65:
+            self.controller_goes_on(dice.choice(self.controllers), dice)
+        else:
+            self.somebody_acts(dice.choice(OUTSIDE), dice)
+
+    def controller_goes_on(self, actor: Actor, dice: Random) -> None:
+        """Begin a job, go on to some later point of it, or be killed there."""
+        if actor.is_idle:
+            is_alone = all(other.is_idle for other in self.controllers)
+            actor.job = dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER)
+            self.world.note(f"{actor.name} {actor.job}")
+            job = getattr(self.cluster, actor.job)
+            self.go(actor, partial(job, actor.name) if actor.job in OF_NAMED_CONTROLLERS else job)
+            if dice.random() < 0.4:
+                self.finishes(actor)
+        elif dice.random() < 0.1:
+            self.kill(actor)
+        else:
+            self.goes_on(actor, dice)
+
+    def goes_on(self, actor: Actor, dice: Random) -> None:
+        """Go on to some later point."""
+        for _ in range(dice.choice([1, 2, 4, 10, 30, 60])):
+            if actor.is_idle:
+                break
+            actor.stops_inside = dice.random() < 0.2
+            self.go(actor)
+        self.world.note(f"{actor.name} at {actor.point or 'the end of its job'}")
+
+    def finishes(self, actor: Actor) -> None:
+        """Go on to the end of the job, if it need not wait."""
+        while not actor.is_idle and actor.point != "sleep":
+            self.go(actor)
+
+    def a_lease_is_lost(self, worker: Worker, dice: Random) -> None:
+        """A controller stands still for too long, while the other one takes over."""
+        slow, other = dice.sample(self.controllers, 2)
+        if slow.is_idle:
+            return
+        if not other.is_idle:
+            self.finishes(other)
+        if other.is_idle:
+            self.pass_seconds(LEASE + 2)
+            self.world.note(f"{other.name} recovers beside {slow.name} at {slow.point}")
+            self.go(other, self.cluster.recovers)
+            self.finishes(other)
+
+    def kill(self, actor: Actor) -> None:
+        """End the process where it is; another one takes its place."""
+        self.world.note(f"{actor.name} is killed at {actor.point}")
+        if actor.point.endswith(":committed"):
+            self.invariants.killed_after_commit()
+        actor.is_dead = True
+        self.go(actor)
+
+    def somebody_acts(self, what: str, dice: Random) -> None:
+        """Something happens outside of the controllers."""
+        worker = dice.choice(list(self.world.workers.values()))
+        if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
+            what = "comes_back"
+        if what in OF_WORKERS:
+            self.world.note(f"{worker.name} {what}")
+            self.act(partial(getattr(self.cluster, what), worker))
+            if what == "beats" and worker.is_registered:
+                self.invariants.reading(worker.id)
+        elif hasattr(self, what):
+            getattr(self, what)(worker, dice)
+        else:
+            self.world.note(what)
+            self.act(partial(getattr(self.cluster, what), dice))
+
+    def time_passes(self, worker: Worker, dice: Random) -> None:
+        """Some seconds pass, or the machines that are away are off for a week."""
+        self.pass_seconds(dice.choice([5, 5, 20, 20, 50, 70, 70, 150, 400, WEEK]))
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        self.world.note(f"{seconds} s pass")
+        for actor in self.controllers:
+            # It does not stand still for so long before it sends a start.
+            if seconds == WEEK or (
+                actor.sending and (self.world.time - actor.sending).total_seconds() + seconds >= 55
+            ):
+                self.kill_if_busy(actor)
+        if seconds == WEEK:
+            away = NodeModel.engines.filter(phase="departed").values_list("node_id", flat=True)
+            for each in self.world.workers.values():
+                if not each.is_reachable or each.id in away:
+                    each.crash()
+        self.world.passes(seconds)
+
+    def kill_if_busy(self, actor: Actor) -> None:
+        """End the process if it is at a job."""
+        if not actor.is_idle:
+            self.kill(actor)
+
+    def clock_steps(self, worker: Worker, dice: Random) -> None:
+        """The clock of a controller is corrected."""
+        actor, skew = dice.choice(self.controllers), dice.choice(SKEWS)
+        self.world.note(f"the clock of {actor.name} is wrong by {skew} s")
+        actor.skew = timedelta(seconds=skew)
+
+    def messages_arrive(self, worker: Worker, dice: Random) -> None:
+        """What is delayed arrives."""
+        self.world.note(f"messages arrive at {worker.name}")
+        worker.arrive()
+
+    def engine_dies(self, worker: Worker, dice: Random) -> None:
+        """An engine ends by itself."""
+        if worker.processes:
+            key = dice.choice(sorted(worker.processes))
+            self.world.note(f"{key} on {worker.name} dies")
+            worker.ends_by_itself(key)
+
+    def crashes(self, worker: Worker, dice: Random) -> None:
+        """A worker starts anew."""
+        self.world.note(f"{worker.name} crashes")
+        worker.crash()
+
+    def comes_back(self, worker: Worker, dice: Random | None = None) -> None:
+        """The worker can be reached and registers, if it must."""
+        self.world.note(f"{worker.name} comes back with {worker.running()}")
+        self.act(partial(self.cluster.registers, worker))
+        self.act(partial(self.cluster.beats, worker))
+        self.invariants.reading(worker.id)
+
+    def act(self, job: Callable[[], Any]) -> None:
+        """Let people, web processes or workers do something; what they must not do is refused."""
+
+        def allowed() -> None:
+            try:
+                job()
+            except (ClusterError, BackendNode.DoesNotExist) as refusal:
+                self.world.note(f"  refused: {refusal}")
+
+        self.go(self.web, allowed)
+
+    def go(self, actor: Actor, job: Callable[[], Any] | None = None) -> None:
+        """Let the actor begin a job or go on, and wait until it stops."""
+        if job is None:
+            actor.resume()
+        else:
+            actor.begin(job)
+        self.was_blocked |= wait(actor, self.everybody)
+        for each in self.everybody:
+            if (error := each.error) is not None:
+                each.error = None
+                raise AssertionError(f"{each.name}: {error!r}") from error
+
+    def kill_all(self) -> None:
+        """Leave no process at a point."""
+        for actor in self.controllers:
+            actor.runs_through = None
+            while not actor.is_idle:
+                actor.is_dead = True
+                actor.resume()
+                wait(actor, self.everybody)
+            actor.error = None
+
+    # --- the end
+
+    def converge(self) -> None:
+        """Faults stop; after some passes nothing is left to be done."""
+        self.world.note("faults stop")
+        self.world.are_faults_on = False
+        for actor in self.controllers:
+            actor.runs_through, actor.stops_inside = self.pass_by, False
+            while not actor.is_idle:
+                self.go(actor)
+        for worker in list(self.world.workers.values()):
+            self.comes_back(worker)
+            self.act(partial(self.cluster.resumes, worker))
+        for _ in range(ROUNDS):
+            if not (left := self.unsettled()):
+                break
+            self.run_passes()
+        assert not left, f"not settled after {ROUNDS} passes: {left}"
+
+    def pass_by(self, point: str) -> None:
+        """Nobody stops any more, and time goes on where somebody sleeps."""
+        if point == "sleep":
+            self.naps += 1
+            assert self.naps < LONGEST_SLEEP, "something is waited for forever"
+            self.world.passes(2)
+
+    def run_passes(self) -> None:
+        """What controllers, and requests that find no engine, do in the next minutes."""
+        first = self.controllers[0]
+        self.world.passes(100)
+        self.go(first, self.cluster.recovers)
+        while Operation.objects.due(at=self.world.now()).exists():
+            self.go(first, partial(self.cluster.works, first.name))
+            self.check()
+        self.go(first, partial(self.cluster.upgrades, first.name))
+        self.act(self.cluster.loses_dead)
+        self.go(first, self.cluster.stops)
+        self.check()
+
+    def unsettled(self) -> list[str]:
+        """Return what is still under way, or should not be there."""
+        rows = list(NodeModel.engines.all())
+        left = [f"{row} {row.phase} {row.reason} {row.stop_error}" for row in rows if row.phase != "serving"]
+        left += [f"{one.kind} {one.status}" for one in Operation.objects.active()]
+        left += [f"{one} {one.last_error}" for one in PendingBackendOp.objects.all()]
+        serving = {(row.node_id, str(row), row.address) for row in rows}
+        running = {(worker.id, *each) for worker in self.world.workers.values() for each in worker.running()}
+        return left + [f"{one}: no engine or no row" for one in serving ^ running]
+
+
+def _forget_everything() -> None:
+    PendingBackendOp.objects.all().delete()
+    forget_nodes()
+    for model in (
+        *(ReplicaUse, WebProcess, OperationTarget, Operation, NodeConflict, NodeEvent),
+        *(PlacementRecord, ModelLoadInfo),
+    ):
+        model.objects.all().delete()
+
+
+def numbers_of(seed: int) -> list[int]:
+    """Return the numbers of the history with this seed."""
+    dice = Random(seed)
+    return [dice.getrandbits(32) for _ in range(STEPS)]
+
+
+def failure(actors: list[Actor], seed: int) -> str:
+    """Return why the history of this seed fails; empty if it does not."""
+    try:
+        History(actors).play(numbers_of(seed))
+    except AssertionError as error:
+        return str(error)
+    return ""
