@@ -54,7 +54,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "capability": capability,
         "engine_token": engine_token,
         "max_replicas_per_model": slots,
-        "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
