@@ -230,7 +230,8 @@ class ClusterSettings(env.BusTls):
     def problems(self) -> Iterator[env.Problem]:
         """Return what is wrong with the combination of the settings."""
         yield from super().problems()
-        yield from env.tls_problems("CLUSTER_TLS", lambda: self.web_tls and self.web_tls.server(clock.now()))
+        if self.web_tls:
+            yield from env.tls_problems("CLUSTER_TLS", lambda: self.web_tls.server(clock.now()))
         if not self.gallery_dir and any(str(g["url"]).startswith("cluster:") for g in self.galleries):
             yield env.Problem(
                 "LOCALAI_BACKEND_GALLERIES",
