@@ -1,5 +1,6 @@
 """The reference's pages on our server: their calls in their order, without our token (`http-api.md` §5)."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ class StockPage:
     def send(self, method: str, path: str, body: Any = None) -> Any:
         """A change; what has no body is `{}`."""
         return self.client.generic(
-            method, path, api.json.dumps(body or {}), content_type="application/json", headers=self.site
+            method, path, json.dumps(body or {}), content_type="application/json", headers=self.site
         )
 
     def post(self, path: str, body: Any = None) -> Any:
@@ -238,6 +239,7 @@ def test_no_other_page_signs_in_or_changes_anything(ann: Any, site: dict[str, st
     page.post("/api/auth/login", {"email": "ann", "password": PASSWORD})
     node = api.make_node(approved=False)
     page.site = site
+    calls: tuple[tuple[str, Any], ...]
     calls = ("logout", {}), ("token-login", {"token": API_KEY}), ("login", {"email": "b", "password": "x"})
     for route, body in calls:
         assert page.post(f"/api/auth/{route}", body).status_code == 403
