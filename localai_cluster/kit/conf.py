@@ -71,12 +71,15 @@ _SECONDS = duration(0)
 _RETENTION = duration(3600)
 _LISTENER = Kind(_listener, "host:port, such as 127.0.0.1:9101", None)
 _LIST = Kind(lambda text: [item for item in text.split(",") if item], "a list, separated by commas", [])
+_KEYS = Kind(
+    lambda text: tuple(k for part in text.split(",") if (k := part.strip())), "keys", (), secret=True
+)
 _HOSTS = Kind(parse_node_hosts, 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}', {})
 _GALLERY_LIST = Kind(_galleries, 'a JSON list: [{"name": …, "url": …}]', [])
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSettings(env.BusTls):
+class ClusterSettings(env.SharedSettings):
     """The table of the server processes' settings; times in seconds, sizes in bytes."""
 
     nats_url: str = setting("LOCALAI_NATS_URL", SECRET, "", "bundled")
@@ -135,8 +138,8 @@ class ClusterSettings(env.BusTls):
     """Django's."""
     registration_token: str = setting("LOCALAI_REGISTRATION_TOKEN", SECRET, "", "generated")
     """Required to register a worker without a join token; engines of stock workers accept calls with it."""
-    api_key: str = setting("LOCALAI_API_KEY", SECRET, "", "generated")
-    """A fixed admin API key."""
+    api_keys: tuple[str, ...] = setting("LOCALAI_API_KEY", _KEYS, "", "generated")
+    """A fixed admin API key, or several with commas between them."""
     metrics_token: str = setting("LOCALAI_METRICS_TOKEN", SECRET)
     """Token that opens `/metrics` of the server processes and nothing else ([metrics](metrics.md))."""
     require_auth: bool = setting("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", SWITCH, "true")

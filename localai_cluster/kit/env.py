@@ -21,7 +21,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from localai_cluster.kit import addresses, clock, nkeys
-from localai_cluster.kit.tls import TlsFiles, WrongFile
+from localai_cluster.kit.registry_settings import REGISTRIES_EXAMPLE, RegistrySetting, parse_registries
+from localai_cluster.kit.tls import TlsFiles, WrongFile, trust_besides
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
@@ -143,6 +144,8 @@ SECRET = Kind(str, "a text", secret=True)
 SWITCH = Kind(parse_bool, "true or false", False)
 FOLDER = Kind(lambda text: Path(text).expanduser().absolute(), "a path", None)
 PEM = Kind(str, "the name of a readable PEM file")
+_MORE_CAS = Kind(trust_besides, "the name of a readable PEM file", None)
+_REGISTRIES = Kind(parse_registries, f"a JSON list such as {REGISTRIES_EXAMPLE}", (), secret=True)
 BASE_URL = Kind(addresses.parse_base_url, "a URL such as http://192.0.2.10:8080")
 SECONDS = duration(1)
 
@@ -187,9 +190,17 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BusTls(Table):
-    """The TLS files of a client of the message bus."""
+class SharedSettings(Table):
+    """The settings that server and worker have in common."""
 
+    registries: tuple[RegistrySetting, ...] = setting("LOCALAI_REGISTRIES", _REGISTRIES, group="Sources")
+    """JSON list of registries: `host`, `username`, `password`, `realm`, `plain_http`."""
+    registry_config: Path | None = setting("LOCALAI_REGISTRY_CONFIG", FOLDER)
+    """A `config.json` with credentials of registries, as `docker login` writes it; no helpers are run."""
+    registry_ca: ssl.SSLContext | None = setting("LOCALAI_REGISTRY_CA", _MORE_CAS)
+    """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
+    github_url: str = setting("LOCALAI_GITHUB_URL", BASE_URL, "https://raw.githubusercontent.com")
+    """Base URL of the files that `github:` addresses name; it may be a mirror."""
     nats_tls_ca: str = setting("LOCALAI_NATS_TLS_CA", PEM, "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
     nats_tls_cert: str = setting("LOCALAI_NATS_TLS_CERT", PEM)

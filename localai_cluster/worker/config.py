@@ -31,6 +31,7 @@ from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
+from localai_cluster.registries.access import Access, default_config
 from localai_cluster.worker.hardware import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
@@ -111,7 +112,7 @@ _GALLERY_LIST = Kind(_galleries, 'a JSON list such as [{"name":"local","url":"fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(env.BusTls):
+class Config(env.SharedSettings):
     """All settings of a worker. Times in seconds, sizes in bytes; secrets are excluded from `repr`."""
 
     nats_url: Servers | None = setting("LOCALAI_NATS_URL", _BUS, "", "from the registration")
@@ -231,6 +232,11 @@ class Config(env.BusTls):
         if self.nats_url is None or not (self.nats_jwt and self.nats_user_seed):
             return self.nats_url
         return replace(self.nats_url, credentials=Credentials.of(self.nats_jwt, self.nats_user_seed))
+
+    @property
+    def registry_access(self) -> Access:
+        """How to reach each registry."""
+        return Access(self.registries, self.registry_config or default_config())
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
