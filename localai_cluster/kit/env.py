@@ -164,6 +164,15 @@ class Environment:
             self.refuse(name, f"{raw!r} is {error}", hint)
             return default
 
+    def parsed_secret(self, name: str, parse: Parse[T], default: T, hint: str) -> T:
+        """Return the secret as `parse` returns it, as `parsed` does; a problem never quotes it."""
+        raw = self.secret(name)
+        try:
+            return parse(raw) if raw else default
+        except ValueError as error:
+            self.refuse(name, f"is {error}", hint)
+            return default
+
     def boolean(self, name: str, default: bool = False) -> bool:
         """Read a switch."""
         return self.parsed(name, parse_bool, default, "Use true or false.")

@@ -69,8 +69,6 @@ def test_a_given_text_replaces_it() -> None:
 @pytest.mark.parametrize(
     "text", [gettext_lazy("no such thing"), mark_safe("no such thing")], ids=["lazy", "safe"]
 )
-    "text", [gettext_lazy("no such thing"), mark_safe("no such thing")], ids=["lazy", "safe"]
-)
 def test_a_text_of_django_is_a_text_on_the_wire(envelope: Any, text: Any) -> None:
     """Forms and templates raise errors with lazy and safe strings."""
     body = envelope.render(errors.NotFound(text)).body
