@@ -104,7 +104,8 @@ class ClusterSettings:
     )
     """The reference's switch. We always require authentication and report a false value (cluster.W003)."""
     registration_token: str = env.secret("LOCALAI_REGISTRATION_TOKEN")
-    api_key: str = env.secret("LOCALAI_API_KEY")
+    api_keys: tuple[str, ...] = env.secrets("LOCALAI_API_KEY")
+    """The administrator's fixed keys."""
     metrics_token: str = env.secret("LOCALAI_METRICS_TOKEN")
     """Token with which a scraper may read the metrics of every server process, and nothing else."""
     controller_metrics: addresses.Address | None = env.parsed(

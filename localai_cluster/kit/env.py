@@ -236,6 +236,15 @@ def secret(name: str) -> Any:
     return setting(name, read=lambda env, _: env.secret(name), secret=True)
 
 
+def secrets(name: str) -> Any:
+    """Return a field with the secrets of a list that is separated by commas."""
+
+    def read(env: Environment, _: Values) -> tuple[str, ...]:
+        return tuple(secret for part in env.secret(name).split(",") if (secret := part.strip()))
+
+    return setting(name, read=read, default=(), secret=True)
+
+
 def seed(name: str, role: nkeys.Role) -> Any:
     """Return a field for the seed of a NATS key."""
     return setting(name, read=lambda env, _: env.seed(name, role), secret=True)
