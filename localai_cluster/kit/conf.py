@@ -63,6 +63,7 @@ def _host(value: Any, node: str) -> str:
         raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
+_PORT = number(int, 1, 65535, "a port between 1 and 65535")
 _COUNT = number(int, 1, 2**31 - 1)
 _GIB = number(float, 0.01, 10_000)
 _SPACE = Kind(lambda text: int(_GIB.parse(text) * 2**30), _GIB.fix)
@@ -112,7 +113,7 @@ class ClusterSettings(env.SharedSettings):
     """Folder with the worker package that joining machines install; `make package` builds it there."""
     host: str = setting("HOST", TEXT, "127.0.0.1", group="Web")
     """Address on which the web process listens; another one lets other machines reach the cluster."""
-    port: int = setting("PORT", number(int, 1, 65535), "8080")
+    port: int = setting("PORT", _PORT, "8080")
     """Port of the web process."""
     server: str = setting("CLUSTER_SERVER", choice("uvicorn", "daphne"), "uvicorn")
     """The web server: `uvicorn` or `daphne`, which has disadvantages ([below](#daphne))."""
@@ -169,7 +170,7 @@ class ClusterSettings(env.SharedSettings):
     install_wait: float = setting("CLUSTER_INSTALL_WAIT", SECONDS, "15m")
     """Longest wait of work on a backend for an offline or unhealthy node ([below](#waiting-for-a-node))."""
     auto_upgrade_backends: bool = setting("LOCALAI_AUTO_UPGRADE_BACKENDS", SWITCH, "false")
-    """Whether controllers [upgrade backends](operating.md#automatic-upgrades) by themselves (O103)."""
+    """[Automatic upgrades](operating/upgrade-backends.md#automatic-upgrades) by controllers (O103)."""
     upgrade_drain: float = setting("CLUSTER_UPGRADE_DRAIN", _SECONDS, "2m")
     """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
     model_load_wait: float = setting("LOCALAI_MODEL_LOAD_WAIT", _SECONDS, "60s", group="Models")
@@ -209,7 +210,7 @@ class ClusterSettings(env.SharedSettings):
     node_stale_after: float = setting("CLUSTER_NODE_STALE_AFTER", SECONDS, "60s", group="Time limits")
     """Silence after which a node is offline (C15)."""
     mass_silence_hold: float = setting("LOCALAI_MASS_SILENCE_HOLD", _SECONDS, "5m")
-    """How long [many silent nodes](operating.md#many-nodes-silent-at-once) keep their state; 0 = not."""
+    """Hold for [many silent nodes](operating/troubleshooting.md#many-nodes-silent-at-once); 0 = none."""
     web_stale_after: float = setting("CLUSTER_WEB_STALE_AFTER", SECONDS, "15s")
     """Silence after which a web process is dead and its in-flight counts are removed."""
     drain_deadline: float = setting("CLUSTER_DRAIN_DEADLINE", SECONDS, "1h")
@@ -256,7 +257,7 @@ class Bootstrap(env.Table):
     secret: str = setting("CLUSTER_ENROL_SECRET", SECRET, "", "the local worker's")
     """The secret of that node."""
     copied: bool = setting("CLUSTER_DATA_COPIED", SWITCH, "false", "`make run` sets it")
-    """The data folder is a [copy](operating.md#copies-of-a-data-folder): all nodes are offline at first."""
+    """The data folder is a [copy](operating/backup.md#make-run): all nodes are offline at first."""
     join_command: str = setting("CLUSTER_JOIN_COMMAND_FILE", TEXT, "", "`make run` sets it if `HOST` is open")
     """Where the line that adds a machine is written, with a new join token; needs `CLUSTER_PUBLIC_URL`."""
     model_scheduling: str = setting("LOCALAI_MODEL_SCHEDULING")

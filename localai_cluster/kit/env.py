@@ -96,8 +96,8 @@ class Kind:
     secret: bool = False
 
 
-def number(kind: type[int] | type[float], least: float, most: float) -> Kind:
-    """Return the kind of the numbers from `least` to `most`."""
+def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Kind:
+    """Return the kind of the numbers from `least` to `most`; by default `fix` is what it accepts."""
     words = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
     bounded: Any = Annotated[kind, msgspec.Meta(ge=least, le=most)]
 
@@ -107,7 +107,7 @@ def number(kind: type[int] | type[float], least: float, most: float) -> Kind:
         except msgspec.ValidationError:
             raise ValueError(f"not {words}") from None
 
-    return Kind(parse, words)
+    return Kind(parse, fix or words)
 
 
 def duration(least: float) -> Kind:

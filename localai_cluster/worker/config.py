@@ -96,12 +96,14 @@ def _advertised_http(values: env.Values) -> str:
     return f"{split_host_port(values['advertise_addr'])[0]}:{split_host_port(values['http_addr'])[1]}"
 
 
+_SERVER = Kind(BASE_URL.parse, "the URL of the control plane, such as http://cluster.example:8080")
 _BUS = Kind(_bus, "nats://host:4222", None, secret=True)
 _NAME = Kind(_name, f"1 to {NAME_LIMIT} printable characters")
 _HOST_PORT = Kind(_address, "host:port, such as gpu-1.example:50051")
 _FREE_PORT = Kind(_address, "a free host:port, such as 0.0.0.0:50050")
 _WHOLE = number(int, -_ANY, _ANY)
 _SLOTS = Kind(lambda text: max(1, _WHOLE.parse(text)), "a whole number")
+_RATE = number(int, 0, _ANY, "bytes per second as a whole number. 0 = unlimited")
 _INTERVAL = Kind(lambda text: env.parse_duration(text) or 10.0, "a duration such as 10s")
 _ROOTS = Kind(
     lambda text: tuple(FOLDER.parse(part.strip()) for part in text.split(os.pathsep) if part.strip()),
@@ -121,7 +123,7 @@ class Config(env.SharedSettings):
     """JWT for the message bus, in place of those that registrations bring; it is never renewed."""
     nats_user_seed: str = setting("LOCALAI_NATS_USER_SEED", SECRET)
     """Seed of the user that --nats-jwt names."""
-    register_to: str = setting("LOCALAI_REGISTER_TO", BASE_URL, group="Control plane")
+    register_to: str = setting("LOCALAI_REGISTER_TO", _SERVER, group="Control plane")
     """Base URL of the control plane. Required."""
     tls_ca: str = setting("LOCALAI_WORKER_TLS_CA", PEM, "", "the system's CAs")
     """CA certificates that verify an https:// control plane."""
@@ -195,7 +197,7 @@ class Config(env.SharedSettings):
         ("LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES"), _GALLERY_LIST, group="Backends and engines"
     )
     """JSON list of {"name", "url"}: the galleries for commands that name none."""
-    download_rate: int = setting("LOCALAI_WORKER_DOWNLOAD_RATE", number(int, 0, _ANY), "0")
+    download_rate: int = setting("LOCALAI_WORKER_DOWNLOAD_RATE", _RATE, "0")
     """Bandwidth limit of installs, in bytes per second. 0 = unlimited."""
     capability: str = setting("LOCALAI_FORCE_META_BACKEND_CAPABILITY", TEXT, "", "detected")
     """Capability that selects builds, such as nvidia-cuda-12. disable = every build fits."""
@@ -246,7 +248,7 @@ class Config(env.SharedSettings):
     def problems(self) -> Iterator[Problem]:
         """Return what is missing, and what is wrong with the combination of the settings."""
         if not self.register_to:
-            yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {BASE_URL.fix}.")
+            yield Problem("LOCALAI_REGISTER_TO", "is not set", f"Use {_SERVER.fix}.")
         required = self.registration_require_auth or self.distributed_require_auth
         if required and not self.registration_token:
             reason = "is not set, but authentication is required"
