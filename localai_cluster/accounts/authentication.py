@@ -5,7 +5,6 @@ set a `Principal` as `request.user`. Views are open to admins unless they declar
 workers' routes use `nodes/api/worker_routes.py`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
@@ -39,13 +38,9 @@ def client_address(request: HttpRequest | Request) -> str:
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
-def _header_of(request: Request) -> Callable[[str], str]:
-    return lambda name: request.headers.get(name, "")
-
-
 def _owner_of_headers(request: Request) -> Principal | None:
     """Return the owner of the credential in the headers, in at most one query; None without a credential."""
-    credential = principals.read_credential(_header_of(request))
+    credential = principals.read_credential(request.headers)
     return None if credential is None else principals.owner_of(credential)
 
 
@@ -61,7 +56,7 @@ class BearerAuthentication(BaseAuthentication):
         if caller is None:
             return None
         if not caller.is_authenticated:
-            if principals.offered_credential(_header_of(request)):
+            if principals.offered_credential(request.headers):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return caller, None
