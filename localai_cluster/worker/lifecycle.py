@@ -142,6 +142,7 @@ class Worker:
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
             access=config.registry_access,
+            require_integrity=config.require_backend_integrity,
             github_url=config.github_url,
             copies=config.data_dir / "cache" / "gallery",
         )
@@ -284,11 +285,13 @@ def _gpu_reader(config: Config, users: Callable[[], Iterable[Sequence[str]]]) ->
 
 async def run(config: Config, identity: NodeIdentity) -> None:
     """Run a worker from start to stop and close the resources it has opened."""
+    if config.without_effect:
+        log.warning("set, but without effect in this worker: %s", ", ".join(config.without_effect))
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
     gpus = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
-    capability = hardware.detect_capability(config.capability, gpus)
+    capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
