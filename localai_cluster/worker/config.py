@@ -105,6 +105,14 @@ SETTINGS = (
         "registration_token", "Secret shared with the control plane.", "Use the token of the control plane."
     ),
     _option(
+        "allow_stock_frontend",
+        "Serve a stock LocalAI frontend also at an address where LocalAI Cluster has accepted this worker. "
+        "The registration token then opens files, logs and engines.",
+        "Use true or false.",
+        names=("LOCALAI_WORKER_ALLOW_STOCK_FRONTEND",),
+        switch=True,
+    ),
+    _option(
         "node_name",
         "Unique name of this node. Default: the host name.",
         f"Use 1 to {NAME_LIMIT} printable characters.",
@@ -247,6 +255,8 @@ class Config:
     tls: ssl.SSLContext | None
     """Verifies the control plane; None for the system's CAs."""
     registration_token: str = field(repr=False)
+    allow_stock_frontend: bool
+    """True if a server that has accepted the node's secret may become a stock frontend."""
     node_name: str
     base_port: int
     max_port: int
@@ -297,6 +307,7 @@ def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.
         nats_tls=reader.environment.tls("LOCALAI_NATS_TLS")[1],
         tls=reader.environment.tls("LOCALAI_WORKER_TLS")[1],
         registration_token=reader.secret("registration_token"),
+        allow_stock_frontend=reader.parsed("allow_stock_frontend", parse_bool, False),
         node_name=reader.parsed("node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
         base_port=base,
         max_port=reader.parsed("grpc_max_port", lambda text: _max_port(text, base), HIGHEST_PORT),
