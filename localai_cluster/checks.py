@@ -84,10 +84,10 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     if cluster.host in _LOOPBACK:
         return []
     secrets = {
-        "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
-        "LOCALAI_API_KEY": cluster.api_key,
-        "LOCALAI_METRICS_TOKEN": cluster.metrics_token,
-        "SECRET_KEY": settings.SECRET_KEY,
+        "LOCALAI_REGISTRATION_TOKEN": [cluster.registration_token],
+        "LOCALAI_API_KEY": cluster.api_keys,
+        "LOCALAI_METRICS_TOKEN": [cluster.metrics_token],
+        "SECRET_KEY": [settings.SECRET_KEY],
     }
     return [
         Error(
@@ -95,8 +95,8 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             hint="Use a long random value, or let `make run` generate one.",
             id="cluster.E004",
         )
-        for name, value in secrets.items()
-        if value and weak_secret(value)
+        for name, values in secrets.items()
+        if any(value and weak_secret(value) for value in values)
     ]
 
 

@@ -106,7 +106,10 @@ APPEND_SLASH = False
 LOGIN_URL = "/login"
 LOGIN_REDIRECT_URL = "/app"
 PASSWORD_URL = "/app/password"
-AUTHENTICATION_BACKENDS = ["localai_cluster.accounts.passwords.SessionBackend"]
+AUTHENTICATION_BACKENDS = [
+    "localai_cluster.accounts.passwords.SessionBackend",
+    "localai_cluster.accounts.sessions.KeyBackend",
+]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
 SESSION_ENGINE = "localai_cluster.accounts.sessions"

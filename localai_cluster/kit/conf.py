@@ -13,7 +13,8 @@ from typing import Any
 from django.conf import settings
 
 from localai_cluster.kit import addresses, env
-from localai_cluster.kit.tls import TlsFiles
+from localai_cluster.kit.registry_settings import HINT, NO_REGISTRIES, RegistrySetting, parse_settings
+from localai_cluster.kit.tls import TlsFiles, trust_besides
 
 _ROOT = Path(__file__).resolve().parents[2]
 MOST_PRESSURE = 100
@@ -103,7 +104,8 @@ class ClusterSettings:
     )
     """The reference's switch. We always require authentication and report a false value (cluster.W003)."""
     registration_token: str = env.secret("LOCALAI_REGISTRATION_TOKEN")
-    api_key: str = env.secret("LOCALAI_API_KEY")
+    api_keys: tuple[str, ...] = env.secrets("LOCALAI_API_KEY")
+    """The administrator's fixed keys."""
     metrics_token: str = env.secret("LOCALAI_METRICS_TOKEN")
     """Token with which a scraper may read the metrics of every server process, and nothing else."""
     controller_metrics: addresses.Address | None = env.parsed(
@@ -143,6 +145,28 @@ class ClusterSettings:
     galleries: list[dict[str, Any]] = env.parsed(
         "LOCALAI_BACKEND_GALLERIES", _galleries, [], 'Use a JSON list: [{"name": …, "url": …}].'
     )
+    registries: tuple[RegistrySetting, ...] = env.setting(
+        "LOCALAI_REGISTRIES",
+        read=lambda values, _: values.parsed_secret(
+            "LOCALAI_REGISTRIES", parse_settings, NO_REGISTRIES, HINT
+        ),
+        default=(),
+        secret=True,
+    )
+    """Registries whose images the upgrade check compares."""
+    registry_config: Path | None = env.folder("LOCALAI_REGISTRY_CONFIG", lambda _: None)
+    """A `config.json` with credentials of registries, as Docker writes it."""
+    registry_tls: ssl.SSLContext | None = env.parsed(
+        "LOCALAI_REGISTRY_CA", trust_besides, None, "Name a readable PEM file."
+    )
+    """Verifies registries and galleries; None for the usual CAs."""
+    github_url: str = env.parsed(
+        "LOCALAI_GITHUB_URL",
+        env.parse_base_url,
+        "https://raw.githubusercontent.com",
+        "Use the URL of a mirror, such as https://mirror.example/raw.",
+    )
+    """Base of the files that `github:` addresses name."""
     gallery_dir: Path | None = env.folder("CLUSTER_GALLERY_DIR", lambda _: None)
     """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
     model_load_wait: float = env.seconds("LOCALAI_MODEL_LOAD_WAIT", 60.0, 0.0)

@@ -164,6 +164,15 @@ class Environment:
             self.refuse(name, f"{raw!r} is {error}", hint)
             return default
 
+    def parsed_secret(self, name: str, parse: Parse[T], default: T, hint: str) -> T:
+        """Return the secret as `parse` returns it, as `parsed` does; a problem never quotes it."""
+        raw = self.secret(name)
+        try:
+            return parse(raw) if raw else default
+        except ValueError as error:
+            self.refuse(name, f"is {error}", hint)
+            return default
+
     def boolean(self, name: str, default: bool = False) -> bool:
         """Read a switch."""
         return self.parsed(name, parse_bool, default, "Use true or false.")
@@ -225,6 +234,15 @@ def text(name: str, default: str = "") -> Any:
 def secret(name: str) -> Any:
     """Return a secret field."""
     return setting(name, read=lambda env, _: env.secret(name), secret=True)
+
+
+def secrets(name: str) -> Any:
+    """Return a field with the secrets of a list that is separated by commas."""
+
+    def read(env: Environment, _: Values) -> tuple[str, ...]:
+        return tuple(secret for part in env.secret(name).split(",") if (secret := part.strip()))
+
+    return setting(name, read=read, default=(), secret=True)
 
 
 def seed(name: str, role: nkeys.Role) -> Any:

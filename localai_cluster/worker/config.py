@@ -13,12 +13,24 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
+from localai_cluster.gallery_index import GITHUB_URL
 from localai_cluster.kit.addresses import local_address, split_host_port
-from localai_cluster.kit.env import Environment, Problem, number_parser, parse_bool, parse_duration
+from localai_cluster.kit.env import (
+    Environment,
+    Problem,
+    number_parser,
+    parse_base_url,
+    parse_bool,
+    parse_duration,
+)
 from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit.registry_settings import HINT as REGISTRIES_HINT
+from localai_cluster.kit.registry_settings import NO_REGISTRIES, parse_settings
+from localai_cluster.kit.tls import trust_besides
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
+from localai_cluster.registries.access import Access, default_config
 from localai_cluster.worker.hardware import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
@@ -166,6 +178,27 @@ SETTINGS = (
         names=("LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES"),
     ),
     _option(
+        "registries",
+        "Registries of images: a JSON list of host, username, password, realm (URL of a token service on "
+        "another host that may get the password) and plain_http. Secret.",
+        REGISTRIES_HINT,
+    ),
+    _option(
+        "registry_config",
+        "File with credentials of registries, as `docker login` writes it. "
+        "Default: $DOCKER_CONFIG/config.json or ~/.docker/config.json.",
+    ),
+    _option(
+        "registry_ca",
+        "CA certificates that registries and galleries over https:// may have besides the usual ones.",
+        "Name a readable PEM file.",
+    ),
+    _option(
+        "github_url",
+        f"Base URL of the files that github: addresses name. Default: {GITHUB_URL}.",
+        "Use the URL of a mirror, such as https://mirror.example/raw.",
+    ),
+    _option(
         "models_path",
         "Folder for staged models. Default: ./models.",
         names=("LOCALAI_MODELS_PATH", "MODELS_PATH"),
@@ -269,6 +302,10 @@ class Config:
     backends_path: Path
     backends_system_path: Path
     galleries: tuple[Gallery, ...]
+    registries: Access
+    registry_tls: ssl.SSLContext | None
+    """Verifies registries and galleries; None for the usual CAs."""
+    github_url: str
     models_path: Path
     heartbeat_interval: float
     labels: Mapping[str, str]
@@ -319,6 +356,9 @@ def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.
         backends_path=backends,
         backends_system_path=reader.path("backends_system_path", Path("/var/lib/local-ai/backends")),
         galleries=reader.parsed("backend_galleries", _galleries, ()),
+        registries=_registries(reader, environment),
+        registry_tls=reader.parsed("registry_ca", trust_besides, None),
+        github_url=reader.parsed("github_url", parse_base_url, GITHUB_URL),
         models_path=reader.path("models_path", Path("models")),
         heartbeat_interval=reader.parsed("heartbeat_interval", parse_duration, 0.0) or DEFAULT_HEARTBEAT,
         labels=_labels(reader.text("node_labels")),
@@ -402,6 +442,12 @@ def _nats(reader: _Reader) -> Servers | None:
     except ValueError as error:
         reader.refuse("nats_jwt", f"cannot be used: {error}")
         return None
+
+
+def _registries(reader: _Reader, environment: Mapping[str, str]) -> Access:
+    setting = BY_KEY["registries"]
+    settings = reader.environment.parsed_secret(setting.name, parse_settings, NO_REGISTRIES, setting.hint)
+    return Access(settings, reader.path("registry_config", default_config(environment)))
 
 
 def _addresses(reader: _Reader) -> tuple[int, str]:

@@ -34,15 +34,8 @@ from localai_cluster.worker.backend_store import (
 from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
-from localai_cluster.worker.installer import (
-    Installer,
-    InstallFailed,
-    InstallSource,
-    ProgressStream,
-    Report,
-    Tick,
-    ignore,
-)
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
+from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
 from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)

@@ -40,9 +40,10 @@ from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
-from localai_cluster.worker.installer import Installer, ProgressStream
+from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator, open_probe_listener
+from localai_cluster.worker.progress import ProgressStream
 from localai_cluster.worker.registration import BusCredentials
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,9 @@ class Worker:
             self._capability,
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
+            access=config.registries,
+            github_url=config.github_url,
+            copies=config.data_dir / "cache" / "gallery",
         )
         return InstallCommands(
             config, store, installer, self._supervisor, self._open_progress, self._gpus.known
@@ -346,8 +350,10 @@ async def run(config: Config, identity: NodeIdentity) -> None:
         stack.enter_context(listener)
         guardian = await asyncio.to_thread(processes.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
-        # Other galleries are verified by the system's CAs, not by those for the control plane.
-        downloads = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
+        # Galleries and registries are verified by their own CAs, not by those for the control plane.
+        downloads = await stack.enter_async_context(
+            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_tls or True)
+        )
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)
         )

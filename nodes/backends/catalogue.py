@@ -167,7 +167,7 @@ reader = Reader()
 
 async def read_all(listed: Sequence[Gallery]) -> Offer:
     """Read all galleries now, in parallel and each within `READ_WITHIN`."""
-    async with httpx.AsyncClient(timeout=READ_WITHIN) as client:
+    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_tls or True) as client:
         results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
     builds = [build for result in results if not isinstance(result, str) for build in result]
     problems = {
@@ -180,7 +180,10 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
     """Return the entries, or the reason why the gallery cannot be read."""
     try:
         async with asyncio.timeout(READ_WITHIN):
-            return await gallery_index.fetch(gallery, client, served=_served)
+            index = await gallery_index.fetch(
+                gallery, client, served=_served, github_url=conf.cluster().github_url
+            )
+            return index.entries
     except GalleryUnreadable as error:
         return error.message
     except TimeoutError:

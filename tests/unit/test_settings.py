@@ -9,6 +9,8 @@ from django.core.checks import run_checks
 from localai_cluster.kit import conf, env
 from localai_cluster.kit.env import weak_secret
 
+STRONG = "f4ac1d9e07b35582aa"
+
 WRONG = {
     "PORT": "abc",
     "LOG_LEVEL": "loud",
@@ -80,7 +82,11 @@ def test_other_readers_name_their_setting_too() -> None:
         ({"nats_url": "nats://"}, "cluster.E003", "LOCALAI_NATS_URL"),
         ({"nats_url": "nats://u:hunter2@h:99999"}, "cluster.E003", "LOCALAI_NATS_URL"),
         ({"database_url": "postgresql://h:abc/x"}, "cluster.E003", "DATABASE_URL"),
-        ({"host": "0.0.0.0", "api_key": "changeme-changeme-changeme"}, "cluster.E004", "LOCALAI_API_KEY"),
+        (
+            {"host": "0.0.0.0", "api_keys": (STRONG, "changeme" * 3)},
+            "cluster.E004",
+            "LOCALAI_API_KEY",
+        ),
         ({"host": "0.0.0.0", "metrics_token": "short"}, "cluster.E004", "LOCALAI_METRICS_TOKEN"),
         ({"allow_shared_token_nodes": True}, "cluster.W001", "LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
     ],
@@ -166,3 +172,11 @@ def test_the_bounds_of_routing_by_prefix(name: str, wrong: list[str], right: str
         assert problem.setting == name
         assert problem.hint.startswith("Use ")
     assert not conf.load({name: right})[1].problems
+
+
+def test_several_keys_of_the_administrator() -> None:
+    """Commas separate them; blanks around them and empty ones do not count."""
+    found = conf.load({"LOCALAI_API_KEY": " one-key , two-key,,"})[0]
+    assert found.api_keys == ("one-key", "two-key")
+    assert conf.load({"LOCALAI_API_KEY": ","})[0].api_keys == ()
+    assert "one-key" not in repr(found)

@@ -18,7 +18,7 @@ from localai_cluster.worker import hardware, identity
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
-from localai_cluster.worker.installer import ProgressStream, Tick, event
+from localai_cluster.worker.progress import ProgressStream, Tick, event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
 
