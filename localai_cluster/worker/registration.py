@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from localai_cluster import __version__
-from localai_cluster.kit import clock
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
@@ -80,10 +80,8 @@ def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, st
 
 def pauses() -> Iterator[float]:
     """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
-    pause = FIRST_PAUSE
-    for _ in range(ATTEMPTS - 1):
-        yield pause
-        pause = min(pause * 2, LONGEST_PAUSE)
+    for failures in range(1, ATTEMPTS):
+        yield backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
 
 
 async def register(
@@ -169,7 +167,7 @@ class BusCredentials:
         self._lifetime: float | None = None
         self._due_at: float | None = None
         self._refused = asyncio.Event()
-        self._pending_pause = PENDING_FIRST
+        self._pending_polls = 0
         self._not_before = 0.0
         """Earliest time of a registration that is caused by a refusal of the bus."""
         self.problem = "not registered yet"
@@ -193,10 +191,11 @@ class BusCredentials:
         if servers is None:
             self.problem = "this node is awaiting approval by an administrator"
             self._bus.use(None)
-            self._due_at = clock.monotonic() + self._pending_pause
-            self._pending_pause = min(2 * self._pending_pause, PENDING_LONGEST)
+            self._pending_polls += 1
+            pause = backoff.delay(self._pending_polls, first=PENDING_FIRST, longest=PENDING_LONGEST)
+            self._due_at = clock.monotonic() + pause
             return
-        self.problem, self._pending_pause = "", PENDING_FIRST
+        self.problem, self._pending_polls = "", 0
         self._has_credentials = servers.credentials is not None
         if not self._has_credentials:
             self._not_before = clock.monotonic() + NO_CREDENTIALS_PAUSE

@@ -142,7 +142,7 @@ DONE = b"data: [DONE]\n\n"
 
 def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + wire.encode(content) + b"\n\n"
 
 
 class Chunks(ABC):

@@ -39,7 +39,7 @@ class Envelope:
     """The form of a dialect's errors."""
 
     render: Callable[[ClusterError], Answer]
-    body: type[msgspec.Struct]
+    body: type[wire.ResponseBody]
 
 
 OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
@@ -61,7 +61,7 @@ class Route:
     form: bool = False
     envelope: Envelope = OPENAI
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | None = None
+    response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
     """Content types of responses beside JSON."""
     description: str = ""

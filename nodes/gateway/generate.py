@@ -4,7 +4,7 @@ The first piece of a stream must arrive within the request limit, each later pie
 (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A complete response is one piece, which saves work per
 token, so the request limit covers all of it. A disconnecting client cancels both kinds of calls.
 
-`docs/inference.md` documents each field of a call and a reply for authors of engines.
+`docs/engines.md` and `docs/inference-fields.md` document each field of a call and a reply.
 """
 
 import asyncio

@@ -211,8 +211,10 @@ def test_volumes_and_secrets_of_the_compose_file_are_declared() -> None:
 def test_the_keys_of_the_bus_are_made_where_the_compose_file_expects_them(
     whole: Installed, tmp_path: Path
 ) -> None:
-    """The command of docs/operating.md makes what NATS and the secrets mount."""
-    (line,) = re.findall(r"localai-cluster-manage (nats_config .*)", (ROOT / "docs/operating.md").read_text())
+    """The command of docs/operating/install.md makes what NATS and the secrets mount."""
+    (line,) = re.findall(
+        r"localai-cluster-manage (nats_config .*)", (ROOT / "docs/operating/install.md").read_text()
+    )
     command = [word.replace("examples/containers", str(tmp_path)) for word in shlex.split(line)]
     done = whole.run("localai-cluster-manage", *command)
     assert done.returncode == 0, done.stderr
