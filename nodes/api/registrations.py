@@ -250,9 +250,9 @@ _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(
     "Registered",
-    "The answer to a registration. `fingerprint` is the SHA-256 of the secret that identifies the node from now "
-    "on. Only an approved node gets credentials for the message bus, new ones each "
-    "time; `nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
+    "The answer to a registration. `fingerprint` is the SHA-256 of the secret that identifies the node from "
+    "now on. Only an approved node gets credentials for the message bus, new ones each time; "
+    "`nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
     [
         field("id", UUID),
         field("name", TEXT),
