@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from localai_cluster.kit import names, untrusted
 
 _NUMBERS = {
@@ -328,7 +326,7 @@ def parse_file(content: bytes, source: str) -> Definition:
     working.
     """
     try:
-        return parse_definition(untrusted.load_yaml(content.decode("utf-8"), PlainLoader), source)
+        return parse_definition(untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader), source)
     except UnusableDefinition:
         raise
     except UnicodeDecodeError as error:
@@ -337,13 +335,3 @@ def parse_file(content: bytes, source: str) -> Definition:
         raise UnusableDefinition(str(error)) from error
     except Exception as error:
         raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
-
-
-class PlainLoader(untrusted.LocatedErrors, yaml.SafeLoader):
-    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias, compose everything else."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not accepted")
-        return super().compose_node(parent, index)

@@ -27,9 +27,9 @@ from nodes.dialects import (
     tokens,
 )
 from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.gateway import generate
 from nodes.gateway.endpoint import Endpoint, Handler
-from nodes.gateway.generate import generate
-from nodes.gateway.generation import Dialect, Head, TextDelta
+from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header
 
@@ -82,17 +82,8 @@ def generation_handler(dialect: Dialect) -> Handler:
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
-            return EventStream(
-                request,
-                dialect.stream_format(head),
-                lambda sink: generate(request, generation, sink, lambda: None),
-            )
-        deltas: list[TextDelta] = []
-
-        async def collect(delta: TextDelta) -> None:
-            deltas.append(delta)
-
-        await generate(request, generation, collect, deltas.clear)
+            return EventStream(request, dialect.stream_format(head), generate.stream(request, generation))
+        deltas = await generate.generate(request, generation)
         return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
 
     return answer
