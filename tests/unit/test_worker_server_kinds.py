@@ -208,9 +208,9 @@ async def in_background(*work: Any) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product's clock shows the time of the event loop, which looptime advances."""
-    monkeypatch.setattr(clock, "monotonic", lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(clock, "monotonic", asyncio.get_running_loop().time)
 
 
 @pytest.mark.looptime
