@@ -115,7 +115,13 @@ class Worker:
         self._bus = NatsBus(
             None, name=f"worker {config.node_name}", on_refused=lambda: self._bus_credentials.refused()
         )
-        self._bus_credentials = BusCredentials(self._bus, config.nats, config.nats_tls, self._register_once)
+        self._bus_credentials = BusCredentials(
+            self._bus,
+            config.nats,
+            config.nats_tls,
+            self._register_once,
+            require_auth=config.nats_require_auth or config.distributed_require_auth,
+        )
         instance = secrets.token_hex(16)
         self._control_plane = ControlPlane(
             config.register_to,
@@ -153,7 +159,7 @@ class Worker:
             self._capability,
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
-            access=config.registries,
+            access=config.registry_access,
             github_url=config.github_url,
             copies=config.data_dir / "cache" / "gallery",
         )
@@ -352,7 +358,7 @@ async def run(config: Config, identity: NodeIdentity) -> None:
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         # Galleries and registries are verified by their own CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_tls or True)
+            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True)
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)

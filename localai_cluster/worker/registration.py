@@ -62,7 +62,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "capability": capability,
         "engine_token": engine_token,
         "max_replicas_per_model": slots,
-        "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
@@ -148,8 +148,17 @@ takes a worker that has just registered for a minute to be healthy, and sends it
 """
 
 
+AWAITS_APPROVAL = "this node is awaiting approval by an administrator"
+AWAITS_CREDENTIALS = (
+    "the control plane has given no credentials for the message bus, and LOCALAI_NATS_REQUIRE_AUTH is set"
+)
+
+
 class BusCredentials:
-    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`."""
+    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`.
+
+    With `require_auth` the bus is never dialled without credentials.
+    """
 
     def __init__(
         self,
@@ -157,8 +166,11 @@ class BusCredentials:
         configured: Servers | None,
         tls: ssl.SSLContext | None,
         register_once: Callable[[], Awaitable[None]],
+        *,
+        require_auth: bool = False,
     ) -> None:
         self._bus = bus
+        self._require_auth = require_auth
         self._tls = tls
         self._configured = configured
         self._fixed = replace(configured, tls=tls) if configured and configured.proves_itself else None
@@ -189,7 +201,7 @@ class BusCredentials:
             self._due_at = None if is_stock else clock.monotonic() + RETRY_EVERY
             return
         if servers is None:
-            self.problem = "this node is awaiting approval by an administrator"
+            self.problem = AWAITS_APPROVAL if registered.status == PENDING else AWAITS_CREDENTIALS
             self._bus.use(None)
             self._pending_polls += 1
             pause = backoff.delay(self._pending_polls, first=PENDING_FIRST, longest=PENDING_LONGEST)
@@ -253,11 +265,11 @@ class BusCredentials:
         return min(RETRY_EVERY, max(1.0, (self._lifetime or RETRY_EVERY * 20) / 20))
 
     def _servers(self, registered: Registered) -> Servers | None:
-        """Return the servers to dial; None while the node is pending. Raise ValueError or InvalidInput."""
+        """Return the servers to dial; None while the node waits. Raise ValueError or InvalidInput."""
         jwt, seed = registered.nats_jwt, registered.nats_user_seed
         if bool(jwt) != bool(seed):
             raise ValueError("the control plane gave a JWT without its seed, or a seed without its JWT")
-        if not jwt and registered.status == PENDING:
+        if not jwt and (registered.status == PENDING or self._require_auth):
             return None
         credentials = Credentials.of(jwt, seed) if jwt else None
         servers = self._configured or self._parse_bus_url(registered.nats_url)

@@ -210,7 +210,8 @@ async def in_background(*work: Any) -> AsyncIterator[None]:
 @pytest.fixture
 async def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product's clock shows the time of the event loop, which looptime advances."""
-    monkeypatch.setattr(clock, "monotonic", asyncio.get_running_loop().time)
+    running = asyncio.get_running_loop()
+    monkeypatch.setattr(clock, "monotonic", running.time)
 
 
 @pytest.mark.looptime
