@@ -129,7 +129,7 @@ ASKS = st.lists(
     max_size=9,
 )
 LIMITS = st.builds(
-    Limits, st.sampled_from([0.1, 0.3, 1.0]), st.integers(1, 4), st.sampled_from([1.0, 1.5, 2.0])
+    Limits, st.sampled_from([0.1, 0.3, 1.0]), st.integers(0, 4), st.sampled_from([1.0, 1.5, 2.0])
 )
 
 
