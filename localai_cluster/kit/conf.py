@@ -171,6 +171,8 @@ class ClusterSettings:
     """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
     model_load_wait: float = env.seconds("LOCALAI_MODEL_LOAD_WAIT", 60.0, 0.0)
     """Longest wait of a request for a running load (C32); 0 = without limit."""
+    ollama_load_wait: float = env.seconds("CLUSTER_OLLAMA_LOAD_WAIT", 300.0, 0.0)
+    """The same on Ollama's routes, whose clients do not repeat a refused request; 0 = without limit."""
     install_timeout: float = env.seconds("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0)
     """Reply limit of `backend.install` (C21)."""
     upgrade_timeout: float = env.seconds("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0)

@@ -72,9 +72,10 @@ Work = Callable[[BackendClient], Awaitable[T]]
 """The calls to one engine; they must finish by the request's `deadline`."""
 
 
-def wait_until() -> float:
+def wait_until(*, is_patient: bool = False) -> float:
     """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
-    budget = conf.cluster().model_load_wait
+    cluster = conf.cluster()
+    budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
@@ -101,7 +102,7 @@ class Gateway:
         The request's deadline is set with its first replica and covers all further replicas. For a streamed
         response it is the limit of the first piece.
         """
-        request.wait_until, losses = wait_until(), 0
+        request.wait_until, losses = wait_until(is_patient=request.is_patient), 0
         for attempt in range(1, MAX_REPLICAS + 1):
             replica = await self._acquire(request)
             request.deadline = min(request.deadline, clock.monotonic() + conf.cluster().request_timeout)

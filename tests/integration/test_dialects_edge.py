@@ -41,7 +41,9 @@ KINDS = {MESSAGES: SSE, RESPONSES: SSE, OLLAMA: NDJSON, GENERATE: NDJSON}
 def definitions(tmp_path: Path, settings: Settings) -> Path:
     """A models folder with `m`; requests hardly wait for a load."""
     (tmp_path / "m.yaml").write_text(DEFINITION)
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2)
+    settings.CLUSTER = dataclasses.replace(
+        settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2, ollama_load_wait=0.2
+    )
     return tmp_path
 
 
