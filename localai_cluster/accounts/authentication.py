@@ -5,7 +5,6 @@ Both set a `Principal` as `request.user`. Views are open to admins unless they d
 workers' routes use `nodes/api/worker_routes.py`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
@@ -40,13 +39,9 @@ def client_address(request: HttpRequest | Request) -> str:
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
-def _header_of(request: Request) -> Callable[[str], str]:
-    return lambda name: request.headers.get(name, "")
-
-
 def _owner_of_headers(request: Request) -> Principal | None:
     """Return the owner of the credential in the headers, in at most one query; None without a credential."""
-    credential = principals.read_credential(_header_of(request))
+    credential = principals.read_credential(request.headers)
     return None if credential is None else principals.owner_of(credential)
 
 
@@ -62,7 +57,7 @@ class BearerAuthentication(BaseAuthentication):
         if caller is None:
             return None
         if not caller.is_authenticated:
-            if principals.offered_credential(_header_of(request)):
+            if principals.offered_credential(request.headers):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return caller, None
@@ -165,7 +160,7 @@ class SignInAuthentication(CookieAuthentication):
 
 def user_of_key(request: Request) -> KeyUser | None:
     """Return the user of the key in the headers, None without a valid one; a wrong key is counted."""
-    key = principals.offered_credential(_header_of(request))
+    key = principals.offered_credential(request.headers)
     user: KeyUser | None = KeyBackend().authenticate(None, key) if key else None
     if key and user is None:
         throttle.api_keys().note(client_address(request), clock.now())

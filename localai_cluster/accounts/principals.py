@@ -12,7 +12,7 @@ path reads it in the statement that picks a replica (`nodes/replicas/statements.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
@@ -182,14 +182,21 @@ class StoredKey:
     hash: str
 
 
-def offered_credential(header: Callable[[str], str]) -> str | None:
-    """Return the credential in one of the accepted headers (§0.2), None if there is none.
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
-    `header` returns a header's value, or "" if it is absent.
-    """
-    if authorization := header("authorization"):
+
+def credential_headers(scope: Any) -> dict[str, str]:
+    """Return the headers of a raw request or websocket that may hold a credential, by name."""
+    return {
+        name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CREDENTIALS
+    }
+
+
+def offered_credential(headers: Mapping[str, str]) -> str | None:
+    """Return the credential in one of the accepted headers (§0.2), None if there is none."""
+    if authorization := headers.get("authorization"):
         return bearer(authorization)
-    return header("x-api-key") or header("xi-api-key") or None
+    return headers.get("x-api-key") or headers.get("xi-api-key") or None
 
 
 def find_static_key(credential: str) -> int | None:
@@ -207,9 +214,9 @@ def classify_credential(credential: str) -> Principal | StoredKey:
     return ANONYMOUS
 
 
-def read_credential(header: Callable[[str], str]) -> Principal | StoredKey | None:
+def read_credential(headers: Mapping[str, str]) -> Principal | StoredKey | None:
     """Return the classified credential of a request's headers; None if they have none."""
-    credential = offered_credential(header)
+    credential = offered_credential(headers)
     return None if credential is None else classify_credential(credential)
 
 

@@ -15,7 +15,6 @@ periodically.
 
 import hashlib
 import io
-from collections.abc import Callable
 from typing import Any
 
 from channels.auth import get_user
@@ -161,7 +160,8 @@ class PrincipalMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Read the principal, in at most two queries; count a wrong key like one over REST."""
         principal = without_newcomers(await principal_of_socket(scope))
-        if not principal.is_authenticated and principals.offered_credential(_header_of(scope)):
+        offered = principals.offered_credential(principals.credential_headers(scope))
+        if offered and not principal.is_authenticated:
             await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
         entries = {
             "principal": principal,
@@ -185,15 +185,10 @@ def without_newcomers(principal: Principal) -> Principal:
 
 async def principal_of_socket(scope: Any) -> Principal:
     """Return the caller; a wrong credential is anonymous, even together with a valid session."""
-    credential = principals.read_credential(_header_of(scope))
+    credential = principals.read_credential(principals.credential_headers(scope))
     if credential is not None:
         return await database_sync_to_async(principals.owner_of)(credential)
     return principals.of_session(await get_user(scope))
-
-
-def _header_of(scope: Any) -> Callable[[str], str]:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    return lambda name: headers.get(name, "")
 
 
 async def current_principal(scope: Any) -> Principal:

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import orjson
+from django.utils.functional import Promise
 from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import untrusted
@@ -45,6 +46,9 @@ class Answer:
 class ResponseBody(msgspec.Struct):
     """Base of the JSON objects in responses of raw routes; a field that may be absent has `UnsetType`."""
 
+    has_other_fields: ClassVar[bool] = False
+    """True if a response has more fields than the class names."""
+
 
 class LoadProgress(ResponseBody):
     """Where the load stands, when the wait for it is over but the load goes on."""
@@ -80,9 +84,22 @@ class ErrorBody(ResponseBody):
     loading: LoadProgress | UnsetType = UNSET
 
 
+def _plain_text(value: Any) -> str:
+    """Return the text of a `str` of a library, such as Django's lazy and safe ones, which msgspec refuses."""
+    if isinstance(value, Promise):
+        value = str(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"{type(value).__name__} is not JSON")
+
+
+encode = msgspec.json.Encoder(enc_hook=_plain_text).encode
+"""Return the value as JSON."""
+
+
 def json_answer(body: ResponseBody, status: int = 200, headers: Iterable[Header] = ()) -> Answer:
     """Return a response with this object as JSON."""
-    return Answer(msgspec.json.encode(body), status, tuple(headers))
+    return Answer(encode(body), status, tuple(headers))
 
 
 def client_of(scope: Scope) -> str:

@@ -262,7 +262,7 @@ class InstallCommands:
         return self._supervisor.of_backend(await asyncio.to_thread(self._store.identity, name))
 
     def _source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
-        galleries: tuple[Gallery, ...] = self._config.galleries
+        galleries: tuple[Gallery, ...] = self._config.backend_galleries
         if request.backend_galleries:
             galleries = decode_galleries(request.backend_galleries)
         if request.uri:

@@ -141,7 +141,7 @@ class Worker:
             self._capability,
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
-            access=config.registries,
+            access=config.registry_access,
             github_url=config.github_url,
             copies=config.data_dir / "cache" / "gallery",
         )
@@ -296,7 +296,7 @@ async def run(config: Config, identity: NodeIdentity) -> None:
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         # Galleries and registries are verified by their own CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_tls or True)
+            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True)
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from localai_cluster import __version__
-from localai_cluster.kit import clock
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
@@ -54,7 +54,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "capability": capability,
         "engine_token": engine_token,
         "max_replicas_per_model": slots,
-        "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
@@ -72,10 +72,8 @@ def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, st
 
 def pauses() -> Iterator[float]:
     """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
-    pause = FIRST_PAUSE
-    for _ in range(ATTEMPTS - 1):
-        yield pause
-        pause = min(pause * 2, LONGEST_PAUSE)
+    for failures in range(1, ATTEMPTS):
+        yield backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
 
 
 async def register(
@@ -150,7 +148,7 @@ class BusCredentials:
         self._lifetime: float | None = None
         self._due_at: float | None = None
         self._refused = asyncio.Event()
-        self._pending_pause = PENDING_FIRST
+        self._pending_polls = 0
         self._not_before = 0.0
         """Earliest time of a registration that is caused by a refusal of the bus."""
         self.problem = "not registered yet"
@@ -173,11 +171,12 @@ class BusCredentials:
         if servers is None:
             self.problem = "this node is awaiting approval by an administrator"
             self._bus.use(None)
-            self._due_at = clock.monotonic() + self._pending_pause
-            self._pending_pause = min(2 * self._pending_pause, PENDING_LONGEST)
+            self._pending_polls += 1
+            pause = backoff.delay(self._pending_polls, first=PENDING_FIRST, longest=PENDING_LONGEST)
+            self._due_at = clock.monotonic() + pause
             return
         assert servers.credentials is not None
-        self.problem, self._pending_pause = "", PENDING_FIRST
+        self.problem, self._pending_polls = "", 0
         self._lifetime = servers.credentials.lifetime
         # Counted from the receipt: the clocks of this machine and of the control plane may differ.
         self._due_at = None if self._lifetime is None else clock.monotonic() + REFRESH_AT * self._lifetime

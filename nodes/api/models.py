@@ -39,8 +39,9 @@ from nodes.definitions import folder, use_cases
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway
 from nodes.models import BackendNode, NodeModel
-from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
+from nodes.registry.shape import NODE_STATUS
 from nodes.replicas import unload_requests
+from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from operations.executor.work import in_thread

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from localai_cluster.kit import names, untrusted
 from nodes.definitions import use_cases
 
@@ -348,7 +346,7 @@ def parse_file(content: bytes, source: str) -> Definition:
 
 def _parse(content: bytes, convert: Callable[[object], T]) -> T:
     try:
-        return convert(untrusted.load_yaml(content.decode("utf-8"), PlainLoader))
+        return convert(untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader))
     except UnusableDefinition:
         raise
     except UnicodeDecodeError as error:
@@ -357,13 +355,3 @@ def _parse(content: bytes, convert: Callable[[object], T]) -> T:
         raise UnusableDefinition(str(error)) from error
     except Exception as error:
         raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
-
-
-class PlainLoader(untrusted.LocatedErrors, yaml.SafeLoader):
-    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias, compose everything else."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not accepted")
-        return super().compose_node(parent, index)

@@ -122,7 +122,7 @@ def to_sampling(
     )
 
 
-_UNUSED = (None, False, "", "none", [], {})
+_UNUSED: tuple[Any, ...] = (None, False, "", "none", [], {})
 """Values with which a client leaves a feature unused: some send every field of their form."""
 
 
@@ -153,7 +153,12 @@ DONE = b"data: [DONE]\n\n"
 
 def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + wire.encode(content) + b"\n\n"
+
+
+def render_events(contents: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return several events."""
+    return b"".join(map(render_event, contents))
 
 
 class Chunks(ABC):
@@ -176,13 +181,6 @@ class CompletionEvents(Chunks):
     def __init__(self, head: Head) -> None:
         self._head = head
         self._ended: list[TextDelta] = []
-
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
-
-    @abstractmethod
-    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]: ...
 
     def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> dict[str, Any]:
         chunk: dict[str, Any] = {

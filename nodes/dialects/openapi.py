@@ -34,7 +34,7 @@ _DIGEST_PARAMETER: Operation = {
 _BYTES: Operation = {"type": "string", "format": "binary"}
 
 
-def error_answers(*statuses: int, body: type = wire.ErrorBody) -> dict[str, Operation]:
+def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
     """Return the error responses for these statuses, in the envelope of a dialect."""
     content = json_body(response_schema_of(body))
     return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}

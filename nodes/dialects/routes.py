@@ -29,9 +29,9 @@ from nodes.dialects import (
     tokens,
 )
 from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.gateway import generate
 from nodes.gateway.endpoint import Endpoint, Handler
-from nodes.gateway.generate import generate
-from nodes.gateway.generation import Dialect, Head, TextDelta
+from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header
 
@@ -41,7 +41,7 @@ class Envelope:
     """The form of a dialect's errors."""
 
     render: Callable[[ClusterError], Answer]
-    body: type[msgspec.Struct]
+    body: type[wire.ResponseBody]
 
 
 OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
@@ -63,7 +63,7 @@ class Route:
     form: bool = False
     envelope: Envelope = OPENAI
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | None = None
+    response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
     """Content types of responses beside JSON."""
     description: str = ""
@@ -94,17 +94,8 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
-            return EventStream(
-                request,
-                dialect.stream_format(head),
-                lambda sink: generate(request, generation, sink, lambda: None),
-            )
-        deltas: list[TextDelta] = []
-
-        async def collect(delta: TextDelta) -> None:
-            deltas.append(delta)
-
-        await generate(request, generation, collect, deltas.clear)
+            return EventStream(request, dialect.stream_format(head), generate.stream(request, generation))
+        deltas = await generate.generate(request, generation)
         return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
 
     return answer

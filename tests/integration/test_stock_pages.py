@@ -331,7 +331,8 @@ def test_the_shell_starts_and_what_is_missing_is_a_quiet_404(
                 answer = page.get(path)
                 assert (answer.status_code, answer["Content-Type"]) == (404, "application/json"), path
                 assert set(answer.json()["error"]) == {"code", "message", "type"}
-    assert [record.getMessage() for record in caplog.records if filtered(record)] == []
+    written = [record.getMessage() for record in caplog.records if filtered(record)]
+    assert written == ["Model definition broken.yaml has no `parameters` section"], "once"
 
 
 def filtered(record: logging.LogRecord) -> bool:
@@ -357,7 +358,7 @@ def test_nothing_of_it_is_for_everyone(models: Path) -> None:
 
 @pytest.mark.rule("http-5.4")
 def test_models_state_their_use_cases(models: Path, ann: Any) -> None:
-    """§5.4: from `known_usecases`, otherwise from what the engine does; so the reference's Chat offers them."""
+    """§5.4: by `known_usecases`, otherwise by what the engine does; so the reference's Chat offers them."""
     page = signed_in()
     listed = {model["id"]: model for model in page.get("/api/models/capabilities").json()["data"]}
     flags = {name: set(model["capabilities"]) for name, model in listed.items()}
