@@ -131,8 +131,12 @@ class Config(env.SharedSettings):
     """Secret shared with the control plane, or a join token."""
     registration_require_auth: bool = setting("LOCALAI_REGISTRATION_REQUIRE_AUTH", SWITCH, "false")
     """Refuse to start without a registration token."""
+    nats_require_auth: bool = setting("LOCALAI_NATS_REQUIRE_AUTH", SWITCH, "false")
+    """Wait for credentials for the message bus; never connect without."""
     distributed_require_auth: bool = setting("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", SWITCH, "false")
-    """Implies --registration-require-auth."""
+    """Implies --registration-require-auth and --nats-require-auth."""
+    allow_stock_frontend: bool = setting("LOCALAI_WORKER_ALLOW_STOCK_FRONTEND", SWITCH, "false")
+    """Serve a stock LocalAI frontend also where LocalAI Cluster has accepted this worker's secret."""
     node_name: str = setting("LOCALAI_NODE_NAME", _NAME, lambda _: _host_name(), "the host name")
     """Unique name of this node."""
     node_labels: Mapping[str, str] = setting("LOCALAI_NODE_LABELS", Kind(_labels, "k=v,k=v", {}))
@@ -185,7 +189,7 @@ class Config(env.SharedSettings):
         lambda values: str(values["backends_path"].parent),
         "the folder above the backends",
     )
-    """Folder for the node's secret."""
+    """Folder for the node's secret and the list of servers that have accepted it."""
     source_roots: tuple[Path, ...] = setting(
         "LOCALAI_WORKER_SOURCE_ROOTS",
         _ROOTS,

@@ -110,6 +110,10 @@ class InstallCommands:
             await asyncio.wait({task}, timeout=_POLL_SECONDS)
         return not task.cancelled() and task.exception() is None and not task.result().success
 
+    async def cancel_all(self) -> None:
+        """End all running commands. Raise Conflict if one has not ended in time."""
+        await asyncio.gather(*(self._cancel(command) for command in list(self._running.values())))
+
     async def close(self) -> None:
         """Cancel the running commands."""
         self._installer.close()

@@ -1,6 +1,7 @@
 """The command `localai-cluster-worker`: settings from flags and environment, logging, exit codes.
 
 Exit code 0 after an orderly stop, 2 for wrong settings (one line each, with the fix), 1 for any other error.
+`localai-cluster-worker check` reports what the worker would meet; its exit code is 1 if it finds a problem.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import click
 
 from localai_cluster.kit import env, logs
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.worker import identity
+from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.lifecycle import run
 
@@ -51,15 +52,29 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(cls=_GroupedHelp, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("command", type=click.Choice(["run", "check"]), default="run")
 @_with_settings
-def main(**given: str | None) -> None:
-    """Runs the LocalAI Cluster worker of this machine until it is stopped."""
-    sys.exit(_run(given))
+def main(command: str, **given: str | None) -> None:
+    """Runs the LocalAI Cluster worker of this machine until it is stopped.
+
+    With the argument `check` it reports what the worker would meet, and starts nothing.
+    """
+    sys.exit(_run(given, check_only=command == "check"))
 
 
-def _run(options: dict[str, Any]) -> int:
+def _check(config: Config) -> int:
+    lines = asyncio.run(check.report(config, identity.NodeIdentity(config.data_dir)))
+    for line in lines:
+        is_problem = isinstance(line, check.Problem)
+        click.echo(f"error: {line}" if is_problem else line, err=is_problem)
+    return int(any(isinstance(line, check.Problem) for line in lines))
+
+
+def _run(options: dict[str, Any], *, check_only: bool) -> int:
     try:
         config = build(options)
+        if check_only:
+            return _check(config)
         logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
         # It would log one line per heartbeat.
         logging.getLogger("httpx").setLevel(logging.WARNING)
