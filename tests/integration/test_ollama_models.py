@@ -1,6 +1,5 @@
 """Ollama's routes about models (review C6, C12): load, unload, pull, and those that clients may not use."""
 
-import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ from pytest_django import Settings
 
 from localai_cluster.accounts.principals import create_api_key
 from localai_cluster.asgi import application
+from localai_cluster.kit import clock
 from nodes.gateway import gateway
 from operations.models import Operation
 from tests.support import hot
@@ -191,9 +191,9 @@ def test_ollamas_clients_wait_longer_for_a_load(settings: Settings) -> None:
     async def scenario(client: hot.Client, _: Any) -> list[float]:
         taken = []
         for path, body in (("/v1/completions", {"prompt": "x"}), (GENERATE, {"prompt": "x"})):
-            began = asyncio.get_running_loop().time()
+            began = clock.monotonic()
             assert (await reply(client.post(path, {"model": "m", **body}))).status == 503
-            taken.append(asyncio.get_running_loop().time() - began)
+            taken.append(clock.monotonic() - began)
         return taken
 
     others, ollamas = play(scenario)
