@@ -167,7 +167,7 @@ reader = Reader()
 
 async def read_all(listed: Sequence[Gallery]) -> Offer:
     """Read all galleries now, in parallel and each within `READ_WITHIN`."""
-    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_tls or True) as client:
+    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_ca or True) as client:
         results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
     builds = [build for result in results if not isinstance(result, str) for build in result]
     problems = {
