@@ -214,7 +214,7 @@ async def _storage_size() -> int:
     return _storage[1]
 
 
-class _ModelView(APIView):
+class _DefinitionView(APIView):
     """A route about one definition; errors are flat."""
 
     envelope = "flat"
@@ -225,7 +225,7 @@ class _ModelView(APIView):
             raise errors.NotFound("model configuration not found")
 
 
-class ConfigurationView(_ModelView):
+class ConfigurationView(_DefinitionView):
     """`/api/models/config-json/:model`."""
 
     renderer_classes = [FastJSONRenderer]
@@ -247,7 +247,7 @@ class ConfigurationView(_ModelView):
         return Response(document)
 
 
-class PinView(_ModelView):
+class PinView(_DefinitionView):
     """`/models/toggle-pinned/:model/:action`."""
 
     @extend_schema(
@@ -269,7 +269,7 @@ class PinView(_ModelView):
         return Response(CHANGED.of(success=True, message=f"model {model} {kept}"))
 
 
-class ReloadView(_ModelView):
+class ReloadView(_DefinitionView):
     """`/models/reload`."""
 
     @extend_schema(
