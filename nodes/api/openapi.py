@@ -15,6 +15,7 @@ from nodes.api import (
     node_settings,
     nodes,
     registrations,
+    stock,
 )
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
@@ -54,6 +55,7 @@ COMPONENTS: tuple[Named, ...] = (
     *join.COMPONENTS,
     *models.COMPONENTS,
     *nodes.COMPONENTS,
+    *stock.COMPONENTS,
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,

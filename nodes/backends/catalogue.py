@@ -191,7 +191,7 @@ class Reading:
 
 async def read_all(listed: Sequence[Gallery]) -> list[Reading]:
     """Read all galleries now, in parallel and each within `READ_WITHIN`."""
-    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_tls or True) as client:
+    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_ca or True) as client:
         results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
     return [Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
 
