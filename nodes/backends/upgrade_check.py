@@ -60,7 +60,7 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
     try:
         async with (
             asyncio.timeout(ALL_WITHIN),
-            httpx.AsyncClient(timeout=DIGESTS_WITHIN, verify=settings.registry_tls or True) as client,
+            httpx.AsyncClient(timeout=DIGESTS_WITHIN, verify=settings.registry_ca or True) as client,
         ):
             registries = Registries(client, Access(settings.registries, settings.registry_config))
             await asyncio.gather(*(read(uri, registries) for uri in unique_uris[:MOST]))
