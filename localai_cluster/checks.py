@@ -119,7 +119,7 @@ def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]
     """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
     cluster = conf.cluster()
     messages: list[CheckMessage] = []
-    if not cluster.require_auth:
+    if not (cluster.require_auth and cluster.nats_require_auth):
         messages.append(
             Warning(
                 "LOCALAI_DISTRIBUTED_REQUIRE_AUTH and LOCALAI_NATS_REQUIRE_AUTH cannot be switched off.",

@@ -172,6 +172,7 @@ class WrongKey(errors.NotAuthenticated):
     """
 
     message = "Incorrect API key provided."
+    code = "invalid_api_key"
 
 
 @dataclass(frozen=True, slots=True)

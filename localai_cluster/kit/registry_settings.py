@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-HINT = 'Use a JSON list such as [{"host": "registry.example", "username": "reader", "password": "…"}].'
+REGISTRIES_EXAMPLE = '[{"host": "registry.example", "username": "reader", "password": "…"}]'
 _WANTED = 'not a JSON list of {"host": …, "username": …, "password": …, "realm": …, "plain_http": …}'
 
 
@@ -22,10 +22,7 @@ class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"RegistrySetting({self.host!r})"
 
 
-NO_REGISTRIES: tuple[RegistrySetting, ...] = ()
-
-
-def parse_settings(text: str) -> tuple[RegistrySetting, ...]:
+def parse_registries(text: str) -> tuple[RegistrySetting, ...]:
     """Parse LOCALAI_REGISTRIES. Raise ValueError, which never quotes the text."""
     try:
         settings = msgspec.json.decode(text.encode("utf-8", "replace"), type=tuple[RegistrySetting, ...])

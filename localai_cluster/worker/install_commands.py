@@ -110,6 +110,10 @@ class InstallCommands:
             await asyncio.wait({task}, timeout=_POLL_SECONDS)
         return not task.cancelled() and task.exception() is None and not task.result().success
 
+    async def cancel_all(self) -> None:
+        """End all running commands. Raise Conflict if one has not ended in time."""
+        await asyncio.gather(*(self._cancel(command) for command in list(self._running.values())))
+
     async def close(self) -> None:
         """Cancel the running commands."""
         self._installer.close()
@@ -262,7 +266,7 @@ class InstallCommands:
         return self._supervisor.of_backend(await asyncio.to_thread(self._store.identity, name))
 
     def _source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
-        galleries: tuple[Gallery, ...] = self._config.galleries
+        galleries: tuple[Gallery, ...] = self._config.backend_galleries
         if request.backend_galleries:
             galleries = decode_galleries(request.backend_galleries)
         if request.uri:

@@ -75,12 +75,17 @@ class Endpoint:
     limit: int | None = None
     form: bool = False
     refused: Callable[[ClusterError], Answer] = wire.error_answer
+    is_patient: bool = False
+    """True if the requests wait longer for a load."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request; send nothing to a disconnected client."""
         started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
-            client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
+            client_address=wire.client_of(scope),
+            request_id=request_id.get(),
+            path=scope["path"],
+            is_patient=self.is_patient,
         )
         limit = self.limit or wire.MAX_BODY
         body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)

@@ -300,9 +300,14 @@ async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls
 
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
     """Return the conversation with the prompt rendered by the definition's template, if it has one."""
-    if definition.generation.template:
-        return replace(prompt, rendered=await templates.render(definition.generation.template, prompt))
-    return prompt
+    template = definition.generation.template
+    if not template:
+        return prompt
+    if prompt.tools and not templates.has_tools(template):
+        raise InvalidInput(
+            "tools: the template of this model's definition has no place for them", field="tools"
+        )
+    return replace(prompt, rendered=await templates.render(template, prompt))
 
 
 async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:

@@ -18,7 +18,7 @@ import pytest_asyncio
 import zstandard
 
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.registry_settings import RegistrySetting, parse_settings
+from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
@@ -383,7 +383,7 @@ def test_credentials_of_a_config_file(tmp_path: Path) -> None:
 )
 def test_a_wrong_list_of_registries_is_refused_and_not_quoted(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a|wrong") as refused:
-        parse_settings(text)
+        parse_registries(text)
     assert "hidden-word" not in str(refused.value)
 
 

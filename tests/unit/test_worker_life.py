@@ -99,9 +99,9 @@ def test_all_wrong_settings_are_reported_together_without_secrets() -> None:
     with pytest.raises(InvalidSettings) as refused:
         config(**wrong, nats_url="nats://me:hush@[::1", register_to="")
     lines = refused.value.message.splitlines()
-    flags = ("--addr", "--advertise-addr", "--nats-url", "--download-rate", "--register-to")
+    flags = ("--nats-url", "--addr", "--advertise-addr", "--download-rate", "--register-to")
     assert [line.partition("(")[2].partition(")")[0] for line in lines] == list(flags)
-    assert lines[0] == (
+    assert lines[1] == (
         "LOCALAI_ADDR (--addr): 'nonsense' is not host:port. Use host:port, such as gpu-1.example:50051."
     )
     assert "hush" not in refused.value.message
