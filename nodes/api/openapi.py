@@ -20,7 +20,7 @@ from nodes.api import (
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_routes import WORKER_REFUSAL
-from nodes.backends.catalogue import ENTRY, WHERE
+from nodes.backends.catalogue import ENTRY, VARIANT, WHERE
 from nodes.loading import reason_shapes
 from nodes.registry import node_rows, shape
 from nodes.scheduling.store import RULE, STATE
@@ -44,6 +44,7 @@ COMPONENTS: tuple[Named, ...] = (
     node_backends.NODE_BACKEND,
     WHERE,
     ENTRY,
+    VARIANT,
     catalogue.REPOSITORY,
     catalogue.GALLERY_ERROR,
     catalogue.CATALOGUE,
