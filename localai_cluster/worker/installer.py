@@ -273,7 +273,7 @@ class Installer:
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
         if self._require_integrity:
-            _check_verifiable(source)
+            await in_thread(_check_verifiable, source)
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:

@@ -33,8 +33,8 @@ def expanded(cell: str) -> list[str]:
 NAMES = sorted({name for cells in ROWS for name in expanded(cells[0])})
 
 
-def config(environment: dict[str, str] | None = None, **flags: str) -> Config:
-    return build({"register_to": SERVER, **flags}, environment or {})
+def config(variables: dict[str, str] | None = None, /, **flags: str) -> Config:
+    return build({"register_to": SERVER, **flags}, variables or {})
 
 
 @pytest.mark.rule("worker-2")
