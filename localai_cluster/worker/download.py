@@ -52,6 +52,10 @@ OpenServed = Callable[[str, Mapping[str, str]], Awaitable[httpx.Response]]
 """Opens a file of the control plane's own gallery, given its name and headers. Raises CallFailed."""
 
 
+OpenPart = Callable[[Mapping[str, str]], Awaitable[httpx.Response]]
+"""Opens an archive with these headers: status 200, 206 or 416. Raises DownloadFailed."""
+
+
 class DownloadFailed(ClusterError):
     """The archive could not be downloaded."""
 
@@ -64,11 +68,15 @@ class DownloadFailed(ClusterError):
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive to download. `sha256` is lower-case hex, "" if the gallery has none."""
+    """An archive to download. `sha256` is lower-case hex, "" if the gallery has none.
+
+    With `open` the address is only for messages.
+    """
 
     url: str
     sha256: str
     partial: Path
+    open: OpenPart | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Downloads:
 
     async def _resume(self, archive: Archive, on_bytes: OnBytes) -> None:
         offset = await asyncio.to_thread(_resume_size, archive)
-        async with self._open(archive.url, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
+        async with self._open(archive, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
             part = _response_range(answer, offset)
             if part is None:
                 # No bytes follow the present ones: the file is complete, or it belongs to another version.
@@ -183,15 +191,17 @@ class Downloads:
             raise DownloadFailed(f"{offset} of {total} bytes came", can_retry=True)
 
     @asynccontextmanager
-    async def _open(self, url: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+    async def _open(self, archive: Archive, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """Open a response with status 200, 206 or 416."""
         request_headers = {"Accept-Encoding": "identity", **headers}
-        name = gallery_index.served_name(url)
-        if name is not None:
+        name = gallery_index.served_name(archive.url)
+        if archive.open is not None:
+            answer = await archive.open(request_headers)
+        elif name is not None:
             answer = await self._open_served(name, request_headers)
         else:
-            _ = urlsplit(url).port  # ValueError for an invalid port
-            request = self._client.build_request("GET", url, headers=request_headers, timeout=None)
+            _ = urlsplit(archive.url).port  # ValueError for an invalid port
+            request = self._client.build_request("GET", archive.url, headers=request_headers, timeout=None)
             async with asyncio.timeout(HEADERS_LIMIT):
                 answer = await self._client.send(request, stream=True, follow_redirects=True)
         try:
@@ -278,18 +288,19 @@ def sha256_of(path: Path, stopped: threading.Event) -> str:
     return digest.hexdigest()
 
 
-def hash_problem(actual: str, sha256: str) -> str:
-    """Describe the mismatch of a file's hash with the gallery's; "" if they match or the gallery has none."""
+def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
+    """Describe the mismatch of a file's hash with the expected one; "" if they match or there is none."""
     if not sha256 or hmac.compare_digest(actual.encode(), sha256.encode()):
         return ""
-    return f"its sha256 is {actual}, the gallery says {sha256[:64]}"
+    return f"its sha256 is {actual}, the {source} says {sha256[:64]}"
 
 
 def _problem(archive: Archive, halt: Halt) -> str:
     """Verify the downloaded file; return the problem, or "". A wrong file is removed."""
     if not archive.sha256:
         return ""
-    problem = hash_problem(sha256_of(archive.partial, halt), archive.sha256)
+    source = "image" if archive.open else "gallery"
+    problem = hash_problem(sha256_of(archive.partial, halt), archive.sha256, source)
     if problem:
         archive.partial.unlink()
     return problem

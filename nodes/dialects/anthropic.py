@@ -465,7 +465,7 @@ class MessageEvents:
 
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
-        return b"event: error\ndata: " + msgspec.json.encode(_error(error)) + b"\n\n"
+        return b"event: error\ndata: " + wire.encode(_error(error)) + b"\n\n"
 
 
 DIALECT = Dialect(

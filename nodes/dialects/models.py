@@ -10,10 +10,10 @@ from msgspec import UNSET, UnsetType
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
-from nodes.definitions import folder
+from nodes.definitions import folder, use_cases
 from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
-from nodes.dialects.openai_common import Text
+from nodes.gateway import templates
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
@@ -32,6 +32,7 @@ class ModelBody(ResponseBody, kw_only=True):
     object: Literal["model"] = "model"
     created: Annotated[int, msgspec.Meta(description="When the definition's file was written.")]
     owned_by: str = "localai"
+    capabilities: Annotated[list[str], msgspec.Meta(description="Its use cases, such as `FLAG_CHAT`.")]
     warnings: (
         Annotated[
             list[str],
@@ -113,6 +114,7 @@ def _entry(definition: Definition) -> ModelBody:
     return ModelBody(
         id=definition.name,
         created=definition.changed,
+        capabilities=use_cases.to_flags(definition.use_cases),
         warnings=list(definition.generation.warnings) or UNSET,
     )
 
@@ -122,10 +124,10 @@ VERSION = "0.12.0"
 
 
 class ShowBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is its older field."""
+    """The body of a request; `name` is its older field. Clients may send both, one of them empty."""
 
-    model: Text | None = None
-    name: Text | None = None
+    model: str | None = None
+    name: str | None = None
 
 
 async def version(request: InferenceRequest) -> Answer:
@@ -176,16 +178,24 @@ async def show(request: InferenceRequest) -> Answer:
             template=definition.generation.template,
             details=_details(definition),
             model_info={"general.context_length": context} if context else {},
-            capabilities=_capabilities(definition),
+            capabilities=await _capabilities(definition),
             modified_at=format_time(definition.changed),
         )
     )
 
 
-def _capabilities(definition: Definition) -> list[str]:
-    if definition.options.get("Embeddings"):
-        return ["embedding"]
-    return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
+async def _capabilities(definition: Definition) -> list[str]:
+    """Return Ollama's names for what the model can do; tools only if its template is known to have them."""
+    cases, template = definition.use_cases, definition.generation.template
+    generates = "chat" in cases or "completion" in cases
+    has_tools = templates.has_tools(template) if template else await folder.has_tools(definition)
+    known = {
+        "completion": generates,
+        "tools": generates and has_tools,
+        "vision": "vision" in cases,
+        "embedding": "embeddings" in cases,
+    }
+    return [name for name, is_there in known.items() if is_there]
 
 
 def _identity(definition: Definition) -> dict[str, Any]:

@@ -154,7 +154,11 @@ class CompletionChunks(CompletionEvents):
         super().__init__(head)
         self._lengths = [0] * head.generation.choices
 
-    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return openai_common.render_events([chunk for delta in deltas for chunk in self._chunks(delta)])
+
+    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         choice = {

@@ -8,7 +8,7 @@ Events carry their type twice, as the event's name and inside, and a sequence nu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -193,6 +193,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 class ResponseObject(ResponseBody, kw_only=True):
     """OpenAI's `response`, which also repeats what the request said."""
 
+    has_other_fields: ClassVar[bool] = True
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -458,7 +459,7 @@ class ResponseEvents:
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        content_json = msgspec.json.encode({"type": kind, "sequence_number": self._number, **content})
+        content_json = wire.encode({"type": kind, "sequence_number": self._number, **content})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
 

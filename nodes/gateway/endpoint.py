@@ -75,12 +75,17 @@ class Endpoint:
     limit: int | None = None
     form: bool = False
     refused: Callable[[ClusterError], Answer] = wire.error_answer
+    is_patient: bool = False
+    """True if the requests wait longer for a load."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request; send nothing to a disconnected client."""
         started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
-            client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
+            client_address=wire.client_of(scope),
+            request_id=request_id.get(),
+            path=scope["path"],
+            is_patient=self.is_patient,
         )
         limit = self.limit or wire.MAX_BODY
         body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
@@ -202,17 +207,10 @@ def end_all() -> None:
         task.cancel()
 
 
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
-
-
 async def identify(request: InferenceRequest, scope: Scope) -> None:
     """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
-    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
-
-    def header(name: str) -> str:
-        return headers.get(name.encode(), b"").decode("latin-1")
-
-    credential = principals.read_credential(header)
+    headers = principals.credential_headers(scope)
+    credential = principals.read_credential(headers)
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
@@ -221,7 +219,7 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
         request.principal = await sessions.principal_of_request(scope)
         request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
-        if principals.offered_credential(header):
+        if principals.offered_credential(headers):
             raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:

@@ -46,7 +46,7 @@ class NoticeSettings:
     """The settings that notices are about."""
 
     registration_token: str
-    api_key: str
+    api_keys: tuple[str, ...]
     allow_shared_token_nodes: bool
 
 
@@ -166,8 +166,8 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
 
 def _secret_notices(settings: NoticeSettings) -> list[Notice]:
     secrets = (
-        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", settings.registration_token),
-        ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_key),
+        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", (settings.registration_token,)),
+        ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_keys),
     )
     return [
         _notice(
@@ -176,6 +176,6 @@ def _secret_notices(settings: NoticeSettings) -> list[Notice]:
             f"The {secret} is weak: short or easy to guess.",
             f"Set {setting} to a long random value, or let `make run` generate one.",
         )
-        for name, secret, setting, value in secrets
-        if value and weak_secret(value)
+        for name, secret, setting, values in secrets
+        if any(value and weak_secret(value) for value in values)
     ]

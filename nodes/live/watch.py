@@ -288,7 +288,7 @@ def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
 
 def _notice_settings() -> NoticeSettings:
     cluster = conf.cluster()
-    return NoticeSettings(cluster.registration_token, cluster.api_key, cluster.allow_shared_token_nodes)
+    return NoticeSettings(cluster.registration_token, cluster.api_keys, cluster.allow_shared_token_nodes)
 
 
 def _text(message: dict[str, Any]) -> str:

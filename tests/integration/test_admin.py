@@ -12,7 +12,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts.actors import Actor, ActorKind
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, leases
 from nodes.models import BackendNode, NodeEvent, NodeLabel, RevokedSecret
 from nodes.registry import claims, labels, lifecycle
 from nodes.registry.overrides import set_replica_cap
@@ -151,6 +151,10 @@ def test_what_waits_for_its_node_is_listed_and_counted_by_backend(root: Client) 
     wanted = [("bark", "w1"), ("echo", "w2"), ("echo", "w1"), ("whisper", "w1")]
     assert [(row.backend, row.node.name) for row in rows(page)] == wanted
     assert root.get("/admin/nodes/pendingbackendop/?q=echo").context["cl"].result_count == 2
+    intent = rows(page)[0]
+    shown = root.get(f"/admin/nodes/pendingbackendop/{intent.pk}/change/").context["adminform"]
+    fields = [field.field["name"] for fieldset in shown for line in fieldset for field in line]
+    assert fields[-len(leases.COLUMNS) :] == sorted(leases.COLUMNS, key=fields.index)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -114,11 +114,14 @@ def test_signing_in(ann: Any, key: str) -> None:
         "avatarUrl": "",
         "role": "admin",
         "provider": "local",
-        "permissions": {},
         "mustChangePassword": False,
     }
-    assert signed_in.json() == {"user": person}
-    assert browser.get("/api/auth/status").json()["user"] == person
+    user = signed_in.json()["user"]
+    built = {feature for feature, is_there in user.pop("permissions").items() if is_there}
+    assert {"chat", "embeddings", "images"} <= built
+    assert not {"agents", "mcp", "fine_tuning"} & built
+    assert user == person
+    assert browser.get("/api/auth/status").json()["user"].keys() == {*person, "permissions"}
     assert browser.get("/api/nodes").status_code == 200
 
 

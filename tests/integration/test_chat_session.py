@@ -88,20 +88,54 @@ def test_a_session_chats_and_an_administrator_is_told_the_node(admin: bool) -> N
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"x_csrftoken": ""}, "token missing"),
-        ({"x_csrftoken": "d" * 32}, "token from the 'X-Csrftoken' HTTP header incorrect"),
+        ({"x_csrftoken": "", "origin": ""}, "token missing"),
+        ({"x_csrftoken": "", "sec_fetch_site": "cross-site"}, "token missing"),
+        ({"x_csrftoken": "", "sec_fetch_site": "same-site"}, "token missing"),
+        ({"x_csrftoken": "", "sec_fetch_site": "none"}, "token missing"),
+        ({"x_csrftoken": "", "origin": "https://cluster.test"}, "Origin checking failed"),
+        ({"x_csrftoken": "", "origin": "http://cluster.test:81"}, "Origin checking failed"),
+        ({"x_csrftoken": "d" * 32, "origin": ""}, "token from the 'X-Csrftoken' HTTP header incorrect"),
         ({"origin": ELSEWHERE}, "Origin checking failed"),
         ({"origin": "null"}, "Origin checking failed"),
         ({"origin": ELSEWHERE, "content_type": "multipart/form-data"}, "Origin checking failed"),
-        ({"x_csrftoken": "", "content_type": "multipart/form-data"}, "token missing"),
+        ({"x_csrftoken": "", "origin": "", "content_type": "multipart/form-data"}, "token missing"),
     ],
-    ids=["no token", "wrong token", "other site", "no site", "form of another site", "form"],
+    ids=[
+        "no token",
+        "cross-site",
+        "same-site",
+        "typed",
+        "other scheme",
+        "other port",
+        "wrong token",
+        "other site",
+        "no site",
+        "form of another site",
+        "form",
+    ],
 )
 def test_a_request_that_the_page_did_not_make_is_refused(changed: dict[str, str], words: str) -> None:
     answer, engine = asked(signed_in(person(is_staff=True), **changed))
     assert (answer.status, answer.body["error"]["code"]) == (403, "forbidden")
     assert words in answer.body["error"]["message"]
     assert not engine.asked
+
+
+@pytest.mark.rule("http-0.1", "http-5.4")
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"sec_fetch_site": "same-origin", "origin": ELSEWHERE},
+        {"sec_fetch_site": "same-origin"},
+        {"origin": HERE},
+    ],
+    ids=["Sec-Fetch-Site alone", "both", "Origin alone"],
+)
+def test_a_page_of_this_origin_needs_no_token(said: dict[str, str]) -> None:
+    """D-SIGN-IN: the reference's pages know no token; the browser says where a request comes from."""
+    answer, engine = asked(signed_in(person(), x_csrftoken="", **said))
+    assert answer.status == 200
+    assert engine.asked
 
 
 def test_who_is_signed_out_is_refused() -> None:

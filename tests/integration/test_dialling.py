@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from asgiref.sync import sync_to_async
 from pytest_django import Settings
 
 from localai_cluster.kit import addresses, errors
@@ -209,12 +210,32 @@ async def test_a_name_that_leads_to_a_metadata_service_is_not_dialled(
     assert await dial_targets.resolve(addresses.parse("gpu-1.example:80"), "gpu-1")
 
 
+@pytest.mark.django_db(transaction=True)
+async def test_a_name_that_is_barred_when_it_is_dialled_is_an_event_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An administrator sees why the node's files and logs cannot be reached: one event a minute."""
+    await sync_to_async(api.make_node)("gpu-1", address="gpu-1.example:50051")
+    lead_to(monkeypatch, "169.254.169.254")
+    for _ in range(2):
+        with pytest.raises(dial_targets.NotReachable):
+            await worker_logs.models(SERVER)
+    events = [event async for event in NodeEvent.objects.filter(kind="address_refused")]
+    assert sum(event.count for event in events) == 2
+    assert "169.254.169.254, which is link-local" in events[0].cause
+    assert events[0].detail == {"registered": "gpu-1.example:80"}
+    assert caplog.text.count("node gpu-1: an address is refused: the host gpu-1.example") == 2
+
+
 def test_an_engine_at_a_name_that_leads_to_a_metadata_service_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = api.make_node("gpu-1", address="gpu-1.example:50051")
     lead_to(monkeypatch, "169.254.169.254")
-    assert "metadata service" in refused(node.id, "gpu-1.example:50053")
+    reason = refused(node.id, "gpu-1.example:50053")
+    assert "metadata service" in reason
+    event = NodeEvent.objects.get(kind="address_refused")
+    assert (event.cause, event.detail) == (reason, {"replied": "gpu-1.example:50053"})
     lead_to(monkeypatch, "10.0.0.7")
     assert dial_targets.accept(node.id, "gpu-1.example:50053", now=NOW)
 

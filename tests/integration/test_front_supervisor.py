@@ -16,8 +16,9 @@ from localai_cluster.embedded.supervisor import (
     STEADY_SECONDS,
     Program,
     Supervisor,
+    count_failures,
     describe_exit,
-    next_delay,
+    restart_delay,
 )
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import processes
@@ -124,12 +125,12 @@ def test_a_child_that_does_not_come_up_is_one_clear_line(supervisor: Supervisor)
 
 
 def test_backoff_doubles_up_to_its_limit_and_is_forgotten_after_a_steady_minute() -> None:
-    delay, delays = 0.0, []
+    failures, delays = 0, []
     for _ in range(7):
-        delay = next_delay(delay, uptime=0.1)
-        delays.append(delay)
+        failures = count_failures(failures, uptime=0.1)
+        delays.append(restart_delay(failures))
     assert delays == [FIRST_DELAY, 2, 4, 8, 16, LONGEST_DELAY, LONGEST_DELAY]
-    assert next_delay(LONGEST_DELAY, STEADY_SECONDS) == FIRST_DELAY
+    assert count_failures(failures, STEADY_SECONDS) == 1
 
 
 def test_how_it_ended_names_the_signal() -> None:

@@ -309,7 +309,7 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
 # What operators are told: pure.
 
 SOUND = controllers.Seen(NOW, NOW)
-STRONG = notices.NoticeSettings("9f31c6c2d7a84e55b1", "a8c2f09be4417d6c33", allow_shared_token_nodes=False)
+STRONG = notices.NoticeSettings("9f31c6c2d7a84e55b1", ("a8c2f09be4417d6c33",), allow_shared_token_nodes=False)
 AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
 
 
@@ -377,7 +377,9 @@ def test_workers_of_another_version_are_counted() -> None:
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:
     """With the setting that fixes it."""
-    weak = notices.NoticeSettings("changeme", "password", allow_shared_token_nodes=True)
+    weak = notices.NoticeSettings(
+        "changeme", ("a8c2f09be4417d6c33", "password"), allow_shared_token_nodes=True
+    )
     facts = notices.ClusterFacts(SOUND, open_conflicts=2, weak_nodes=1)
     assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]
     hints = [one["hint"] for one in notices.active_notices(facts, weak, NOW)]

@@ -466,7 +466,7 @@ def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
 
 
 TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
-    "Fields": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
+    "Chats and completions": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
     "Anthropic's fields": [(MessagesBody, anthropic.REFUSED)],
     "Fields of OpenAI's Responses": [(ResponsesBody, responses.REFUSED)],
     "Ollama's fields": [
@@ -484,12 +484,12 @@ TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
 
 
 def test_every_field_of_a_body_is_in_the_table() -> None:
-    """docs/inference.md says of each field what becomes of it, and where that is proved."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text()
+    """docs/inference-fields.md says of each field what becomes of it, and where that is proved."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "inference-fields.md").read_text()
     tables = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
     for title, bodies in TABLES.items():
         # Sound and images have some fields of OpenAI's text.
-        text = tables[title] + (tables["Fields"] if title == "Sound and images" else "")
+        text = tables[title] + (tables["Chats and completions"] if title == "Sound and images" else "")
         rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
         for body, refused in bodies:
             for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):

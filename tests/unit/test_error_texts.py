@@ -1,6 +1,11 @@
 """Texts of errors that are raised without one: they are on the wire and independent of the docstrings."""
 
+import json
+from typing import Any
+
 import pytest
+from django.utils.safestring import mark_safe
+from django.utils.translation import gettext_lazy
 
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.kit import errors
@@ -8,6 +13,7 @@ from localai_cluster.messaging import bus
 from localai_cluster.rpc import errors as rpc_errors
 from localai_cluster.worker.installer import InstallFailed
 from nodes.commands.outcomes import CommandFailed
+from nodes.dialects.routes import ANTHROPIC, OLLAMA, OPENAI
 from nodes.gateway import endpoint, gbnf, generate
 from nodes.loading import failures
 from nodes.registry import bulk, heartbeats
@@ -57,3 +63,13 @@ def test_an_error_without_a_text_has_that_of_its_class(kind: type[errors.Cluster
 def test_a_given_text_replaces_it() -> None:
     error = errors.NotFound("no node has that id")
     assert (error.message, str(error)) == ("no node has that id",) * 2
+
+
+@pytest.mark.parametrize("envelope", [OPENAI, ANTHROPIC, OLLAMA], ids=["openai", "anthropic", "ollama"])
+@pytest.mark.parametrize(
+    "text", [gettext_lazy("no such thing"), mark_safe("no such thing")], ids=["lazy", "safe"]
+)
+def test_a_text_of_django_is_a_text_on_the_wire(envelope: Any, text: Any) -> None:
+    """Forms and templates raise errors with lazy and safe strings."""
+    body = envelope.render(errors.NotFound(text)).body
+    assert "no such thing" in json.dumps(json.loads(body))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
-from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, parse_request
+from localai_cluster.web.openapi import response_schema_of
+from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, ResponseObject, parse_request
 from nodes.gateway.generation import Conversation, TextDelta, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
@@ -230,3 +231,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error(said: list[TextDelta]) -> N
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
     assert len(last["response"]["output"]) == len(said)
+
+
+def test_the_api_document_admits_the_fields_that_repeat_the_request() -> None:
+    schema = response_schema_of(ResponseObject)
+    assert schema["additionalProperties"] is True
+    assert "instructions" not in schema["properties"]

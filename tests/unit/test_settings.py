@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from django.core.checks import run_checks
 
-from localai_cluster.kit import conf, env
+from localai_cluster.kit import addresses, conf, env
 from localai_cluster.kit.env import weak_secret
+
+STRONG = "f4ac1d9e07b35582aa"
 
 WRONG = {
     "PORT": "abc",
@@ -30,7 +32,7 @@ WRONG = {
 
 
 @pytest.mark.rule("R5.13")
-@pytest.mark.parametrize("name", [name for name in WRONG if name not in ("LOG_LEVEL", "SECRET_KEY_FILE")])
+@pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
     """The setting, what is wrong, what to do; in words, not in the library's."""
     _, found = conf.load({name: WRONG[name]})
@@ -65,9 +67,9 @@ def test_further_hosts_of_nodes_are_read_in_one_spelling() -> None:
 
 def test_other_readers_name_their_setting_too() -> None:
     """LOG_LEVEL and secret files are read by the settings module with the same means."""
-    found = env.Environment(WRONG)
-    assert found.parsed("LOG_LEVEL", env.parse_log_level, "INFO", "Use INFO.") == "INFO"
-    assert found.secret("SECRET_KEY") == ""
+    cluster, found = conf.load({name: WRONG[name] for name in ("LOG_LEVEL", "SECRET_KEY_FILE")})
+    assert cluster.log_level == "INFO"
+    assert cluster.secret_key == ""
     assert [problem.setting for problem in found.problems] == ["LOG_LEVEL", "SECRET_KEY_FILE"]
 
 
@@ -80,7 +82,11 @@ def test_other_readers_name_their_setting_too() -> None:
         ({"nats_url": "nats://"}, "cluster.E003", "LOCALAI_NATS_URL"),
         ({"nats_url": "nats://u:hunter2@h:99999"}, "cluster.E003", "LOCALAI_NATS_URL"),
         ({"database_url": "postgresql://h:abc/x"}, "cluster.E003", "DATABASE_URL"),
-        ({"host": "0.0.0.0", "api_key": "changeme-changeme-changeme"}, "cluster.E004", "LOCALAI_API_KEY"),
+        (
+            {"host": "0.0.0.0", "api_keys": (STRONG, "changeme" * 3)},
+            "cluster.E004",
+            "LOCALAI_API_KEY",
+        ),
         ({"host": "0.0.0.0", "metrics_token": "short"}, "cluster.E004", "LOCALAI_METRICS_TOKEN"),
         ({"allow_shared_token_nodes": True}, "cluster.W001", "LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
     ],
@@ -129,12 +135,12 @@ def test_what_a_weak_secret_is(value: str, weak: bool) -> None:
 )
 def test_what_is_no_base_url(text: str) -> None:
     with pytest.raises(ValueError, match="not a base URL"):
-        env.parse_base_url(text)
+        addresses.parse_base_url(text)
 
 
 @pytest.mark.parametrize("text", ["http://h", "https://h:1/", "http://[::1]:8080", "https://h/under/"])
 def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
-    assert env.parse_base_url(text) == text.rstrip("/")
+    assert addresses.parse_base_url(text) == text.rstrip("/")
 
 
 @pytest.mark.rule("R3.2", "C41", "C42", "C43", "C44", "T-PFX-1")
@@ -166,3 +172,29 @@ def test_the_bounds_of_routing_by_prefix(name: str, wrong: list[str], right: str
         assert problem.setting == name
         assert problem.hint.startswith("Use ")
     assert not conf.load({name: right})[1].problems
+
+
+def test_several_keys_of_the_administrator() -> None:
+    """Commas separate them; blanks around them and empty ones do not count."""
+    found = conf.load({"LOCALAI_API_KEY": " one-key , two-key,,"})[0]
+    assert found.api_keys == ("one-key", "two-key")
+    assert conf.load({"LOCALAI_API_KEY": ","})[0].api_keys == ()
+    assert "one-key" not in repr(found)
+
+
+def test_all_problems_are_reported_together_and_no_secret_is_quoted() -> None:
+    """A wrong value never raises, and a safe default takes its place."""
+    names = ("LOCALAI_NATS_ACCOUNT_SEED", "LOCALAI_NATS_SERVICE_SEED", "LOCALAI_REGISTRIES")
+    secrets = dict.fromkeys(names, "hunter2")
+    cluster, found = conf.load({**WRONG, **secrets})
+    assert {problem.setting for problem in found.problems} == {*WRONG, *secrets}
+    assert "hunter2" not in str(found.problems)
+    assert (cluster.port, cluster.vram_policy, cluster.node_hosts) == (8080, "prefer", {})
+    assert cluster.nats_account_seed == ""
+
+
+def test_a_secret_never_shows_in_the_repr_of_its_table() -> None:
+    secrets = [entry for entry in env.declared(conf.ClusterSettings) if entry.kind is env.SECRET]
+    cluster, _ = conf.load({entry.names[0]: "hunter2" for entry in secrets})
+    assert {getattr(cluster, entry.key) for entry in secrets} == {"hunter2"}
+    assert "hunter2" not in repr(cluster)

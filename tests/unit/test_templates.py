@@ -72,7 +72,8 @@ def test_no_single_step_holds_the_server_or_takes_its_memory(
             rendering.result()
         return turns
 
-    assert asyncio.run(turns_meanwhile()) > 100
+    # A step that is refused at once leaves time for some turns only; one that holds the loop for one or two.
+    assert asyncio.run(turns_meanwhile()) > 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024, "KiB"
     assert made("{{ messages[0].content }}") == "hello", "the next prompt has a process again"
 

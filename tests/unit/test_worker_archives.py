@@ -19,12 +19,13 @@ import pytest
 
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker import backend_store, download, source_files
+from localai_cluster.worker import archives, backend_store, download, source_files
 from localai_cluster.worker.backend_store import PARTIAL, STAGED, BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.identity import NodeIdentity
-from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, Tick, ignore
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
+from localai_cluster.worker.progress import Tick, ignore
 from localai_cluster.worker.source_files import SourceError, Stopped, Throttle
 from tests.support.effort import EFFORT
 
@@ -49,15 +50,11 @@ def tar(*entries: tuple[tarfile.TarInfo, bytes], format: int = tarfile.PAX_FORMA
     return out.getvalue()
 
 
-def opened(
-    data: bytes, folder: Path, *, packed: bool = False, stopped: threading.Event | None = None
-) -> Path:
+def opened(data: bytes, folder: Path, *, stopped: threading.Event | None = None) -> Path:
     """Unpacks these bytes into `folder`/target."""
     (folder / "archive").write_bytes(data)
     target = folder / "target"
-    source_files.unpack(
-        folder / "archive", packed, target, Throttle(0), stopped or threading.Event(), lambda *_: None
-    )
+    archives.unpack([folder / "archive"], target, Throttle(0), stopped or threading.Event(), lambda *_: None)
     return target
 
 
@@ -119,7 +116,7 @@ def site() -> Iterator[Site]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield made
     server.shutdown()
     server.server_close()
@@ -222,10 +219,10 @@ async def test_a_wrong_hash_is_refused_before_anything_is_unpacked(
     """The error names both hashes, the installed version stays, nothing is left over."""
     site.files["/one.tar"] = tar()
     await install(store, site)
-    monkeypatch.setattr(source_files, "_survey", lambda *_: pytest.fail("the archive was read"))
-    with pytest.raises(InstallFailed, match=f"the gallery says {'0' * 64}"):
+    monkeypatch.setattr(archives, "_open", lambda *_: pytest.fail("the archive was read"))
+    with pytest.raises(InstallFailed, match=f"says {'0' * 64}"):
         await install(store, site, sha256="0" * 64)
-    with pytest.raises(InstallFailed, match="the gallery says nonsense"):
+    with pytest.raises(InstallFailed, match="says nonsense"):
         await install(store, site, sha256="nonsense")
     assert left_over(store) == ["one"]
 
@@ -295,7 +292,7 @@ async def test_a_server_that_hangs_is_given_up(
 async def test_the_mirrors_come_after_the_address(store: BackendStore, site: Site) -> None:
     site.files["/two.tar"] = tar()
     sha256 = hashlib.sha256(site.files["/two.tar"]).hexdigest()
-    await install(store, site, sha256=sha256, uri="/gone.tar\n  mirrors: [oci://x/y, ../two.tar]")
+    await install(store, site, sha256=sha256, uri="/gone.tar\n  mirrors: [ocifile://x/y, ../two.tar]")
     assert (store.backends / "one" / "run.sh").exists()
 
 
@@ -400,7 +397,7 @@ async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, 
     work = Installer(store, (tmp_path,), 0, "default", httpx.AsyncClient(), unserved)
     (tmp_path / "x.zip").touch()
     for uri in (
-        "oci://quay.io/x/y",
+        "oci://quay.io/X/y",
         f"{site.url}/x.zip",
         "ftp://x/y.tar",
         str(tmp_path / "x.zip"),
@@ -525,17 +522,17 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     bomb = gzip.compress(tar(entry("zeros", bytes(5_000_000))))
     assert len(bomb) < 10_000
     header = tar(entry("x", pax_headers={"comment": "c" * 2_000_000}))
-    for name, limit, data, packed in (
-        ("MOST_BYTES", 1_000_000, bomb, True),
-        ("MOST_ENTRIES", 2, tar(entry("a"), entry("b")), False),
-        ("HEADROOM", 2**62, tar(), False),
-        ("MOST_ENTRIES", 9, header, False),
-        ("MOST_ENTRIES", 9, gzip.compress(header), True),
+    for name, limit, data in (
+        ("MOST_BYTES", 1_000_000, bomb),
+        ("MOST_ENTRIES", 2, tar(entry("a"), entry("b"))),
+        ("HEADROOM", 2**62, tar()),
+        ("MOST_ENTRIES", 9, header),
+        ("MOST_ENTRIES", 9, gzip.compress(header)),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(source_files, name, limit)
+            patch.setattr(archives, name, limit)
             with pytest.raises(SourceError, match=r"more than|Free up space|too long"):
-                opened(data, tmp_path, packed=packed)
+                opened(data, tmp_path)
     assert not (tmp_path / "target").exists()
 
 
@@ -564,7 +561,7 @@ def test_damaged_archives_are_errors_not_crashes(tmp_path: Path, packed: bool) -
         folder = tmp_path / str(number)
         folder.mkdir()
         try:
-            opened(data, folder, packed=packed)
+            opened(data, folder)
         except (SourceError, OSError):
             continue
         assert (folder / "target").exists()
@@ -579,7 +576,7 @@ def test_unpacking_stops_in_the_middle(tmp_path: Path) -> None:
         stopped.set()
 
     with pytest.raises(Stopped):
-        source_files.unpack(tmp_path / "archive", False, tmp_path / "t", Throttle(0), stopped, stop_midway)
+        archives.unpack([tmp_path / "archive"], tmp_path / "t", Throttle(0), stopped, stop_midway)
     assert not (tmp_path / "t" / "data").exists()
 
 
@@ -588,10 +585,10 @@ def test_an_archive_is_not_opened_through_a_link_and_not_waited_for(tmp_path: Pa
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for name in ("pipe", "link"):
         with pytest.raises((SourceError, OSError)):
-            source_files.unpack(
-                tmp_path / name, False, tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None
+            archives.unpack(
+                [tmp_path / name], tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None
             )
 
 
 def test_the_limit_of_a_piece_is_what_tarfile_may_ask_for() -> None:
-    assert source_files.LONGEST_HEADER >= source_files.CHUNK
+    assert archives.LONGEST_HEADER >= source_files.CHUNK

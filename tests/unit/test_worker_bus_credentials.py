@@ -10,10 +10,11 @@ import pytest
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging.servers import Servers, mint_worker
 from localai_cluster.worker import registration
-from localai_cluster.worker.control_plane import CallFailed, Registered
+from localai_cluster.worker.control_plane import CallFailed, Registered, ServerKind
 from localai_cluster.worker.registration import BusCredentials
 
 ACCOUNT = nkeys.generate("account")
+CLUSTER, STOCK = ServerKind.CLUSTER, ServerKind.STOCK
 REVOKED = CallFailed("403 this secret was revoked", http_status=403)
 CLAIMED = CallFailed("409 another worker is this node", http_status=409)
 DOWN = CallFailed("no answer")
@@ -22,7 +23,7 @@ DOWN = CallFailed("no answer")
 def approved() -> Registered:
     user = nkeys.generate("user")
     made = mint_worker(ACCOUNT, user, "backend", "n1", now=clock.now().timestamp(), lifetime=3600)
-    return Registered("n1", "healthy", made.jwt, made.seed, "nats://10.0.0.1:4222")
+    return Registered("n1", "healthy", CLUSTER, made.jwt, made.seed, "nats://10.0.0.1:4222")
 
 
 class Played:

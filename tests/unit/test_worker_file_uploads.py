@@ -399,7 +399,7 @@ async def test_the_end_of_the_worker_ends_uploads_and_keeps_what_came(
 ) -> None:
     """Hashes that run end too: nothing keeps the process."""
     server = FileServer(Folders.of_worker(tmp_path / "models", tmp_path, ()))
-    application = WorkerApplication(lambda: "", LogRings(), server, ENGINE_TOKEN, "")
+    application = WorkerApplication(lambda: "", LogRings(), server, lambda: ENGINE_TOKEN, "")
     listener = socket.create_server(("127.0.0.1", 0))
     files, path = Files(f"127.0.0.1:{listener.getsockname()[1]}"), tmp_path / "models" / "m" / "f.bin"
     async with server.running(), serving(listener, application):

@@ -28,7 +28,8 @@ from localai_cluster.worker.backend_store import (
 )
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.install_commands import requested_name
-from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, Tick, ignore, swap
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
+from localai_cluster.worker.progress import Tick, ignore
 from localai_cluster.worker.source_files import SourceError, Stopped, Throttle, copy_tree
 
 

@@ -18,7 +18,7 @@ from localai_cluster.worker import hardware, identity
 from localai_cluster.worker.config import Config, InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
-from localai_cluster.worker.installer import ProgressStream, Tick, event
+from localai_cluster.worker.progress import ProgressStream, Tick, event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
 
@@ -99,9 +99,9 @@ def test_all_wrong_settings_are_reported_together_without_secrets() -> None:
     with pytest.raises(InvalidSettings) as refused:
         config(**wrong, nats_url="nats://me:hush@[::1", register_to="")
     lines = refused.value.message.splitlines()
-    flags = ("--addr", "--advertise-addr", "--nats-url", "--download-rate", "--register-to")
+    flags = ("--nats-url", "--addr", "--advertise-addr", "--download-rate", "--register-to")
     assert [line.partition("(")[2].partition(")")[0] for line in lines] == list(flags)
-    assert lines[0] == (
+    assert lines[1] == (
         "LOCALAI_ADDR (--addr): 'nonsense' is not host:port. Use host:port, such as gpu-1.example:50051."
     )
     assert "hush" not in refused.value.message

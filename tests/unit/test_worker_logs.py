@@ -173,7 +173,7 @@ class Served:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
         files = FileServer(Folders.of_worker(Path("/nowhere/models"), Path("/nowhere"), ()))
-        self.application = WorkerApplication(lambda: self.problem, rings, files, TOKEN, scraper)
+        self.application = WorkerApplication(lambda: self.problem, rings, files, lambda: TOKEN, scraper)
 
     async def ask(self, method: str, path: str, token: str = TOKEN) -> httpx.Response:
         async with httpx.AsyncClient() as client:

@@ -10,7 +10,7 @@ import pytest
 
 from localai_cluster.kit import clock
 from localai_cluster.worker import registration
-from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane, ServerKind
 from localai_cluster.worker.engine_exits import GIVEN_UP_AFTER, MOST, Exits
 from localai_cluster.worker.heartbeats import SOON, HeartbeatLoop
 
@@ -36,7 +36,10 @@ async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], 
         slept.append(seconds)
 
     class Known:
-        secret, successor = "a" * 64, ""
+        secret, successor, fingerprint = "a" * 64, "", "f" * 64
+
+        def is_accepted_by(self, url: str) -> bool:
+            return False
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     calls = ControlPlane("http://c", "tok", Known(), "1f" * 16, client)  # type: ignore[arg-type]
@@ -80,6 +83,7 @@ class Beating:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
+        self.kind = ServerKind.CLUSTER
         self.error: CallFailed | None = None
         self.refusal: CallFailed | None = None
         self.beats = self.knocks = self.rejoins = 0
