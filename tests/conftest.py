@@ -94,8 +94,9 @@ def django_db_setup(postgres: FastPostgres, django_test_environment: None) -> It
     settings["CONN_MAX_AGE"] = 0
     settings["OPTIONS"]["pool"] = {"min_size": 0, "max_size": 50, "timeout": 30, "reset": reset}
     yield
-    connection.close()
-    connection.close_pool()
+    wrapper: Any = connections["default"]
+    wrapper.close()
+    wrapper.close_pool()
 
 
 @pytest.fixture(autouse=True)
