@@ -166,11 +166,12 @@ def _unusable() -> bool:
     return bool(session.info.transaction_status == TransactionStatus.INERROR)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Every decision that a test has stored follows from the rows alone (I14).
 
     Before any fixture ends: what a test has patched may be what the end of the database's fixture needs.
+    Outside of a plugin that counts the calls of the test (`tests/checks/trip.py`).
     """
     yield
     from nodes.models import PlacementRecord
