@@ -192,6 +192,8 @@ class Definition:
     """Prompt template and sampling defaults; not part of the revision."""
     use_cases: tuple[str, ...] = ()
     """What the model is for (`use_cases.USE_CASES`); not part of the revision."""
+    takes_token_ids: bool = False
+    """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
 
@@ -234,6 +236,7 @@ def parse_definition(document: object, source: str) -> Definition:
         _groups_of(document),
         replace(generation, warnings=(*generation.warnings, *warnings)),
         cases,
+        document.get("token_ids") is True,
     )
 
 

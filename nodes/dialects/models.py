@@ -47,6 +47,20 @@ class ModelsResponse(ResponseBody, kw_only=True):
     data: list[ModelBody]
 
 
+class AnthropicModel(ResponseBody, kw_only=True):
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+
+
+class AnthropicModels(ResponseBody, kw_only=True):
+    data: list[AnthropicModel]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
 class ModelDetails(ResponseBody, kw_only=True):
     parent_model: str = ""
     format: str
@@ -99,14 +113,26 @@ class ShowResponse(ResponseBody, kw_only=True):
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in await folder.list_definitions()]))
+    definitions = await folder.list_definitions()
+    if request.is_of_anthropic:
+        entries = [_anthropic_entry(definition) for definition in definitions]
+        first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
+        return wire.json_answer(AnthropicModels(data=entries, first_id=first, last_id=last))
+    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in definitions]))
 
 
 async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
     definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
-    return wire.json_answer(_entry(definition))
+    return wire.json_answer((_anthropic_entry if request.is_of_anthropic else _entry)(definition))
+
+
+def _anthropic_entry(definition: Definition) -> "AnthropicModel":
+    """Return one model in Anthropic's form."""
+    return AnthropicModel(
+        id=definition.name, display_name=definition.name, created_at=format_time(definition.changed)
+    )
 
 
 def _entry(definition: Definition) -> ModelBody:

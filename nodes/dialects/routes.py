@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from localai_cluster.kit import clock
-from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit import clock, names
+from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
     anthropic,
     audio_speech,
@@ -30,7 +30,7 @@ from nodes.dialects import (
 )
 from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.gateway import generate
-from nodes.gateway.endpoint import Endpoint, Handler
+from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
 from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream, node_header
@@ -69,12 +69,20 @@ class Route:
     description: str = ""
     meaning: str = "The answer."
     errors: tuple[int, ...] = ERRORS
+    is_shared: bool = False
+    """True if clients of Anthropic's API use the route too, in their own form."""
 
     @property
     def endpoint(self) -> Endpoint:
         """The route's application."""
         return Endpoint(
-            self.method, self.handler, self.limit, self.form, self.envelope.render, self.envelope is OLLAMA
+            self.method,
+            self.handler,
+            self.limit,
+            self.form,
+            self.envelope.render,
+            self.envelope is OLLAMA,
+            anthropic.render_error if self.is_shared else None,
         )
 
 
@@ -210,6 +218,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
     ),
     "/models": Route(
         name="list_models",
+        is_shared=True,
         summary="List models",
         handler=models.list_models,
         method="GET",
@@ -252,8 +261,17 @@ _WITH_PREFIX: Mapping[str, Route] = {
 """Routes under `/v1` and without this prefix."""
 
 _OTHERS: dict[str, Route] = {
+    "/v2/rerank": Route(
+        name="cohere_rerank",
+        summary="Order documents by relevance (Cohere)",
+        handler=retrieval.cohere_rerank,
+        body=retrieval.RerankBody,
+        response=retrieval.CohereRerankResponse,
+        description="The most relevant one first, without its text.",
+    ),
     models.MODEL_PREFIX + "{model}": Route(
         name="get_model",
+        is_shared=True,
         summary="Show one model",
         handler=models.show_model,
         method="GET",
@@ -383,3 +401,11 @@ ROUTES: Mapping[str, Route] = {
     **_OTHERS,
 }
 """Every inference route by its path, an OpenAPI template."""
+
+
+async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond to an unknown route of `/v1` with 404, in the dialect of the client."""
+    error = NotFound(f"Unknown request URL: {scope['method'][:16]} {names.plain(scope['path'][:200])}")
+    error.code = "unknown_url"
+    render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer
+    await wire.send_answer(send, render(error))
