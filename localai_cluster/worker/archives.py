@@ -380,7 +380,7 @@ class _Writer:
             raise SourceError("the archive has changed while it was unpacked")
         remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
         with reader, open(self._target / path, "xb", buffering=0) as writer:
-            copy = _Copy(reader, writer, descriptor, entry.offset_data)
+            copy = _EntryCopy(reader, writer, descriptor, entry.offset_data)
             while remaining and (size := copy.copy(min(self._throttle.piece, remaining))):
                 remaining -= size
                 self._done += size
@@ -405,7 +405,7 @@ class _Writer:
                 raise SourceError(f"{path!r} in the archive is a link that leaves it")
 
 
-class _Copy:
+class _EntryCopy:
     """Copies the bytes of one entry, inside the kernel if the layer is a plain file and the kernel can."""
 
     def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
