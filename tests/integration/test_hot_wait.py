@@ -165,7 +165,7 @@ def test_waiting_requests_go_on_when_the_load_changes_hands() -> None:
 @pytest.mark.rule("R2.20", "R2.22", "T-JOB-16", "http-6.1")
 def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) -> None:
     """R2.20, R2.22: 503 with Retry-After, the `loading` object and the operation's reason; it goes on."""
-    cluster(model_load_wait=1.0)
+    cluster(model_load_wait=2.0)
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         asked = asyncio.create_task(ask_many(client, 5))
@@ -187,7 +187,7 @@ def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) 
     operation = Operation.objects.get()
     assert operation.status == Status.WAITING
     assert operation.needed_until is not None
-    assert operation.needed_until < clock.now() + timedelta(seconds=2)
+    assert operation.needed_until < clock.now() + timedelta(seconds=3)
 
 
 @pytest.mark.rule("R2.22", "http-6.1")
