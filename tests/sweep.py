@@ -88,6 +88,7 @@ def parts() -> tuple[Part, ...]:
         ),
         Part("faults", tests("tests/acceptance/test_faults.py"), 10),
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
+        Part("wire", tests("tests/wire")),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
         Part("pages in the dark", tests(*using("swept", "tests/browser"))),
         Part("clients of others", tests("tests/sdks")),
