@@ -115,6 +115,21 @@ def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 @register(Tags.security)
+def check_keyless(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """Report cluster.W005: inference without a key is open to networks."""
+    networks = conf.cluster().keyless_networks
+    if not networks:
+        return []
+    return [
+        Warning(
+            f"CLUSTER_KEYLESS_NETWORKS admits {', '.join(map(str, networks))} to inference without a key.",
+            hint="Everybody there can use the models. Name the smallest networks, or give programs keys.",
+            id="cluster.W005",
+        )
+    ]
+
+
+@register(Tags.security)
 def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
     cluster = conf.cluster()

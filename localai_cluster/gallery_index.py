@@ -134,7 +134,7 @@ class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
     def _count(self, nodes: int) -> None:
         self._left -= nodes
         if self._left < 0:
-            raise yaml.YAMLError(f"it has more than {MOST_NODES} values")
+            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
 
 
 def _merged(node: Any) -> list[Any]:
@@ -404,6 +404,22 @@ def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: st
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
     """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
+
+
+def reason(build: GalleryEntry, capability: str) -> str:
+    """Explain why `build` can be installed on a node with this capability; "" if it cannot."""
+    if build.is_meta:
+        offered = build.capabilities or {}
+        if capability in offered:
+            return f"listed for {capability}"
+        if "default" in offered:
+            return f"{capability} is not listed, so the default"
+        return f"neither {capability} nor a default is listed, so cpu" if "cpu" in offered else ""
+    if not compatible(build, capability):
+        return ""
+    words = f"{build.name} {build.uri}".lower()
+    needed = next((word for listed, _ in _NEEDS for word in listed if word in words), "")
+    return f"named for {needed}, as {capability} is" if needed else "named for no hardware"
 
 
 def compatible(build: GalleryEntry, capability: str) -> bool:

@@ -1,7 +1,8 @@
 """Which tests run in one process of xdist, and in which order.
 
-A file's tests stay together. The files of the pages form two groups, each with one browser and one cluster
-for all its tests; they come first, because they take longest. Files that share a cluster are one group.
+A file's tests stay together. The files of the pages form two groups, each with one browser; those of the
+first share one cluster, those of the second have their own. They come first, because they take longest. Other
+files that share a cluster are one group.
 """
 
 from collections import OrderedDict
@@ -10,17 +11,14 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 BROWSER = "tests/browser/"
-CROWDED = frozenset(
-    f"{BROWSER}test_{name}.py" for name in ("accessibility", "nodes", "quiet", "shell", "sign_in")
-)
-"""Files that look at the cluster of five hundred nodes, among others."""
+OWN_CLUSTER = frozenset(f"{BROWSER}test_{name}.py" for name in ("accessibility", "activity", "crowd"))
+"""Files that need no real worker: they look at the cluster of five hundred nodes, or at simulated workers."""
 SHARED = "tests/acceptance/shared"
 LEAVES_AS_FOUND = frozenset(
-    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics")
+    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics", "route_matrix")
 )
-"""Files that share one cluster of several processes."""
+"""Files that share one cluster of several processes, which ends with the last of them."""
 LONGEST = (
-    "acceptance/test_route_matrix",
     "integration/test_replica_histories",
     "acceptance/test_faults",
     "integration/test_api_upgrade_delete",
@@ -85,7 +83,7 @@ def shared_by(node_id: str) -> str:
         return SHARED
     if not file.startswith(BROWSER):
         return file
-    return f"{BROWSER}crowded" if file in CROWDED else f"{BROWSER}others"
+    return f"{BROWSER}own-cluster" if file in OWN_CLUSTER else f"{BROWSER}fleet"
 
 
 class Scheduling(LoadScopeScheduling):

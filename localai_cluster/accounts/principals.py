@@ -63,6 +63,8 @@ class Principal:
 ANONYMOUS = Principal("anonymous")
 JOINING = Principal("joining")
 STATIC_ADMIN = Principal("admin", "static-key")
+KEYLESS = Principal("user", "keyless")
+"""A caller from a network that the operator admits to inference without a key."""
 
 
 def hash_secret(text: str) -> str:
@@ -172,6 +174,7 @@ class WrongKey(errors.NotAuthenticated):
     """
 
     message = "Incorrect API key provided."
+    code = "invalid_api_key"
 
 
 @dataclass(frozen=True, slots=True)

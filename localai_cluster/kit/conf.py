@@ -4,9 +4,11 @@
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,22 @@ def parse_node_hosts(text: str) -> dict[str, frozenset[str]]:
     return {name: frozenset(_host(host, name) for host in hosts) for name, hosts in lists.items()}
 
 
+def parse_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Parse networks separated by commas; raise ValueError for one that is none or has bits of a host."""
+    return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
+
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Parse origins separated by commas, as browsers send them; raise ValueError."""
+    origins = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
+        raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
+    return origins
+
+
 def _host(value: Any, node: str) -> str:
     try:
         return addresses.host(value if isinstance(value, str) else "")
@@ -75,6 +93,8 @@ _LIST = Kind(lambda text: [item for item in text.split(",") if item], "a list, s
 _KEYS = Kind(
     lambda text: tuple(k for part in text.split(",") if (k := part.strip())), "keys", (), secret=True
 )
+_NETWORKS = Kind(parse_networks, "networks separated by commas, such as 10.0.0.0/24", ())
+_ORIGINS = Kind(parse_origins, "origins separated by commas, such as https://app.example, or *", ())
 _HOSTS = Kind(parse_node_hosts, 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}', {})
 _GALLERY_LIST = Kind(_galleries, 'a JSON list: [{"name": …, "url": …}]', [])
 
@@ -143,6 +163,10 @@ class ClusterSettings(env.SharedSettings):
     """A fixed admin API key, or several with commas between them."""
     metrics_token: str = setting("LOCALAI_METRICS_TOKEN", SECRET)
     """Token that opens `/metrics` of the server processes and nothing else ([metrics](metrics.md))."""
+    keyless_networks: tuple[IPv4Network | IPv6Network, ...] = setting("CLUSTER_KEYLESS_NETWORKS", _NETWORKS)
+    """Networks whose programs may use inference without a key; a proxy's clients all have its address."""
+    cors_origins: tuple[str, ...] = setting("CLUSTER_CORS_ORIGINS", _ORIGINS)
+    """Origins whose pages may use inference with a key; `*` for all. They get no sessions."""
     require_auth: bool = setting("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", SWITCH, "true")
     """Always on: `false` is a warning and changes nothing."""
     nats_require_auth: bool = setting("LOCALAI_NATS_REQUIRE_AUTH", SWITCH, "true")
@@ -175,6 +199,8 @@ class ClusterSettings(env.SharedSettings):
     """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
     model_load_wait: float = setting("LOCALAI_MODEL_LOAD_WAIT", _SECONDS, "60s", group="Models")
     """Longest wait of a request for a cold load (C32); 0 = no limit."""
+    ollama_load_wait: float = setting("CLUSTER_OLLAMA_LOAD_WAIT", _SECONDS, "5m")
+    """The same on Ollama's routes, whose clients do not repeat a refused request; 0 = no limit."""
     model_load_timeout: float = setting("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", _SECONDS, "0", "by size")
     """Time limit of one LoadModel; by size, 5 min and 20 s for each GiB of its files, at most 6 h (C28)."""
     load_failure_grace: float = setting("CLUSTER_LOAD_FAILURE_GRACE", _SECONDS, "15s")

@@ -152,7 +152,11 @@ _of_outcome = cache(PICKS.labels)
 _first_of_model = cache(FIRST_TOKEN.labels)
 _tokens_of_model = cache(TOKENS.labels)
 _prefix_outcome = cache(PREFIX_PICKS.labels)
-_prefix_blocks = cache(PREFIX_BLOCKS.labels)
+
+
+@cache
+def _prefix_blocks(model: str) -> tuple[Counter, Counter]:
+    return PREFIX_BLOCKS.labels(model, "asked"), PREFIX_BLOCKS.labels(model, "hit")
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
@@ -187,8 +191,10 @@ def pick_ended(outcome: str, took: float) -> None:
     PICK_SECONDS.observe(took)
 
 
-def prefix_picked(model: str, remembered: bool, kept_away: bool, blocks: int, share: float) -> None:
-    """Count one pick by prefix: `share` is the fraction of `blocks` that the replica had cached."""
-    _prefix_outcome(model, "kept_away" if kept_away else "hit" if remembered else "miss").inc()
-    _prefix_blocks(model, "asked").inc(blocks)
-    _prefix_blocks(model, "hit").inc(round(blocks * share))
+def prefix_picked(model: str, outcome: str, blocks: int, cached: int) -> None:
+    """Count one pick by prefix: the replica had `cached` of the prompt's `blocks`."""
+    _prefix_outcome(model, outcome).inc()
+    asked, hit = _prefix_blocks(model)
+    asked.inc(blocks)
+    if cached:
+        hit.inc(cached)

@@ -1,6 +1,7 @@
 """Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -162,12 +163,35 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise field_error(path, problem[:_LONGEST_PROBLEM]) from error
+        raise field_error(path, problem[:_LONGEST_PROBLEM], _code_of(problem)) from error
 
 
-def field_error(path: str, problem: str) -> InvalidInput:
-    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name."""
-    return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
+def field_error(path: str, problem: str, code: str = "invalid_value") -> InvalidInput:
+    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name.
+
+    `code` is OpenAI's word for the problem.
+    """
+    error = InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
+    error.code = code
+    return error
+
+
+_PROBLEMS = (
+    (re.compile("got `null`|missing required field"), "missing_required_parameter"),
+    (re.compile("`int` >"), "integer_below_min_value"),
+    (re.compile("`int` <"), "integer_above_max_value"),
+    (re.compile("`float` >"), "decimal_below_min_value"),
+    (re.compile("`float` <"), "decimal_above_max_value"),
+    (re.compile("`array` of length >"), "empty_array"),
+    (re.compile("`array` of length <"), "array_above_max_length"),
+    (re.compile("`str` of length <"), "string_above_max_length"),
+    (re.compile("^Expected .*, got "), "invalid_type"),
+)
+"""Texts of msgspec's problems, and OpenAI's codes for them; every other problem is an `invalid_value`."""
+
+
+def _code_of(problem: str) -> str:
+    return next((code for pattern, code in _PROBLEMS if pattern.search(problem)), "invalid_value")
 
 
 def message_with_field(error: ClusterError) -> str:
@@ -185,7 +209,7 @@ def error_body(error: ClusterError) -> ErrorBody:
             message=error.message,
             type=error.code if loading else kind,
             param=error.field,
-            code=error.code,
+            code="invalid_value" if error.field and error.code == InvalidInput.code else error.code,
         ),
         loading=msgspec.convert(loading, LoadProgress) if loading else UNSET,
     )

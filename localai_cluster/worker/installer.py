@@ -168,6 +168,9 @@ class Installer:
                 context,
             )
         choice = await self._select(uri or source.name, source.galleries)
+        chosen_from = choice.meta or choice.build
+        why = gallery_index.reason(chosen_from, self._capability)
+        log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
         if choice.meta is not None:
             await self._in_thread(context.halt, self._write_meta, choice.meta, folder)

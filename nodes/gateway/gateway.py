@@ -74,9 +74,10 @@ Work = Callable[[BackendClient], Awaitable[T]]
 """The calls to one engine; they must finish by the request's `deadline`."""
 
 
-def wait_until() -> float:
+def wait_until(*, is_patient: bool = False) -> float:
     """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
-    budget = conf.cluster().model_load_wait
+    cluster = conf.cluster()
+    budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
@@ -182,7 +183,7 @@ class Attempts:
         self._gateway = gateway
         self._request = request
         self._count = self._losses = 0
-        request.wait_until = wait_until()
+        request.wait_until = wait_until(is_patient=request.is_patient)
 
     def __iter__(self) -> Iterator["Attempts"]:
         return itertools.repeat(self)

@@ -300,9 +300,14 @@ async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls
 
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
     """Return the conversation with the prompt rendered by the definition's template, if it has one."""
-    if definition.generation.template:
-        return replace(prompt, rendered=await templates.render(definition.generation.template, prompt))
-    return prompt
+    template = definition.generation.template
+    if not template:
+        return prompt
+    if prompt.tools and not templates.has_tools(template):
+        raise InvalidInput(
+            "tools: the template of this model's definition has no place for them", field="tools"
+        )
+    return replace(prompt, rendered=await templates.render(template, prompt))
 
 
 async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
@@ -358,7 +363,7 @@ class _Calls:
                 async with aclosing(replies.within(first, stall, message)) as pieces:
                     async for reply in pieces:
                         if (delta := reader.delta(reply)) is not None:
-                            self._record_first(reply, is_streamed)
+                            self._record_first(reply, delta, is_streamed)
                             yield delta
             except Unimplemented:
                 if is_streamed is not wants_stream:
@@ -368,13 +373,14 @@ class _Calls:
         trailing = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
         yield self._end(reader.last(*trailing))
 
-    def _record_first(self, reply: Reply, is_streamed: bool) -> None:
+    def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
         """Record the start of the response.
 
         It is its first piece, or the end of prompt processing that the engine reports.
         """
         if self._first_at is not None:
             return
+        delta.prompt_tokens = reply.prompt_tokens
         now = clock.monotonic()
         if self._generation.stream:
             metrics.first_token(self._request.model, now - self._started_at)

@@ -82,6 +82,8 @@ class Generation:
     """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response repeats."""
+    tool_namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name there of the functions that the client has sent in one, by their name here."""
 
     @property
     def choices(self) -> int:
@@ -138,6 +140,8 @@ class TextDelta:
     finish: str = ""
     usage: Usage | None = None
     durations: Durations | None = None
+    prompt_tokens: int = 0
+    """Of a response's first delta: tokens of its prompt, if the engine has reported them by then."""
 
     @property
     def size(self) -> int:

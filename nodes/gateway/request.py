@@ -75,6 +75,10 @@ class InferenceRequest:
     """
     wait_until: float = math.inf
     """Time on the monotonic clock at which the request stops waiting for a load; infinite without a limit."""
+    is_of_anthropic: bool = False
+    """True on a route that dialects share if the client speaks Anthropic's."""
+    is_patient: bool = False
+    """True if the request waits longer for a load, because its client does not repeat a refused one."""
     deadline: float = math.inf
     """Time on the monotonic clock at which the response must be complete; set with the first replica."""
     replica: Replica | None = None

@@ -48,6 +48,7 @@ class NoticeSettings:
     registration_token: str
     api_keys: tuple[str, ...]
     allow_shared_token_nodes: bool
+    keyless_networks: tuple[str, ...] = ()
 
 
 def _notice(name: str, level: str, text: str, hint: str) -> Notice:
@@ -75,6 +76,7 @@ def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime)
         *_identity_notices(facts, settings),
         *_version_notices(facts),
         *_secret_notices(settings),
+        *_keyless_notices(settings),
     ]
 
 
@@ -162,6 +164,14 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
     text = f"{runs} another version than this server ({__version__}), or a stock worker."
     hint = "The Nodes page shows which. To upgrade a worker, run the line of Add a node there again."
     return [_notice("worker-versions", "warning", text, hint)]
+
+
+def _keyless_notices(settings: NoticeSettings) -> list[Notice]:
+    if not settings.keyless_networks:
+        return []
+    text = f"Programs in {', '.join(settings.keyless_networks)} may use the models without a key."
+    hint = "Name the smallest networks in CLUSTER_KEYLESS_NETWORKS, or give programs keys and unset it."
+    return [_notice("keyless-networks", "warning", text, hint)]
 
 
 def _secret_notices(settings: NoticeSettings) -> list[Notice]:

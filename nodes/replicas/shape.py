@@ -4,7 +4,7 @@ from django.db.models import Case, CharField, DateTimeField, F, Value, When
 from django.db.models.functions import Cast, Concat
 
 from localai_cluster.web.shapes import BYTES, TEXT, TIME, UUID, Shape, Time, column, count, enum
-from nodes.models import OwnerKind, Phase, PhaseReason, ReplicaState
+from nodes.models import LOADING_PHASES, OwnerKind, Phase, PhaseReason, ReplicaState
 
 REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
 PHASE_REASON = enum("PhaseReason", PhaseReason)
@@ -19,9 +19,10 @@ _REPLICA = [
 ]
 _STOPPED_AT = Case(
     When(phase=Phase.STOPPING, then=F("next_stop_at")),
-    When(phase__in=(Phase.DRAINING, Phase.TERMINATING), then=F("deadline")),
-    default=Value(None, DateTimeField()),
+    When(phase__in=(*LOADING_PHASES, Phase.SERVING, Phase.DEPARTED), then=Value(None, DateTimeField())),
+    default=F("deadline"),
 )
+"""The time of the next stop; while requests may still run, the deadline of the phase."""
 _LOADING_BY = Case(
     When(
         owner_fence__isnull=False,

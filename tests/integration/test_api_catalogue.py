@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster import gallery_index
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from nodes.backends import catalogue, inventory, node_commands
+from nodes.backends import catalogue, gallery_copies, inventory, node_commands
 from nodes.models import BackendNode, NodeBackend
 from tests.integration.test_api_document import document, fits
 from tests.support import api, backends, hot
@@ -190,6 +190,7 @@ def test_the_fields_of_an_entry(local: Path) -> None:
         "isDevelopment": False,
         "capabilities": {"nvidia": "cuda-llama-cpp", "default": "cpu-llama-cpp"},
         "metaBackendFor": "",
+        "variants": [],
     }
     concrete = element("cuda-llama-cpp")
     told = [concrete[name] for name in ("isMeta", "isAlias", "metaBackendFor", "capabilities", "tags")]
@@ -458,6 +459,49 @@ def server() -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.rule("worker-18.3")
+def test_a_gallery_that_is_away_is_listed_from_its_last_good_copy(
+    server: str, configured: Galleries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the error and the time of the copy, in every process; the next read replaces it."""
+    Server.gate.set()
+    configured(web=server)
+    assert (len(offered()["backends"]), offered()["galleryErrors"]) == (5, [])
+    monkeypatch.setattr(Server, "do_GET", lambda self: self.send_error(503))
+    configured(web=server)  # another process: nothing is kept in its memory
+    reply = offered()
+    (problem,) = reply["galleryErrors"]
+    assert (len(reply["backends"]), problem["name"]) == (5, "web")
+    assert "503" in problem["error"]
+    assert "secret" not in problem["error"]
+    assert abs(datetime.fromisoformat(problem["readAt"]) - clock.now()) < timedelta(minutes=1)
+
+
+@pytest.mark.rule("worker-18.4")
+def test_which_kinds_of_nodes_can_run_an_entry_and_why(local: Path) -> None:
+    nodes = [api.make_node(name) for name in "abc"]
+    for node, capability in zip(nodes, ("nvidia", "amd", "amd"), strict=True):
+        BackendNode.objects.filter(pk=node.pk).update(capability=capability)
+    reply = offered()
+    assert reply["nodesByCapability"] == {"amd": 2, "nvidia": 1}
+    by_name = {entry["name"]: entry["variants"] for entry in reply["backends"]}
+    assert by_name["llama-cpp"] == [
+        {"capability": "amd", "build": "cpu-llama-cpp", "reason": "amd is not listed, so the default"},
+        {"capability": "nvidia", "build": "cuda-llama-cpp", "reason": "listed for nvidia"},
+    ]
+    assert by_name["cuda-llama-cpp"] == [
+        {"capability": "nvidia", "build": "cuda-llama-cpp", "reason": "named for cuda, as nvidia is"}
+    ]
+    assert [one["capability"] for one in by_name["whisper"]] == ["amd", "nvidia"]
+
+
+@pytest.fixture
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one test cannot write the same row: the test's transaction holds it."""
+    monkeypatch.setattr(gallery_copies, "keep", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("without_copies")
 def test_a_gallery_is_read_once_for_all_who_ask_at_the_same_time(server: str) -> None:
     """And then kept for a minute; other galleries are read at once."""
     reader, listed = catalogue.Reader(), [m.Gallery(url=server, name="web")]
@@ -478,6 +522,7 @@ def _expire(reader: catalogue.Reader) -> None:
     reader._known = dataclasses.replace(reader._known, good_until=0)
 
 
+@pytest.mark.usefixtures("without_copies")
 def test_who_asks_while_a_gallery_is_read_gets_what_was_known(server: str) -> None:
     """Only the one who reads it waits for a slow gallery; only without anything do all."""
     reader, listed = catalogue.Reader(), [m.Gallery(url=server, name="web")]

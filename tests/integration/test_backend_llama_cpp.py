@@ -214,14 +214,34 @@ async def test_a_forced_tool_is_called(engine: Engine, choice: str, name: str, a
     json.loads(call.arguments)
 
 
-async def test_a_tool_that_is_not_forced_leaves_words(engine: Engine) -> None:
-    """The template shows the model no tools, so it answers; results of tools are read as messages."""
+OPEN = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "at": {"$ref": "#/$defs/at"}},
+    "required": ["city", "at"],
+    "$defs": {"at": {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}},
+}
+
+
+async def test_an_object_has_only_its_named_properties(engine: Engine) -> None:
+    """C4: as in the GBNF that other engines get; a small model would invent some."""
+    answer, _ = await engine.said(chat(tokens=80, Grammar=json.dumps(OPEN)))
+    told = json.loads(answer.message)
+    assert (set(told), set(told["at"])) == ({"city", "at"}, {"day"})
+    tool = json.dumps([{"type": "function", "function": {"name": "f", "parameters": OPEN}}])
+    whole, _ = await engine.said(chat(tokens=80, Tools=tool, ToolChoice="required"))
+    assert set(json.loads(whole.chat_deltas[0].tool_calls[0].arguments)) == {"city", "at"}
+
+
+async def test_tools_that_the_template_cannot_show_are_refused(engine: Engine) -> None:
+    """C3: never thrown away silently; without the choice, results of tools are read as messages."""
+    code, text = await engine.refused("Predict", chat(tokens=12, Tools=TOOLS))
+    assert (code, text.partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, "Tools")
     told = [
         PARIS,
         pb.Message(role="assistant", tool_calls=json.dumps([CALL])),
         pb.Message(role="tool", tool_call_id="1", name="get_weather", content="sunny"),
     ]
-    answer, _ = await engine.said(chat(*told, tokens=12, Tools=TOOLS))
+    answer, _ = await engine.said(chat(*told, tokens=12, Tools=TOOLS, ToolChoice="none"))
     assert answer.message
     assert not answer.chat_deltas[0].tool_calls
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from localai_cluster.metrics import web
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.models import BackendNode
 from tests.support import hot
-from tests.support.answering import ASK, CHAT, COMPLETIONS, definitions, finished, one, play, reply, streamed
+from tests.support.answering import (
+    ASK,
+    CHAT,
+    COMPLETIONS,
+    DEFINITION,
+    definitions,
+    finished,
+    one,
+    play,
+    reply,
+    streamed,
+)
 from tests.support.scripted import Scripted, call, with_logprobs, words
 from tests.support.streaming import Streamed
 
@@ -190,7 +202,9 @@ def test_a_character_may_be_cut_between_two_pieces() -> None:
 
 
 @pytest.mark.rule("grpc-Embedding", "grpc-TokenizeString", "grpc-Detokenize", "grpc-Rerank")
-def test_tokens_and_documents() -> None:
+def test_tokens_and_documents(definitions: Path) -> None:
+    (definitions / "m.yaml").write_text(DEFINITION + "token_ids: true\n")
+
     async def scenario(client: hot.Client, _: Any) -> list[hot.Reply]:
         return [
             await reply(client.post("/v1/tokenize", {"model": "m", "content": "hi"})),

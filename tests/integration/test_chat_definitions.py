@@ -50,7 +50,13 @@ def test_one_model(name: str, definitions: Path) -> None:
         file = definitions / "m.yaml"
     path = f"/v1/models/{name}"
     answer = play(lambda client, _: reply(client.request("GET", path)), Scripted())
-    told = {"id": name, "object": "model", "created": int(file.stat().st_mtime), "owned_by": "localai"}
+    told = {
+        "id": name,
+        "object": "model",
+        "created": int(file.stat().st_mtime),
+        "owned_by": "localai",
+        "capabilities": ["FLAG_CHAT", "FLAG_COMPLETION", "FLAG_TOKENIZE"],
+    }
     assert (answer.status, answer.body) == (200, told)
 
 

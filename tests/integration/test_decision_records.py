@@ -20,8 +20,8 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected
 from localai_cluster.rpc.errors import BackendError, Lost
 from nodes.decisions import scale_records
-from nodes.loading import failures, load_attempts, load_request
-from nodes.loading.failures import Cause, NodeReason
+from nodes.loading import load_attempts, load_request
+from nodes.loading.load_attempts import Cause, NodeReason
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, PlacementLog, PlacementRecord
 from nodes.reconcilers import replicas
 from nodes.replicas import unload_requests
@@ -147,12 +147,12 @@ async def test_a_load_that_all_nodes_have_refused_ends_with_a_record(stage: Stag
     """The decision that no node is left is one of placement."""
     payload: dict[str, Any] = {}
     for node in (stage.one, stage.two):
-        payload = failures.with_refusal(payload, NodeReason(node.id, node.name, "no such file"))
+        payload = load_attempts.with_refusal(payload, NodeReason(node.id, node.name, "no such file"))
     stage.work.operation.payload = payload
     await in_thread(Operation.objects.update, payload=payload)
     await hot.in_thread(stage.need_until)
     ended = await stage.play()
-    assert isinstance(ended, failures.LoadFailed)
+    assert isinstance(ended, load_attempts.LoadFailed)
     (row,) = await in_thread(lambda: list(PlacementRecord.objects.all()))
     assert (row.kind, row.outcome) == ("placement", "refused")
     assert row.reason.startswith("every node that could take it has refused this load; no node can take it")
@@ -316,6 +316,6 @@ def test_explain_knows_what_the_load_under_way_was_asked_for() -> None:
     assert (answer["placement"]["node"], answer["placement"]["nodes"]["considered"]) == ("other", 1)
     operation = Operation.objects.get()
     refusal = NodeReason(other.id, "other", "no such file")
-    Operation.objects.update(payload=failures.with_refusal(operation.payload, refusal))
+    Operation.objects.update(payload=load_attempts.with_refusal(operation.payload, refusal))
     answer = api.admin().get("/api/models/m/explain").json()["next"]
     assert answer["placement"]["outcome"] == "refused"

@@ -18,10 +18,8 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
 from nodes.loading import load_request, staging, transfer, wait
-from nodes.loading.failures import LoadFailed, NodeRefused, refusals
-from nodes.loading.load_attempts import attempt_id
-from nodes.loading.source_files import OpenedFile
-from nodes.loading.staging_plan import plan_files
+from nodes.loading.load_attempts import LoadFailed, NodeRefused, attempt_id, refusals
+from nodes.loading.source_files import OpenedFile, plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.placement import memory

@@ -41,7 +41,9 @@ KINDS = {MESSAGES: SSE, RESPONSES: SSE, OLLAMA: NDJSON, GENERATE: NDJSON}
 def definitions(tmp_path: Path, settings: Settings) -> Path:
     """A models folder with `m`; requests hardly wait for a load."""
     (tmp_path / "m.yaml").write_text(DEFINITION)
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2)
+    settings.CLUSTER = dataclasses.replace(
+        settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2, ollama_load_wait=0.2
+    )
     return tmp_path
 
 
@@ -345,7 +347,7 @@ def test_what_ollamas_clients_ask_about_models(definitions: Path) -> None:
         shown = (await reply(client.post("/api/show", {"model": "cold"}))).body
         assert shown["capabilities"] == ["embedding"]
         older = (await reply(client.post("/api/show", {"name": "m"}))).body
-        assert older["capabilities"] == ["completion", "tools"]
+        assert older["capabilities"] == ["completion"], "its template is not known to have tools"
         for body in ({"model": "none"}, {}):
             assert (await reply(client.post("/api/show", body))).status == 404
         assert (await reply(client.request("GET", "/api/version"))).body["version"].count(".") == 2

@@ -23,7 +23,7 @@ from nodes.definitions.files import parse_definition
 from nodes.definitions.folder import Folder
 from nodes.gateway.picks import Picker
 from nodes.gateway.request import InferenceRequest
-from nodes.loading.failures import LoadFailed, refusals
+from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need

@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from nodes.loading import needs
+from nodes.loading import load_request
 from nodes.models import ModelSchedulingConfig, NodeLabel
 from nodes.placement.choose import Need
 from tests.support import api, hot
@@ -43,7 +43,7 @@ def test_every_node_has_its_reason_or_none() -> None:
     for node in (fits, small, full):
         NodeLabel.objects.create(node=node, key="tier", value="fast")
     hot.replica(full, "org/m")
-    with patch.object(needs, "estimate_need", return_value=Need(vram=4 * GIB)):
+    with patch.object(load_request, "estimate_need", return_value=Need(vram=4 * GIB)):
         told = fit()
     found = {one["node_id"]: (one["reason"], one["enough_vram"]) for one in told["nodes"]}
     assert found == {

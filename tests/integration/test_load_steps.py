@@ -20,7 +20,7 @@ from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.node_commands import offered_to
 from nodes.definitions.files import Definition, load_options, read_definition
 from nodes.loading import load
-from nodes.loading.failures import refusals
+from nodes.loading.load_attempts import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
 from operations.executor.work import Postpone, Recorder, Work, in_thread

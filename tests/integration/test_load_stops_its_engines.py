@@ -16,7 +16,7 @@ from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
 from nodes.loading import node_options
-from nodes.loading.failures import LoadFailed
+from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots

@@ -20,7 +20,7 @@ from nodes.backends import intents
 from nodes.commands import commands
 from nodes.definitions.folder import Folder
 from nodes.loading import load, load_placement
-from nodes.loading.failures import LoadFailed
+from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
 from nodes.replicas import engine_ends

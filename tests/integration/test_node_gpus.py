@@ -17,7 +17,7 @@ from nodes.api.heartbeats import HeartbeatApplication
 from nodes.decisions import fleet_cache
 from nodes.live import rows as live_rows
 from nodes.loading import load
-from nodes.loading.failures import LoadFailed
+from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_placement import find_eviction
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose_node
@@ -364,7 +364,7 @@ def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[
 
     monkeypatch.setattr(load, "BackendClient", Client)
     need = Need(vram=size * GIB, vram_required=True)
-    monkeypatch.setattr("nodes.loading.needs.estimate_need", lambda *_: need)
+    monkeypatch.setattr("nodes.loading.load_request.estimate_need", lambda *_: need)
     return heard
 
 

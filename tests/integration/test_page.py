@@ -169,7 +169,6 @@ def test_a_manifest_that_cannot_be_read_is_none(
 @pytest.mark.parametrize(
     ("path", "where"),
     [
-        ("/", "/app"),
         ("/browse", "/app"),
         ("/browse/nodes/x?a=b", "/app/nodes/x?a=b"),
         ("/favicon.svg", "/static/favicon.svg"),

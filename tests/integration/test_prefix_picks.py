@@ -28,6 +28,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 NODES = [UUID(int=number) for number in range(1, 5)]
 PLACES = [(node, index) for node in NODES for index in range(2)]
 Place = tuple[UUID, int]
+Ask = tuple[Place | None, float, int]
+"""Whose beginning the prompt has, the share of it, and how many such picks there are."""
 
 
 @pytest.fixture
@@ -41,18 +43,18 @@ def fleet() -> None:
 def chosen(
     raw: psycopg.Connection[Any],
     candidates: Sequence[Warm],
-    asks: Sequence[tuple[Place | None, float]],
+    asks: Sequence[Ask],
     limits: Limits,
-) -> list[tuple[Place, bool]]:
-    """What the statement gives each ask, and whether it found the hot replica."""
+) -> Counter[tuple[int, Place, bool]]:
+    """What the statement gives each ask, and whether it found the hot replica: how often."""
     now, owner = clock.now(), uuid4()
     document = {
         "keys": [],
         "releases": [],
         "picks": [
-            {"ask": ask, "scope": -1, "model": "echo", "key": "", "n": 1, "ratio": share}
+            {"ask": ask, "scope": -1, "model": "echo", "key": "", "n": times, "ratio": share}
             | ({"node": str(hot[0]), "index": hot[1]} if hot else {})
-            for ask, (hot, share) in enumerate(asks)
+            for ask, (hot, share, times) in enumerate(asks)
         ],
         "thresholds": {"match": limits.match, "abs": limits.abs, "rel": limits.rel},
         "weights": {
@@ -73,20 +75,41 @@ def chosen(
         rows = psycopg.RawCursor(raw).execute(statements.EXCHANGE, values).fetchall()
     finally:
         raw.rollback()
-    assert all(row[4] == 1 for row in rows)
-    return [((row[1], row[8]), row[9]) for row in sorted(rows, key=lambda row: row[7])]
+    taken = Counter[tuple[int, Place, bool]]()
+    for row in rows:
+        taken[row[7], (row[1], row[8]), row[9]] += row[4]
+    return taken
 
 
 def expected(
-    candidates: Sequence[Warm], asks: Sequence[tuple[Place | None, float]], limits: Limits
-) -> list[tuple[Place, bool]]:
-    """The same by the pure function, one after the other."""
-    found, now = [], {one.place: one for one in candidates}
-    for hot_place, share in asks:
+    candidates: Sequence[Warm], asks: Sequence[Ask], limits: Limits
+) -> Counter[tuple[int, Place, bool]]:
+    """The same by the pure function, one after the other: first those that their own replicas take, the least
+    busy replica first."""
+    found, now = Counter[tuple[int, Place, bool]](), {one.place: one for one in candidates}
+
+    def pick(number: int, hot_place: Place | None, share: float, *, only_own: bool) -> bool:
         picked = select([*now.values()], hot_place, share, limits)
         assert picked is not None
-        found.append((picked.place, hot_place in now and share >= limits.match))
+        if only_own and picked.place != hot_place:
+            return False
+        found[number, picked.place, hot_place in now and share >= limits.match] += 1
         now[picked.place] = Warm(picked.node, picked.index, picked.in_flight + 1, picked.weight)
+        return True
+
+    left, met = [], Counter[Place]()
+    for number, (hot_place, share, times) in enumerate(asks):
+        for _ in range(times):
+            own = hot_place if hot_place in now and share >= limits.match else None
+            busy = now[own].in_flight + met[own] if own else -1
+            if own:
+                met[own] += 1
+            left.append((busy, number, hot_place, share))
+    order = sorted((one for one in left if one[0] >= 0), key=lambda one: one[0])
+    later = [one for one in left if one[0] < 0]
+    later += [one for one in order if not pick(*one[1:], only_own=True)]
+    for one in sorted(later, key=lambda one: one[1]):
+        pick(*one[1:], only_own=False)
     return found
 
 
@@ -97,12 +120,16 @@ FLEETS = st.lists(
     unique_by=lambda one: one[0],
 )
 ASKS = st.lists(
-    st.tuples(st.none() | st.sampled_from(PLACES), st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0])),
+    st.tuples(
+        st.none() | st.sampled_from(PLACES),
+        st.sampled_from([0.0, 0.25, 0.3, 0.5, 1.0]),
+        st.sampled_from([1, 1, 2, 3, 9]),
+    ),
     min_size=1,
     max_size=9,
 )
 LIMITS = st.builds(
-    Limits, st.sampled_from([0.1, 0.3, 1.0]), st.integers(1, 4), st.sampled_from([1.0, 1.5, 2.0])
+    Limits, st.sampled_from([0.1, 0.3, 1.0]), st.integers(0, 4), st.sampled_from([1.0, 1.5, 2.0])
 )
 
 
@@ -115,13 +142,13 @@ def test_statement_and_pure_function_agree(
     raw: psycopg.Connection[Any],
     fleet: None,
     rows: list[tuple[Place, int, float]],
-    asks: list[tuple[Place | None, float]],
+    asks: list[Ask],
     limits: Limits,
 ) -> None:
     """R3.14: many at once are chosen and counted as one after the other would be; a replica that is not
     loaded is no candidate, whatever is remembered of it."""
     candidates = [Warm(*place, in_flight, weight) for place, in_flight, weight in rows]
-    asks = [(place, share if place else 0.0) for place, share in asks]
+    asks = [(place, share if place else 0.0, times) for place, share, times in asks]
     assert chosen(raw, candidates, asks, limits) == expected(candidates, asks, limits)
 
 
@@ -160,7 +187,7 @@ def test_the_choice(
     expected_place: Place,
 ) -> None:
     """The catalogue's cases; the replica that had the prompt is (node 1, index 0)."""
-    [(place, _)] = chosen(raw, candidates, [(ONE, share)], Limits())
+    [(_, place, _)] = chosen(raw, candidates, [(ONE, share, 1)], Limits())
     picked = select(candidates, ONE, share)
     assert picked is not None
     assert place == picked.place == expected_place
@@ -169,7 +196,7 @@ def test_the_choice(
 @pytest.mark.rule("T-PFX-33")
 def test_without_candidates_there_is_no_choice(raw: psycopg.Connection[Any], fleet: None) -> None:
     """And no error."""
-    assert chosen(raw, [], [(ONE, 1.0)], Limits()) == []
+    assert not chosen(raw, [], [(ONE, 1.0, 1)], Limits())
     assert select([], ONE, 1.0) is None
 
 
@@ -181,7 +208,7 @@ def test_how_busy_the_hot_one_may_be(
     """R3.13 with the usual thresholds."""
     for in_flight, place in ((most, ONE), (most + 1, TWO)):
         candidates = [warm(ONE, in_flight, 5), warm(TWO, least)]
-        assert chosen(raw, candidates, [(ONE, 1.0)], Limits()) == [(place, True)]
+        assert chosen(raw, candidates, [(ONE, 1.0, 1)], Limits()) == {(0, place, True): 1}
 
 
 def picks(requests: list[InferenceRequest]) -> list[Replica]:

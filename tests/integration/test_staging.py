@@ -15,9 +15,8 @@ import pytest
 
 from localai_cluster.kit import clock
 from nodes.loading import source_files, transfer
-from nodes.loading.source_files import FileChanged, OpenedFile
+from nodes.loading.source_files import FileChanged, FilePlan, LocalFile, OpenedFile, plan_files
 from nodes.loading.staging import IN_ALL, OF_A_NODE, ModelTransfer, StagingResult, TransferLimits
-from nodes.loading.staging_plan import FilePlan, LocalFile, plan_files
 from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
 from nodes.models import FileHash
 from nodes.registry.dial_targets import client_of

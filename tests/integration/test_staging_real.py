@@ -14,8 +14,8 @@ import pytest
 from localai_cluster.worker import exchange
 from localai_cluster.worker.files import disk
 from nodes.loading import transfer
+from nodes.loading.source_files import plan_files
 from nodes.loading.staging import ModelTransfer, StagingResult, TransferLimits
-from nodes.loading.staging_plan import plan_files
 from nodes.loading.transfer import FileRefused, UploadMeter
 from nodes.registry.dial_targets import Contact, HttpServer, client_of
 from tests.support import worker_http

@@ -14,7 +14,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from localai_cluster.management.commands import controller
 from nodes.backends.intents import Failed, settle
-from nodes.loading import load_request, needs
+from nodes.loading import load_request
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
 from nodes.placement.node_backoff import add_failure, into_payload
@@ -149,7 +149,7 @@ def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, vram_policy=policy)
     gib = 2**30
     operation = waiting(load_request.KIND, "echo")
-    Operation.objects.update(payload=needs.into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
+    Operation.objects.update(payload=load_request.need_into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
     node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
     assert wake_ups.wake([node.id]) == woken
     assert is_due(operation) == bool(woken)

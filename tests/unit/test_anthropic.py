@@ -253,3 +253,93 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     *_, last = events(begun + stream.render_failure(Unavailable("gone")))
     assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
     assert DIALECT.keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+# Review C10
+
+
+def test_the_first_event_has_the_prompts_tokens() -> None:
+    """Claude Code shows the context's use by them; 0 only if the engine has not told yet."""
+    for tokens in (7, 0):
+        first = DIALECT.events(HEAD).render([TextDelta(0, "Hello", prompt_tokens=tokens)]).splitlines()[1]
+        message = json.loads(first.removeprefix(b"data: "))["message"]
+        assert message["usage"]["input_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"city": "Rome", "days": 3}', {"city": "Rome", "days": 3}),
+        ('{"city": "Ro', {"city": "Ro"}),
+        ('{"city": "Rome", "da', {"city": "Rome"}),
+        ('{"city": "Rome", "days"', {"city": "Rome"}),
+        ('{"city": "Rome", "days": ', {"city": "Rome"}),
+        ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),
+        ('{"city": "Rome", "sunny": tr', {"city": "Rome"}),
+        ('{"a": {"b": [1, {"c": "d', {"a": {"b": [1, {"c": "d"}]}}),
+        ('{"a": "x\\', {"a": "x"}),
+        ('{"a": "x\\u00', {"a": "x"}),
+        ('{"a": "br{ace"', {"a": "br{ace"}),
+        ('{"', {}),
+        ("{", {}),
+        ("", {}),
+        ("[1", {}),
+        ("nonsense", {}),
+    ],
+)
+def test_what_a_cut_call_has_written_is_kept(text: str, arguments: dict[str, Any]) -> None:
+    """The arguments up to the last complete value; a client sees why in `stop_reason`."""
+    assert blocks.parse_arguments(text) == arguments
+
+
+@given(st.text(max_size=60), st.integers(0, 60))
+def test_a_cut_of_any_text_is_no_error(text: str, end: int) -> None:
+    whole = json.dumps({"a": [text, {"b": text}], text: 1})
+    assert isinstance(blocks.parse_arguments(whole[:end]), dict)
+    assert blocks.parse_arguments(whole) == json.loads(whole)
+
+
+def test_documents_of_text_are_read() -> None:
+    """With title and context, in a message and in what came of a call."""
+    plain = {"type": "text", "media_type": "text/plain", "data": "Roses are red."}
+    document = {"type": "document", "source": plain, "title": "Poem", "context": "From a book"}
+    listed = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "x"}]}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [document]}
+    messages = [
+        {"role": "user", "content": [document, listed, {"type": "text", "text": "Which colour?"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    (prompt,) = parse_request(ASK | {"messages": messages}).prompts
+    assert isinstance(prompt, Conversation)
+    text = "Poem\nFrom a book\nRoses are red."
+    assert prompt.messages[0].content == f"{text}\nx\nWhich colour?"
+    assert (prompt.messages[2].role, prompt.messages[2].content) == ("tool", text)
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"type": "document", "source": {"type": "base64", "data": "JVBE"}}, "plain text"),
+        ({"type": "document", "source": {"type": "url", "url": "https://x/y.pdf"}}, "plain text"),
+        ({"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}, "inside the request"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "inside the request"),
+    ],
+)
+def test_what_would_have_to_be_fetched_is_refused(block: dict[str, Any], said: str) -> None:
+    """In Anthropic's envelope, naming the block; also inside of a result."""
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    for content in (block, result):
+        with pytest.raises(InvalidInput, match=said) as refused:
+            parse_request(ASK | of_user(content))
+        body = json.loads(render_error(refused.value).body)
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert "messages[0].content[0]" in body["error"]["message"]
+
+
+def test_an_image_in_a_result_reaches_the_engine() -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}
+    (prompt,) = parse_request(ASK | of_user(result)).prompts
+    assert isinstance(prompt, Conversation)
+    assert prompt.images == (PNG["data"],)

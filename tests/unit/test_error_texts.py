@@ -15,7 +15,7 @@ from localai_cluster.worker.installer import InstallFailed
 from nodes.commands.outcomes import CommandFailed
 from nodes.dialects.routes import ANTHROPIC, OLLAMA, OPENAI
 from nodes.gateway import endpoint, gbnf, generate
-from nodes.loading import failures
+from nodes.loading import load_attempts
 from nodes.registry import bulk, heartbeats
 
 TEXTS: dict[type[errors.ClusterError], str] = {
@@ -47,9 +47,9 @@ TEXTS: dict[type[errors.ClusterError], str] = {
     gbnf._Contradiction: (
         "response_format: the schema leaves no value that all of its `const` and `enum` name."
     ),
-    failures.LoadFailed: "The model could not be loaded.",
-    failures.NodeRefused: "This node could not load it; another one may.",
-    failures.WorkerGone: "The attempt's worker is gone, or its place on it.",
+    load_attempts.LoadFailed: "The model could not be loaded.",
+    load_attempts.NodeRefused: "This node could not load it; another one may.",
+    load_attempts.WorkerGone: "The attempt's worker is gone, or its place on it.",
     bulk.BulkFailed: "The verb was refused for at least one of the nodes.",
     heartbeats.Overtaken: "Somebody else changed the node while the batch was being written.",
 }

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.loading import failures
-from nodes.loading.failures import NodeReason
+from nodes.loading import load_attempts
+from nodes.loading.load_attempts import NodeReason
 from nodes.placement.choose import Candidate, Need, Reason, Selector, choose_node, find_refusal
 from nodes.placement.evict import (
     JUST_LOADED,
@@ -152,9 +152,9 @@ def test_nothing_is_evicted_for_a_node_that_only_rests_or_lacks_a_slot() -> None
 def test_the_end_of_a_load_names_each_node_and_equal_reasons_once() -> None:
     payload: dict[str, object] = {"model": "m"}
     for number, (name, reason) in enumerate([("a", "no file"), ("b", "no memory"), ("c", "no file")], 1):
-        payload = failures.with_refusal(payload, NodeReason(UUID(int=number), name, reason))
-    assert failures.refused_by_all(payload).message == "a, c: no file; b: no memory"
-    assert [one.node_name for one in failures.refusals(payload)] == ["a", "b", "c"]
+        payload = load_attempts.with_refusal(payload, NodeReason(UUID(int=number), name, reason))
+    assert load_attempts.refused_by_all(payload).message == "a, c: no file; b: no memory"
+    assert [one.node_name for one in load_attempts.refusals(payload)] == ["a", "b", "c"]
 
 
 @pytest.mark.rule("R2.82", "R2.83", "T-ROU-20", "T-ROU-21", "T-ROU-22", "T-ROU-23", "T-ROU-24", "T-ROU-25")

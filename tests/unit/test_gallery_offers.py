@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 
@@ -11,6 +12,7 @@ from localai_cluster.messaging.messages import Gallery
 from nodes.backends.node_commands import GalleryOffer, is_loopback, offer
 from tests.support.hostile_yaml import documents
 
+RAW = gallery_index.GITHUB_URL
 WEB = Gallery("https://example.com/index.yaml", "web")
 FILE = Gallery("file:///srv/index.yaml", "file")
 PATH = Gallery("/srv/index.yaml", "path")
@@ -82,11 +84,71 @@ def test_which_addresses_are_the_servers_own_machine(address: str, same: bool) -
         ("/abs/one", "https://example.com/index.yaml", "/abs/one"),
         ("https://other.example/x.tar", "cluster:index.yaml", "https://other.example/x.tar"),
         ("", "cluster:index.yaml", ""),
+        ("quay.io/org/one:v1", "https://example.com/index.yaml", "quay.io/org/one:v1"),
+        ("oci://images.test/one", "https://example.com/index.yaml", "oci://images.test/one"),
+        ("github:org/repo/a/b.tar@v1", "cluster:index.yaml", f"{RAW}/org/repo/v1/a/b.tar"),
+        ("b.tar", "github:org/repo/a/index.yaml@v1", f"{RAW}/org/repo/v1/a/b.tar"),
     ],
 )
 def test_where_the_source_of_an_entry_is(uri: str, index: str, where: str) -> None:
     """Relative to the index, unless it stands for itself."""
     assert gallery_index.located(uri, index) == where
+
+
+@pytest.mark.rule("worker-18.6")
+def test_github_addresses_are_those_of_raw_files() -> None:
+    """On the branch `main` unless it is named; a setting leads to a mirror."""
+    assert gallery_index.web_address("github:o/r/x.yaml") == f"{RAW}/o/r/main/x.yaml"
+    assert (
+        gallery_index.web_address("github://o/r/x.yaml@b/c", "http://m/raw") == "http://m/raw/o/r/b/c/x.yaml"
+    )
+    for other in ("github:o/r", "github:o/r/x?y", "https://github.test/x", "x"):
+        assert gallery_index.web_address(other) == other
+
+
+async def test_an_index_may_be_named_by_a_ref_file_and_come_from_a_mirror() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        texts = {
+            "/g/latest.ref": b"v2/index.yaml\n",
+            "/g/v2/index.yaml": b"- name: one",
+            "/bad.ref": b"/etc/x",
+        }
+        found = request.url.path in texts
+        return httpx.Response(200 if found else 404, content=texts.get(request.url.path, b""))
+
+    async def unserved(name: str) -> bytes:
+        raise ValueError
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        good = Gallery(
+            "https://a.test/gone.yaml", "g", ("github:g/v2/index.yaml@x", "https://a.test/g/latest.ref")
+        )
+        index = await gallery_index.fetch(good, client, served=unserved)
+        assert [entry.name for entry in index.entries] == ["one"]
+        for url in ("https://a.test/bad.ref", "ftp://a.test/x"):
+            with pytest.raises(gallery_index.GalleryUnreadable):
+                await gallery_index.fetch(Gallery(url, "g"), client, served=unserved)
+
+
+def test_anchors_and_merges_are_expanded_up_to_a_number_of_values() -> None:
+    """LocalAI's own indexes use them heavily."""
+    real = b"""
+- &llama {name: llama-cpp, tags: [llm], capabilities: {default: cpu-llama-cpp}}
+- !!merge <<: *llama
+  name: cpu-llama-cpp
+  uri: quay.io/org/backends:cpu
+  capabilities: null
+- name: linked
+  url: oci://images.test/linked
+"""
+    meta, concrete, linked = gallery_index.parse(real, WEB)
+    assert (meta.is_meta, concrete.is_meta, concrete.tags, concrete.uri) == (
+        True, False, ("llm",), "quay.io/org/backends:cpu"
+    )  # fmt: skip
+    assert linked.uri == "oci://images.test/linked"
+    wide = b"- &a {" + b", ".join(b"k%d: 1" % n for n in range(500)) + b"}\n" + b"- {<<: *a, name: x}\n" * 200
+    with pytest.raises(gallery_index.GalleryUnreadable, match="more than 100000 values"):
+        gallery_index.parse(wide, WEB)
 
 
 @pytest.mark.parametrize(

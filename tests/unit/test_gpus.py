@@ -17,8 +17,8 @@ from nodes.decisions.reserved_memory import GpuShare
 from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
-from nodes.loading import needs, node_options
-from nodes.loading.failures import NodeRefused
+from nodes.loading import load_request, node_options
+from nodes.loading.load_attempts import NodeRefused
 from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal, gpu_shares
 from nodes.placement.evict import (
     ProtectionRules,
@@ -336,8 +336,8 @@ def test_an_engine_is_told_its_split_and_a_worker_must_say_what_it_did() -> None
 def test_a_definition_that_says_its_gpus_sees_all_of_them(key: str) -> None:
     """Its numbers would mean other GPUs if it saw only some."""
     files = ModelFiles()
-    assert not needs.estimate_need(parse_definition(DEFINITION, "m.yaml"), files).own_gpus
-    assert needs.estimate_need(parse_definition({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
+    assert not load_request.estimate_need(parse_definition(DEFINITION, "m.yaml"), files).own_gpus
+    assert load_request.estimate_need(parse_definition({**DEFINITION, key: "1"}, "m.yaml"), files).own_gpus
 
 
 GPU = {"index": 0, "uuid": "GPU-a", "name": "NVIDIA L4", "total_vram": 24, "free_vram": 20, "utilization": 7}

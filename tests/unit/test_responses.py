@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
 from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, ResponseObject, parse_request
-from nodes.gateway.generation import Conversation, TextDelta, Usage, merge_deltas
+from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
 ASK: dict[str, Any] = {"model": "m", "input": "hello"}
@@ -55,7 +55,13 @@ def image(url: Any) -> dict[str, Any]:
         ({"tool_choice": {"type": "file_search"}, "tools": [TOOL]}, "tool_choice"),
         (form(RECURSIVE), "text"),
         (form(None), "text"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
+        ({"tools": [{"type": "web_search"}, {"type": "custom", "name": "c"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference"}]}, "input"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "1"}]}, "input"),
         ({"metadata": {"a": 1}}, "metadata"),
         *[({name: True}, name) for name in REFUSED],
     ],
@@ -67,11 +73,77 @@ def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
 
 
 def test_nothing_is_kept() -> None:
-    """What asks for less than that is fine."""
-    for name in ("store", "previous_response_id"):
+    """C5, D-STATELESS: `store` is answered with false; what refers to an earlier response is refused."""
+    for name in ("previous_response_id", "conversation"):
         with pytest.raises(InvalidInput, match="nothing is kept"):
-            parse_request(ASK | {name: "resp_1" if name != "store" else True})
-    parse_request(ASK | {"store": False, "previous_response_id": None, "background": False})
+            parse_request(ASK | {name: "resp_1"})
+    for change in ({"store": True}, {"store": False}, {"truncation": "auto"}, {"background": False}):
+        generation = parse_request(ASK | change)
+        whole = json.loads(
+            DIALECT.render_response(Head("1", 0, generation), [TextDelta(0, "x", finish="stop")])
+        )
+        assert (whole["store"], whole["truncation"]) == (False, "disabled")
+
+
+def test_items_that_only_openai_can_read_are_left_out() -> None:
+    """C5: the second turn of the Vercel AI SDK refers to the answer before; free-form calls are calls."""
+    items = [
+        {"role": "user", "content": "one"},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ x"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"role": "user", "content": "two"},
+    ]
+    (prompt,) = parse_request(ASK | {"input": items}).prompts
+    assert isinstance(prompt, Conversation)
+    assert [message.role for message in prompt.messages] == ["user", "assistant", "tool", "user"]
+    (call,) = json.loads(prompt.messages[1].tool_calls)
+    assert call["function"] == {"name": "patch", "arguments": '{"input":"+ x"}'}
+
+
+CODEX = [
+    TOOL,
+    {"type": "namespace", "name": "mcp.files", "tools": [{"type": "function", "name": "read"}, TOOL]},
+    {"type": "web_search", "external_web_access": False},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+]
+
+
+def test_tools_that_cannot_be_run_here_are_left_out() -> None:
+    """C2: Codex CLI sends several kinds; functions of a namespace are flat for the model."""
+    name = str(TOOL["name"])
+    for choice in (None, "auto", "required", "none"):
+        generation = parse_request(ASK | {"tools": CODEX, "tool_choice": choice})
+        (prompt,) = generation.prompts
+        assert isinstance(prompt, Conversation)
+        known = [tool["function"]["name"] for tool in json.loads(prompt.tools or "[]")]
+        assert known == ([] if choice == "none" else [name, "read", f"mcp_files__{name}"])
+    calls = tuple(
+        ToolPiece(index, name=known_name, arguments="{}")
+        for index, known_name in enumerate((name, "read", f"mcp_files__{name}"))
+    )
+    deltas = [TextDelta(0, tools=calls), TextDelta(0, finish="tool_calls")]
+    whole = json.loads(DIALECT.render_response(Head("1", 0, generation), deltas))
+    assert [(item["name"], item.get("namespace")) for item in whole["output"]] == [
+        (name, None),
+        ("read", "mcp.files"),
+        (name, "mcp.files"),
+    ]
+    assert whole["tools"] == CODEX
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "function"}]
+)
+def test_a_tool_that_cannot_be_run_cannot_be_forced(choice: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        parse_request(ASK | {"tools": CODEX, "tool_choice": choice})
+    assert (refused.value.field, refused.value.code) == ("tool_choice", "unsupported_value")
+    forced = parse_request(ASK | {"tools": CODEX, "tool_choice": {"type": "function", "name": "read"}})
+    (prompt,) = forced.prompts
+    assert isinstance(prompt, Conversation)
+    assert json.loads(prompt.tool_choice)["function"]["name"] == "read"
 
 
 def conversation(change: dict[str, Any]) -> Conversation:

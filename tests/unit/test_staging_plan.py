@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, read_definition
 from nodes.definitions.sizes import measure
-from nodes.loading.staging_plan import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files, root_of
+from nodes.loading.source_files import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files, root_of
 from nodes.placement.memory import required_disk
 
 ROOT = "/srv/w/models/flux"

@@ -137,6 +137,14 @@ def test_a_system_backend_of_one_node_is_no_drift_of_the_others() -> None:
     assert not installed[0].is_system
 
 
+def test_two_platforms_of_one_image_are_no_drift() -> None:
+    """Each node has the digest of its own platform's build; one with an older build is behind."""
+    image = Offered("", IMAGE, (THIRD, NEW, OLD))
+    assert told(minilm(on("a", digest=NEW), on("b", digest=OLD)), minilm=image) == []
+    newer = Offered("", IMAGE, (THIRD, NEW))
+    assert only(minilm(on("a", digest=NEW), on("b", digest=OLD)), newer).drifted
+
+
 @pytest.mark.parametrize(
     ("uri", "expected"),
     [
