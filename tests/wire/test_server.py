@@ -144,7 +144,7 @@ async def test_credentials_allow_the_nodes_own_subjects_and_no_others(server: Se
 async def test_a_cold_load_installs_stages_and_loads_and_the_next_one_sends_no_file(
     server: Server, join: Join
 ) -> None:
-    """D-STAGE-FIRST, D-LOADS-LISTED: files may come before the install, and that may have an operation's id."""
+    """D-STAGE-FIRST, D-LOADS-LISTED: files may come first, and the install may have an operation's id."""
     worker = await join("wire-36")
     await loads(server, "cold")
     # A backend that is missing may be installed first, by an operation of its own.
