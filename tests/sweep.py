@@ -58,7 +58,7 @@ class Result:
 
 def using(word: str, folder: str = "tests/integration") -> tuple[str, ...]:
     """The test files in which this word stands."""
-    found = sorted((ROOT / folder).glob("test_*.py"))
+    found = sorted((ROOT / folder).rglob("test_*.py"))
     return tuple(file.relative_to(ROOT).as_posix() for file in found if word in file.read_text("utf-8"))
 
 
