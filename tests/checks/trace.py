@@ -208,6 +208,9 @@ COVERED: dict[str, frozenset[str] | None] = {
     "http-2": None,
     "http-3": None,
     "http-4": None,
+    "worker-2": None,
+    "worker-3": None,
+    "worker-4": None,
     "worker-7": None,
     "worker-8": None,
     "worker-9": None,
@@ -217,6 +220,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-13": None,
     "worker-14": None,
     "worker-16": None,
+    "worker-19": None,
     # Not where galleries come from, and what a machine can run.
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and what its shell calls; which page calls what else (5.5) the pages say.

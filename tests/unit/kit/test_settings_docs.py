@@ -7,6 +7,7 @@ from localai_cluster.worker import config
 from tests.checks import settings
 
 ALL = [(table, entry) for table in settings.TABLES.values() for entry in env.declared(table)]
+TEXTS = {table: env.texts(table) for table in settings.TABLES.values()}
 NAMES = [entry.names[0] for _, entry in ALL]
 
 
@@ -18,7 +19,7 @@ def test_the_tables_of_the_document_are_those_of_the_programs() -> None:
 @pytest.mark.parametrize(("table", "entry"), ALL, ids=NAMES)
 def test_each_setting_has_a_text(table: type[env.Table], entry: env.Setting) -> None:
     """The docstring of the field, for `--help` and the document; one sentence or two."""
-    text = env.texts(table)[entry.key]
+    text = TEXTS[table][entry.key]
     assert text.endswith(".")
     assert "|" not in text
 

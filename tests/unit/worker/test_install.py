@@ -17,7 +17,7 @@ from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, choos
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery, InstallRequest
-from localai_cluster.worker import source_files
+from localai_cluster.worker import download, source_files
 from localai_cluster.worker.backend_store import (
     BackendStore,
     Metadata,
@@ -358,3 +358,38 @@ def test_the_listing(store: BackendStore) -> None:
     for name in ("sys", "..", "", "nothing"):
         with pytest.raises(ClusterError):
             store.remove(name)
+
+
+@pytest.mark.rule("worker-18.3")
+@pytest.mark.parametrize(
+    ("uri", "sha256", "reason"),
+    [
+        ("http://127.0.0.1:1/engine.tar.gz", "", "no sha256 in its gallery"),
+        ("oci://127.0.0.1:1/engine:v1", "0" * 64, "no digest in its reference"),
+        ("http://127.0.0.1:1/engine.tar.gz", "0" * 64, ""),
+        (f"oci://127.0.0.1:1/engine@sha256:{'0' * 64}", "", ""),
+    ],
+)
+async def test_what_cannot_be_verified_is_refused_where_integrity_is_required(
+    store: BackendStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, sha256: str, reason: str
+) -> None:
+    """LOCALAI_REQUIRE_BACKEND_INTEGRITY; what a hash or digest names goes on, here to a dead address."""
+    monkeypatch.setattr(download, "PAUSES", (0.0,))
+    (tmp_path / "index.yaml").write_text(f"- name: engine\n  uri: {uri}\n  sha256: '{sha256}'\n")
+    gallery = Gallery(name="g", url=f"file://{tmp_path}/index.yaml")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        strict = Installer(store, (tmp_path,), 0, "default", client, unserved, require_integrity=True)
+        with pytest.raises(InstallFailed) as failed:
+            await strict.install(InstallSource("engine", (gallery,)), ignore)
+    assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is bool(reason)
+    assert reason in str(failed.value)
+
+
+@pytest.mark.rule("worker-18.3")
+async def test_folders_need_no_hash(store: BackendStore, tmp_path: Path) -> None:
+    source = backend(tmp_path / "sources" / "engine")
+    strict = Installer(
+        store, (tmp_path,), 0, "default", httpx.AsyncClient(), unserved, require_integrity=True
+    )
+    await strict.install(InstallSource("engine", (), str(source)), ignore)
+    assert (store.backends / "engine" / "run.sh").exists()
