@@ -95,6 +95,7 @@ FIGURES = (
 LEFT = "left"
 _SURFACES = {
     "v1": "inference",
+    "v2": "inference",
     "embeddings": "inference",
     "models": "inference",
     "chat": "inference",
@@ -108,6 +109,7 @@ _SURFACES = {
     "messages": "inference",
     "responses": "inference",
     "api": "api",
+    "system": "api",
     "backend": "api",
     "backends": "api",
     "version": "api",
