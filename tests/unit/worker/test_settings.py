@@ -13,7 +13,7 @@ from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = (ROOT / "docs" / "contract" / "worker.md").read_text(encoding="utf-8")
 SECTION = CONTRACT.partition("\n## 2. ")[2].partition("\n## 3. ")[0]
 ROWS = [
