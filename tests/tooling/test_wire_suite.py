@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SUITE = Path(__file__).parents[1] / "wire"
-ALLOWED = {*sys.stdlib_module_names, "pytest", "pytest_asyncio", "grpc", "nats", "psutil"}
+ALLOWED = {*sys.stdlib_module_names, "cryptography", "pytest", "pytest_asyncio", "grpc", "nats", "psutil"}
 
 
 @pytest.mark.parametrize("file", sorted(SUITE.glob("*.py")), ids=lambda file: file.name)

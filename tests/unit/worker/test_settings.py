@@ -132,6 +132,15 @@ def test_the_help_shows_each_setting_once_in_its_group() -> None:
         assert all(name in shown for name in entry.names)
 
 
+def test_the_page_for_slurm_names_settings_that_exist() -> None:
+    """All that its scripts export are variables of the worker."""
+    page = (ROOT / "docs" / "operating" / "slurm.md").read_text(encoding="utf-8")
+    known = {name for entry in SETTINGS for name in entry.names}
+    exported = {name.removesuffix("_FILE") for name in re.findall(r"(LOCALAI_[A-Z_]+)=", page)}
+    assert len(exported) > 8
+    assert exported <= known
+
+
 def test_settings_without_effect_are_named() -> None:
     assert config().without_effect == []
     found = config({"LOCALAI_STORAGE_SECRET_KEY": "hush"}, prefetch_models="a,b")
