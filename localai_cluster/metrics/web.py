@@ -109,6 +109,7 @@ _SURFACES = {
     "messages": "inference",
     "responses": "inference",
     "api": "api",
+    "system": "api",
     "backend": "api",
     "backends": "api",
     "version": "api",
