@@ -113,7 +113,6 @@ _SURFACES = {
     "backend": "api",
     "backends": "api",
     "version": "api",
-    "system": "api",
     "join": "workers",
     "admin": "admin",
     "": "pages",
