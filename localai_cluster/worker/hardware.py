@@ -248,6 +248,11 @@ class GpuReader:
             log.warning("%s", reason)
 
 
+def reader(simulated: Simulation | None, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
+    """Return the reader of the machine's GPUs, or of simulated ones with the memory that engines take."""
+    return GpuReader(SimulatedGpus(simulated, users) if simulated else Nvml())
+
+
 def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
     """Return the environment that limits CUDA to these GPUs, in this order; empty for all GPUs.
 
