@@ -84,10 +84,10 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     if cluster.host in _LOOPBACK:
         return []
     secrets = {
-        "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
-        "LOCALAI_API_KEY": cluster.api_key,
-        "LOCALAI_METRICS_TOKEN": cluster.metrics_token,
-        "SECRET_KEY": settings.SECRET_KEY,
+        "LOCALAI_REGISTRATION_TOKEN": [cluster.registration_token],
+        "LOCALAI_API_KEY": cluster.api_keys,
+        "LOCALAI_METRICS_TOKEN": [cluster.metrics_token],
+        "SECRET_KEY": [settings.SECRET_KEY],
     }
     return [
         Error(
@@ -95,8 +95,8 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             hint="Use a long random value, or let `make run` generate one.",
             id="cluster.E004",
         )
-        for name, value in secrets.items()
-        if value and weak_secret(value)
+        for name, values in secrets.items()
+        if any(value and weak_secret(value) for value in values)
     ]
 
 
@@ -115,11 +115,26 @@ def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 @register(Tags.security)
+def check_keyless(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """Report cluster.W005: inference without a key is open to networks."""
+    networks = conf.cluster().keyless_networks
+    if not networks:
+        return []
+    return [
+        Warning(
+            f"CLUSTER_KEYLESS_NETWORKS admits {', '.join(map(str, networks))} to inference without a key.",
+            hint="Everybody there can use the models. Name the smallest networks, or give programs keys.",
+            id="cluster.W005",
+        )
+    ]
+
+
+@register(Tags.security)
 def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """Report cluster.E005, W003: bus credentials that do not belong together, a switch without effect."""
     cluster = conf.cluster()
     messages: list[CheckMessage] = []
-    if not cluster.require_auth:
+    if not (cluster.require_auth and cluster.nats_require_auth):
         messages.append(
             Warning(
                 "LOCALAI_DISTRIBUTED_REQUIRE_AUTH and LOCALAI_NATS_REQUIRE_AUTH cannot be switched off.",

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock, logs
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.raw_routes import websocket_application
-from localai_cluster.web import wire
+from localai_cluster.web import cors, wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
 from nodes.gateway import gateway
@@ -76,7 +76,13 @@ class Edge:
         began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
         app: Any = raw_routes.find(scope["path"]) or self._django
         refused = app.refused if isinstance(app, Endpoint) else wire.error_answer
+        origin = cors.allowed_origin(scope) if isinstance(app, Endpoint) else b""
+        if origin:
+            answer.add(cors.response_headers(origin))
         try:
+            if origin and (preflight := cors.preflight(scope, app.method)) is not None:
+                await wire.send_answer(answer, preflight)
+                return
             if self.stopping:
                 await wire.send_answer(answer, refused(_STOPPING))
                 return
@@ -111,6 +117,10 @@ class _Tagged:
         self._added = _DEFAULT_HEADERS_OF_FILES if path.startswith(settings.STATIC_URL) else _DEFAULT_HEADERS
         self._id = identifier
         self.status = 0
+
+    def add(self, headers: tuple[wire.Header, ...]) -> None:
+        """Add further default headers."""
+        self._added = (*self._added, *headers)
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

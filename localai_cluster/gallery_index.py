@@ -22,16 +22,22 @@ from yaml.composer import Composer
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery
+from localai_cluster.registries import references
 
 FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 """Limits on entries per index, texts per field and characters per text: YAML aliases can multiply data."""
-MOST_MERGED = 1_000_000
-"""Entries that all merges (`<<`) of one index may copy; a real index has a few thousand."""
+MOST_NODES = 100_000
+"""Values of one index, each copy that a merge (`<<`) makes of one included."""
 _MOST_BITS = 1024
 """Longest number in bits that is accepted as a text, such as a version."""
 
+GITHUB_URL = "https://raw.githubusercontent.com"
+"""Default base of the files that `github:` addresses name."""
+_GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)
+_REF_LIMIT = 1024
+"""Longest name in bytes in a file `.ref`."""
 CLUSTER = "cluster:"
 """Prefix of a URL of the control plane's own gallery."""
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -106,11 +112,12 @@ class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
     def __init__(self, stream: bytes) -> None:
         super().__init__()
         _FAST[-1].__init__(self, stream)
-        self._level, self._left = 0, MOST_MERGED
+        self._level, self._left = 0, MOST_NODES
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose one node; YAMLError below the deepest accepted level."""
         self._level += 1
+        self._count(1)
         if self._level > untrusted.LEVELS:
             raise yaml.YAMLError(untrusted.TOO_DEEP)
         node = super().compose_node(parent, index)
@@ -118,13 +125,16 @@ class _Loader(untrusted.LocatedErrors, *_FAST):  # type: ignore[misc]
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Apply merges; YAMLError if they copy too many entries."""
+        """Apply merges; YAMLError if they copy too many values."""
         for merged in _merged(node):
             self.flatten_mapping(merged)
-            self._left -= len(merged.value)
-            if self._left < 0:
-                raise yaml.YAMLError(f"its merges copy more than {MOST_MERGED} entries")
+            self._count(2 * len(merged.value))
         super().flatten_mapping(node)
+
+    def _count(self, nodes: int) -> None:
+        self._left -= nodes
+        if self._left < 0:
+            raise yaml.YAMLError(f"it has more than {MOST_NODES} values, those of merges included")
 
 
 def _merged(node: Any) -> list[Any]:
@@ -134,6 +144,14 @@ def _merged(node: Any) -> list[Any]:
     return [part for part in parts if getattr(part, "id", "") == "mapping"]
 
 
+@dataclass(frozen=True)
+class Index:
+    """An index that was read: its entries, and its text."""
+
+    entries: list[GalleryEntry]
+    text: bytes = b""
+
+
 async def fetch(
     gallery: Gallery,
     client: httpx.AsyncClient,
@@ -141,22 +159,47 @@ async def fetch(
     served: ReadServed,
     resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
-) -> list[GalleryEntry]:
-    """Return the entries of a gallery from its URL or the first mirror that responds. GalleryUnreadable.
+    github_url: str = GITHUB_URL,
+) -> Index:
+    """Return the index of a gallery from its URL or the first mirror that responds. GalleryUnreadable.
 
     `served` reads `cluster:` URLs, `resolve` decides which files may be read; `timeout` is in seconds per
     address.
     """
+
+    async def read(url: str) -> bytes:
+        name = served_name(url)
+        return await (_read(url, client, resolve) if name is None else served(name))
+
     reasons = []
     for url in (gallery.url, *gallery.mirrors):
         try:
-            name = served_name(url)
             async with asyncio.timeout(timeout):
-                text = await (_read(url, client, resolve) if name is None else served(name))
-            return await asyncio.to_thread(parse, text, gallery)
+                address = web_address(url, github_url)
+                text = await read(address)
+                if url.endswith(".ref"):
+                    text = await read(_referenced(text, address))
+            return Index(await asyncio.to_thread(parse, text, gallery), text)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ClusterError) as error:
             reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
+
+
+def web_address(url: str, github_url: str = GITHUB_URL) -> str:
+    """Return the address of a file that `github:owner/repository/path@branch` names; other URLs stay."""
+    match = _GITHUB.fullmatch(url)
+    if match is None:
+        return url
+    owner, repository, path, branch = match.groups()
+    return f"{github_url}/{owner}/{repository}/{branch or 'main'}/{path}"
+
+
+def _referenced(text: bytes, address: str) -> str:
+    """Return the address of the index that a file `.ref` names, relative to it. Raise ValueError."""
+    name = text[: _REF_LIMIT + 1].decode("utf-8", "replace").strip()
+    if not name or len(text) > _REF_LIMIT or not name.isprintable() or ":" in name or name.startswith("/"):
+        raise ValueError("a .ref file must hold the relative name of an index")
+    return located(name, address)
 
 
 def local_path(url: str) -> Path | None:
@@ -227,10 +270,14 @@ def read_served(folder: Path, name: str) -> bytes:
         return _bounded(file.read(INDEX_LIMIT + 1))
 
 
-def located(uri: str, index: str) -> str:
-    """Resolve the address of an entry's source relative to its index, unless the address is absolute."""
-    if not uri or urlsplit(uri).scheme or uri.startswith("/"):
-        return uri
+def located(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
+    """Resolve the address of an entry's source relative to its index.
+
+    Absolute addresses and references of images stay.
+    """
+    if not uri or urlsplit(uri).scheme or uri.startswith("/") or references.parse(uri):
+        return web_address(uri, github_url)
+    index = web_address(index, github_url)
     if index.startswith(CLUSTER):
         return CLUSTER + uri.removeprefix("./")
     path = local_path(index)
@@ -254,7 +301,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
     if path is not None:
         return await asyncio.to_thread(lambda: _read_file(resolve(path)))
     if not url.startswith(("http://", "https://")):
-        raise ValueError("only cluster:, file://, http:// and https:// URLs are supported")
+        raise ValueError("only cluster:, github:, file://, http:// and https:// URLs are supported")
     _ = urlsplit(url).port  # ValueError for an invalid port
     async with client.stream("GET", url, follow_redirects=True) as answer:
         return await body_bounded(answer)
@@ -275,7 +322,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     return GalleryEntry(
         name=_text(item.get("name")),
         alias=_text(item.get("alias")),
-        uri=_text(item.get("uri")),
+        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _text(item.get("url"))),
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
         sha256=_text(item.get("sha256")).strip().lower(),
@@ -357,6 +404,22 @@ def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: st
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
     """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
+
+
+def reason(build: GalleryEntry, capability: str) -> str:
+    """Explain why `build` can be installed on a node with this capability; "" if it cannot."""
+    if build.is_meta:
+        offered = build.capabilities or {}
+        if capability in offered:
+            return f"listed for {capability}"
+        if "default" in offered:
+            return f"{capability} is not listed, so the default"
+        return f"neither {capability} nor a default is listed, so cpu" if "cpu" in offered else ""
+    if not compatible(build, capability):
+        return ""
+    words = f"{build.name} {build.uri}".lower()
+    needed = next((word for listed, _ in _NEEDS for word in listed if word in words), "")
+    return f"named for {needed}, as {capability} is" if needed else "named for no hardware"
 
 
 def compatible(build: GalleryEntry, capability: str) -> bool:

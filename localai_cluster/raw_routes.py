@@ -83,8 +83,11 @@ _PATTERNS = [
 
 
 def find(path: str) -> Any | None:
-    """Return the raw application of a path (without a trailing slash), None if the path is Django's."""
+    """Return the raw application of a path (without a trailing slash), None if the path is Django's.
+
+    All of `/v1` is inference: what is unknown there is refused in the dialect of the client.
+    """
     app = _EXACT.get(path)
-    if app is not None:
-        return app
-    return next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
+    if app is None:
+        app = next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
+    return inference.refuse_unknown if app is None and path.startswith("/v1/") else app

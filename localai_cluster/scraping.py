@@ -189,7 +189,6 @@ class RowReader:
 
 PATH = "/metrics"
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
 class OnlyGet(ClusterError):
@@ -240,12 +239,7 @@ class MetricsApplication:
 
 async def admit(scope: Scope) -> None:
     """Raise NotAuthenticated, Forbidden or Unavailable unless the caller may read the metrics."""
-    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
-
-    def header(name: str) -> str:
-        return headers.get(name.encode(), b"").decode("latin-1")
-
-    offered = principals.offered_credential(header)
+    offered = principals.offered_credential(principals.credential_headers(scope))
     if not offered:
         raise NotAuthenticated("a scraper's token or an admin's API key is required")
     if principals.secrets_equal(offered, conf.cluster().metrics_token):

@@ -1,4 +1,4 @@
-"""Django's settings. Everything that an operator may change is read by `env.py`.
+"""Django's settings. Everything that an operator may change is in the table of `kit/conf.py`.
 
 The web process keeps a pool of database connections, every other process persistent ones: a pool that is open
 when django-q2 forks breaks it (`docs/decisions/0003-processes.md`).
@@ -22,14 +22,14 @@ FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
 """Folder of templates and pages: inside of an installed wheel, or at the top of a working copy."""
 CLUSTER, _environment = _conf.load()
 
-SECRET_KEY = _environment.secret("SECRET_KEY")
+SECRET_KEY = CLUSTER.secret_key
 SECRET_KEY_IS_STAND_IN = not SECRET_KEY
 if SECRET_KEY_IS_STAND_IN:
     SECRET_KEY = os.urandom(32).hex()
-DEBUG = _environment.boolean("DEBUG")
-LOG_LEVEL = _environment.parsed("LOG_LEVEL", _env.parse_log_level, "INFO", "Use INFO, or DEBUG to see more.")
-ALLOWED_HOSTS = [host for host in _environment.text("ALLOWED_HOSTS", "*").split(",") if host]
-CSRF_TRUSTED_ORIGINS = [o for o in _environment.text("CSRF_TRUSTED_ORIGINS").split(",") if o]
+DEBUG = CLUSTER.debug
+LOG_LEVEL = CLUSTER.log_level
+ALLOWED_HOSTS = CLUSTER.allowed_hosts
+CSRF_TRUSTED_ORIGINS = CLUSTER.csrf_trusted_origins
 _COMMAND = (sys.argv[1:2] or [""])[0]
 IS_WEB = _COMMAND == "serve"
 IS_BACKGROUND = _COMMAND in ("controller", "qcluster")
@@ -106,7 +106,10 @@ APPEND_SLASH = False
 LOGIN_URL = "/login"
 LOGIN_REDIRECT_URL = "/app"
 PASSWORD_URL = "/app/password"
-AUTHENTICATION_BACKENDS = ["localai_cluster.accounts.passwords.SessionBackend"]
+AUTHENTICATION_BACKENDS = [
+    "localai_cluster.accounts.passwords.SessionBackend",
+    "localai_cluster.accounts.sessions.KeyBackend",
+]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
 SESSION_ENGINE = "localai_cluster.accounts.sessions"

@@ -13,8 +13,8 @@ from localai_cluster import health
 from localai_cluster.api_document import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
 from localai_cluster.system_health import SystemHealthView
-from localai_cluster.web.page import page
-from nodes.api import catalogue, cluster_backends, engines, installed, join
+from localai_cluster.web.page import page, root
+from nodes.api import catalogue, cluster_backends, engines, installed, join, stock
 from operations.api import jobs
 
 handler400 = "localai_cluster.web.envelopes.bad_request"
@@ -28,7 +28,7 @@ def _moved(target: str) -> Callable[..., HttpResponseBase]:
 
 
 urlpatterns: list[URLPattern | URLResolver] = [
-    path("", _moved("/app")),
+    path("", root),
     path("browse", _moved("/app")),
     path("browse/<path:rest>", _moved("/app/%(rest)s")),
     path("favicon.svg", _moved("/static/favicon.svg")),
@@ -63,6 +63,9 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("backend/load", engines.LoadView.as_view()),
     path("backend/shutdown", engines.ShutdownView.as_view()),
     path("backend/monitor", engines.MonitorView.as_view()),
+    path("system", stock.SystemView.as_view()),
+    path("models/reload", stock.ReloadView.as_view()),
+    path("models/toggle-pinned/<path:model>/<str:action>", stock.PinView.as_view()),
     path("api/system/health", SystemHealthView.as_view()),
     path("api/schema", SchemaView.as_view(), name="schema"),
     path("api/docs", DocsView.as_view(url_name="schema")),

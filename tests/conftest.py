@@ -3,6 +3,7 @@
 Real servers, started once by the first test that needs them, and a deadline helper.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
-from tests.support.postgres import FastPostgres, empty_tables
+from tests.support.postgres import FastPostgres, cleaner, empty_tables, reset
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
 settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
@@ -35,6 +36,9 @@ def pytest_configure() -> None:
     from django.conf import settings as django_settings
 
     django_settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+    # Before each test looptime takes the policy's event loop. Unless one was set, even to None, the policy
+    # makes one, which nobody closes.
+    asyncio.set_event_loop(None)
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")
@@ -69,6 +73,7 @@ def postgres(guardian: processes.Guardian) -> Iterator[FastPostgres]:
     server = FastPostgres(HOME / "pg")
     server.start(guardian)
     yield server
+    cleaner.close()
     server.stop()
 
 
@@ -82,18 +87,20 @@ def valkey(guardian: processes.Guardian) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="session")
-def django_db_modify_db_settings(postgres: FastPostgres) -> None:
-    """Makes pytest-django wait for the server before it creates the test database.
+def django_db_setup(postgres: FastPostgres, django_test_environment: None) -> Iterator[None]:
+    """Use the test database that came with the server's data folder.
 
-    Connections of worker threads end with their call, so that none is left when the database is dropped.
+    A connection that is closed returns to a pool, as in a web process: a new one costs a process of the
+    server, which reads the whole catalogue again.
     """
-    connections.settings["default"]["CONN_MAX_AGE"] = 0
-
-
-@pytest.fixture(scope="session")
-def django_db_keepdb() -> bool:
-    """The test database is there: it came with the server's data folder."""
-    return True
+    settings = connections.settings["default"]
+    settings["NAME"] = settings["TEST"]["NAME"]
+    settings["CONN_MAX_AGE"] = 0
+    settings["OPTIONS"]["pool"] = {"min_size": 0, "max_size": 50, "timeout": 30, "reset": reset}
+    yield
+    wrapper: Any = connections["default"]
+    wrapper.close()
+    wrapper.close_pool()
 
 
 @pytest.fixture(autouse=True)
@@ -163,11 +170,12 @@ def _unusable() -> bool:
     return bool(session.info.transaction_status == TransactionStatus.INERROR)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Every decision that a test has stored follows from the rows alone (I14).
 
     Before any fixture ends: what a test has patched may be what the end of the database's fixture needs.
+    Outside of a plugin that counts the calls of the test (`tests/checks/trip.py`).
     """
     yield
     from nodes.models import PlacementRecord

@@ -1,7 +1,8 @@
 """Which tests run in one process of xdist, and in which order.
 
-A file's tests stay together. The files of the pages form two groups, each with one browser and one cluster
-for all its tests; they come first, because they take longest. Files that share a cluster are one group.
+A file's tests stay together. The files of the pages form two groups, each with one browser; those of the
+first share one cluster, those of the second have their own. They come first, because they take longest. Other
+files that share a cluster are one group.
 """
 
 from collections import OrderedDict
@@ -10,70 +11,66 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 BROWSER = "tests/browser/"
-CROWDED = frozenset(
-    f"{BROWSER}test_{name}.py" for name in ("accessibility", "nodes", "quiet", "shell", "sign_in")
-)
-"""Files that look at the cluster of five hundred nodes, among others."""
+OWN_CLUSTER = frozenset(f"{BROWSER}test_{name}.py" for name in ("accessibility", "activity", "crowd"))
+"""Files that need no real worker: they look at the cluster of five hundred nodes, or at simulated workers."""
 SHARED = "tests/acceptance/shared"
 LEAVES_AS_FOUND = frozenset(
-    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics")
+    f"tests/acceptance/test_{name}.py" for name in ("cold_load", "joining", "metrics", "route_matrix")
 )
-"""Files that share one cluster of several processes."""
+"""Files that share one cluster of several processes, which ends with the last of them."""
 LONGEST = (
-    "acceptance/test_route_matrix",
-    "integration/test_replica_histories",
+    "integration/replicas/test_replica_histories",
     "acceptance/test_faults",
-    "integration/test_api_upgrade_delete",
+    "integration/api/test_upgrade_delete",
     "acceptance/test_kills",
     "acceptance/test_make_run",
-    "integration/test_api_nodes",
+    "integration/api/test_nodes",
     "conformance/test_worker_life",
     "acceptance/test_attack",
-    "integration/test_api_headers",
+    "integration/wiring/test_headers",
     "acceptance/test_deaf_worker",
     "acceptance/test_copied_folder",
     "conformance/test_worker_commands",
     "acceptance/test_deployments",
     "conformance/test_bus_credentials",
-    "integration/test_front_servers",
-    "integration/test_dialects_edge",
-    "integration/test_api_unload",
+    "integration/embedded/test_servers",
+    "integration/dialects/test_dialects_edge",
+    "integration/api/test_unload",
     "acceptance/test_staging",
-    "integration/test_api_list",
+    "integration/api/test_list",
     "acceptance/test_unload",
-    "integration/test_hot_wait",
-    "integration/test_staging",
-    "integration/test_hot_serve",
-    "integration/test_worker_logs",
-    "integration/test_join_script",
+    "integration/gateway/test_hot_wait",
+    "integration/loading/test_staging",
+    "integration/wiring/test_serve",
+    "integration/backends/test_worker_logs",
+    "integration/wiring/test_join_script",
     "wire/test_limits",
     "acceptance/test_drain",
-    "integration/test_live_serve",
-    "integration/test_upgrading_deleting",
-    "integration/test_reasons",
-    "integration/test_front_run",
-    "integration/test_live_floods",
-    "integration/test_admin_confirm",
-    "integration/test_media",
+    "integration/live/test_serve",
+    "integration/backends/test_upgrading_deleting",
+    "integration/decisions/test_reasons",
+    "integration/embedded/test_run",
+    "integration/live/test_floods",
+    "integration/admin/test_admin",
+    "integration/dialects/test_media",
     "acceptance/test_kill_sweep",
-    "integration/test_api_worker_hostile",
-    "integration/test_api_scheduling",
+    "integration/api/test_worker_hostile",
+    "integration/api/test_scheduling",
     "acceptance/test_waves",
-    "integration/test_admin_nodes",
-    "integration/test_delivery",
-    "integration/test_api_labels",
-    "integration/test_sparing",
-    "integration/test_api_overrides",
-    "integration/test_asking",
+    "integration/loading/test_delivery",
+    "integration/api/test_labels",
+    "integration/backends/test_sparing",
+    "integration/api/test_overrides",
+    "integration/backends/test_asking",
     "acceptance/test_operations",
     "acceptance/test_upgrade_delete",
     "acceptance/test_node_stop",
     "acceptance/test_stream_kills",
-    "integration/test_backend_llama_cpp",
+    "integration/examples/test_llama_cpp",
     "acceptance/test_front_whole",
-    "integration/test_api_pages",
-    "integration/test_api_catalogue",
-    "integration/test_load_waits_or_moves",
+    "integration/wiring/test_pages",
+    "integration/api/test_catalogue",
+    "integration/loading/test_load_waits_or_moves",
 )
 """Files that take twenty seconds or more, the longest first, so that none of them runs alone at the end."""
 
@@ -85,7 +82,7 @@ def shared_by(node_id: str) -> str:
         return SHARED
     if not file.startswith(BROWSER):
         return file
-    return f"{BROWSER}crowded" if file in CROWDED else f"{BROWSER}others"
+    return f"{BROWSER}own-cluster" if file in OWN_CLUSTER else f"{BROWSER}fleet"
 
 
 class Scheduling(LoadScopeScheduling):

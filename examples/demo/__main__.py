@@ -45,9 +45,9 @@ def running_cluster(environ: Mapping[str, str]) -> Target | None:
     url = f"http://127.0.0.1:{environ.get('PORT') or 8080}"
     data_dir = Path(environ.get("CLUSTER_DATA_DIR") or "data")
     with suppress(OSError):
-        key = environ.get("LOCALAI_API_KEY") or (data_dir / "secrets" / "admin_api_key").read_text().strip()
+        key = environ.get("LOCALAI_API_KEY") or (data_dir / "secrets" / "admin_api_key").read_text()
         if answers(f"{url}/readyz"):
-            return Target(url, key)
+            return Target(url, key.partition(",")[0].strip())
     return None
 
 

@@ -1,23 +1,23 @@
 """Authentication of people and programs over REST.
 
-`BearerAuthentication` reads the headers, `CookieAuthentication` the browser's session (with CSRF). Both
-set a `Principal` as `request.user`. Views are open to admins unless they declare other permissions. The
+`BearerAuthentication` reads the headers, `CookieAuthentication` the session of a browser with its CSRF rule.
+Both set a `Principal` as `request.user`. Views are open to admins unless they declare other permissions. The
 workers' routes use `nodes/api/worker_routes.py`.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.db import InterfaceError, OperationalError
 from django.http import HttpRequest
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
-from rest_framework.exceptions import AuthenticationFailed
+from rest_framework.exceptions import AuthenticationFailed, PermissionDenied
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
-from localai_cluster.accounts import passwords, principals
-from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.accounts import passwords, principals, sessions
+from localai_cluster.accounts.principals import ANONYMOUS, KeyUser, Principal
+from localai_cluster.accounts.sessions import KeyBackend
 from localai_cluster.kit import clock
 from localai_cluster.web import throttle
 
@@ -39,13 +39,9 @@ def client_address(request: HttpRequest | Request) -> str:
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
-def _header_of(request: Request) -> Callable[[str], str]:
-    return lambda name: request.headers.get(name, "")
-
-
 def _owner_of_headers(request: Request) -> Principal | None:
     """Return the owner of the credential in the headers, in at most one query; None without a credential."""
-    credential = principals.read_credential(_header_of(request))
+    credential = principals.read_credential(request.headers)
     return None if credential is None else principals.owner_of(credential)
 
 
@@ -61,7 +57,7 @@ class BearerAuthentication(BaseAuthentication):
         if caller is None:
             return None
         if not caller.is_authenticated:
-            if principals.offered_credential(_header_of(request)):
+            if principals.offered_credential(request.headers):
                 throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return caller, None
@@ -72,7 +68,7 @@ class BearerAuthentication(BaseAuthentication):
 
 
 class CookieAuthentication(SessionAuthentication):
-    """The session of a signed-in browser; state-changing requests need the CSRF token."""
+    """The session of a signed-in browser; state-changing requests must come from a page of this origin."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
         """Return the principal of the session's user, None without one.
@@ -89,6 +85,11 @@ class CookieAuthentication(SessionAuthentication):
             return None
         recent_sessions.add(_session_key(request), owner)
         return owner, None
+
+    def enforce_csrf(self, request: Request) -> None:
+        """Raise 403 for a change that does not come from a page of this origin."""
+        if problem := sessions.csrf_problem(request._request):
+            raise PermissionDenied(f"CSRF Failed: {problem}")
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge, with which DRF responds 401 instead of 403."""
@@ -145,16 +146,25 @@ class RememberingAuthentication(CookieAuthentication):
 
 
 class SignInAuthentication(CookieAuthentication):
-    """Authentication for the sign-in routes: any session, and the CSRF token from every caller.
+    """Authentication for the sign-in routes: any session; every change must come from a page of this origin.
 
-    Without the token another site could sign a browser in as another user, or out.
+    Otherwise another site could sign a browser in as another user, or out.
     """
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """Return the user of the session, None without one; raise 403 for a change without the CSRF token."""
+        """Return the user of the session, None without one; raise 403 for a change from elsewhere."""
         self.enforce_csrf(request)
         user = request._request.user
         return (user, None) if user.is_authenticated and user.is_active else None
+
+
+def user_of_key(request: Request) -> KeyUser | None:
+    """Return the user of the key in the headers, None without a valid one; a wrong key is counted."""
+    key = principals.offered_credential(request.headers)
+    user: KeyUser | None = KeyBackend().authenticate(None, key) if key else None
+    if key and user is None:
+        throttle.api_keys().note(client_address(request), clock.now())
+    return user
 
 
 def person_of(request: Request) -> Principal:

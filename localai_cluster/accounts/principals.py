@@ -12,12 +12,14 @@ path reads it in the statement that picks a replica (`nodes/replicas/statements.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
 
+from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+from django.utils.crypto import salted_hmac
 
 from localai_cluster.accounts import passwords
 from localai_cluster.accounts.models import ApiKey
@@ -61,6 +63,8 @@ class Principal:
 ANONYMOUS = Principal("anonymous")
 JOINING = Principal("joining")
 STATIC_ADMIN = Principal("admin", "static-key")
+KEYLESS = Principal("user", "keyless")
+"""A caller from a network that the operator admits to inference without a key."""
 
 
 def hash_secret(text: str) -> str:
@@ -78,20 +82,63 @@ def is_registration_token(credential: str) -> bool:
     return secrets_equal(credential, conf.cluster().registration_token)
 
 
-def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+class KeyUser:
+    """The user of a session that a key began; it has no row.
+
+    `owner` is the key's user, None for a static key. Django compares the hash of the session with that of the
+    key at each request, so the session ends with the key. Such a session does not open Django's admin.
+    """
+
+    is_authenticated = is_active = True
+    is_anonymous = is_staff = is_superuser = False
+    last_login: Any = None
+
+    def __init__(self, id: int, key_hash: str, owner: Any = None) -> None:
+        self.id = self.pk = id
+        self.owner = owner
+        self._key_hash = key_hash
+        self._meta = get_user_model()._meta  # for Django's `login`
+
+    @property
+    def principal(self) -> Principal:
+        """The caller that the key identifies."""
+        return STATIC_ADMIN if self.owner is None else of_user(self.owner)
+
+    def get_username(self) -> str:
+        """Return the name of the caller."""
+        return self.principal.name
+
+    def get_session_auth_hash(self) -> str:
+        """Return the hash that a session of this key has."""
+        return salted_hmac("localai_cluster.accounts.KeyUser", self._key_hash, algorithm="sha256").hexdigest()
+
+    def get_session_auth_fallback_hash(self) -> tuple[str, ...]:
+        """Return no other hashes: without the present `SECRET_KEY` the session ends."""
+        return ()
+
+    def save(self, **_: Any) -> None:
+        """Store nothing: Django's `login` notes the time of the last sign-in."""
+
+
+User = AbstractBaseUser | AnonymousUser | KeyUser
+
+
+def of_user(user: User | None) -> Principal:
     """Return a Django user's principal; staff and superusers are admins, an inactive user is anonymous."""
+    if isinstance(user, KeyUser):
+        return user.principal
     if user is None or not user.is_authenticated or not user.is_active:
         return ANONYMOUS
     admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)
     return Principal("admin" if admin else "user", user.get_username(), user_id=user.pk)
 
 
-def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+def of_session(user: User | None) -> Principal:
     """Return the principal of a signed-in browser: a newcomer while the password is the generated one."""
     owner = of_user(user)
-    if user is None or not owner.is_authenticated or not passwords.must_change(user):
+    if user is None or isinstance(user, KeyUser) or not owner.is_authenticated:
         return owner
-    return replace(owner, kind="newcomer")
+    return replace(owner, kind="newcomer") if passwords.must_change(user) else owner
 
 
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
@@ -127,6 +174,7 @@ class WrongKey(errors.NotAuthenticated):
     """
 
     message = "Incorrect API key provided."
+    code = "invalid_api_key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,28 +184,41 @@ class StoredKey:
     hash: str
 
 
-def offered_credential(header: Callable[[str], str]) -> str | None:
-    """Return the credential in one of the accepted headers (§0.2), None if there is none.
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
-    `header` returns a header's value, or "" if it is absent.
-    """
-    if authorization := header("authorization"):
+
+def credential_headers(scope: Any) -> dict[str, str]:
+    """Return the headers of a raw request or websocket that may hold a credential, by name."""
+    return {
+        name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CREDENTIALS
+    }
+
+
+def offered_credential(headers: Mapping[str, str]) -> str | None:
+    """Return the credential in one of the accepted headers (§0.2), None if there is none."""
+    if authorization := headers.get("authorization"):
         return bearer(authorization)
-    return header("x-api-key") or header("xi-api-key") or None
+    return headers.get("x-api-key") or headers.get("xi-api-key") or None
+
+
+def find_static_key(credential: str) -> int | None:
+    """Return the position of this key in `LOCALAI_API_KEY`; the time does not tell which one it is."""
+    matches = [secrets_equal(credential, key) for key in conf.cluster().api_keys]
+    return matches.index(True) if any(matches) else None
 
 
 def classify_credential(credential: str) -> Principal | StoredKey:
     """Classify this credential; `ANONYMOUS` if it can be neither the static key nor a stored one."""
-    if secrets_equal(credential, conf.cluster().api_key):
+    if find_static_key(credential) is not None:
         return STATIC_ADMIN
     if credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
         return StoredKey(hash_secret(credential))
     return ANONYMOUS
 
 
-def read_credential(header: Callable[[str], str]) -> Principal | StoredKey | None:
+def read_credential(headers: Mapping[str, str]) -> Principal | StoredKey | None:
     """Return the classified credential of a request's headers; None if they have none."""
-    credential = offered_credential(header)
+    credential = offered_credential(headers)
     return None if credential is None else classify_credential(credential)
 
 
@@ -165,5 +226,10 @@ def owner_of(credential: Principal | StoredKey) -> Principal:
     """Return the owner of this credential, in at most one query; `ANONYMOUS` if it is unknown."""
     if isinstance(credential, Principal):
         return credential
-    key = ApiKey.objects.select_related("user").filter(key_hash=credential.hash, **_VALID).first()
+    key = find_stored_key(key_hash=credential.hash)
     return of_user(key.user if key else None)
+
+
+def find_stored_key(**columns: Any) -> ApiKey | None:
+    """Return the valid key with these columns and its user, in one query."""
+    return ApiKey.objects.select_related("user").filter(**columns, **_VALID).first()

@@ -1,8 +1,8 @@
 """Sessions of browsers, and the authentication of raw routes and websockets.
 
-A browser sends its cookie with every request, including requests by pages of other sites. So a change on a
-raw route needs the CSRF token in a header and an origin of this host: Django's own check of both, which REST
-uses too.
+A browser sends its cookie with every request, including requests by pages of other sites. So a change by a
+session, on raw routes and in REST, must come from a page of this origin (`csrf_problem`): the browser says so
+itself, or the request has the CSRF token in a header and an origin of this host, by Django's own check.
 
 The caller of a websocket authenticates by the same headers as over REST, or by the session cookie. The
 middleware sets the principal in the scope, and each consumer decides before it accepts. A session whose
@@ -15,22 +15,25 @@ periodically.
 
 import hashlib
 import io
-from collections.abc import Callable
 from typing import Any
 
 from channels.auth import get_user
 from channels.db import database_sync_to_async
 from django.conf import settings
 from django.contrib import auth
+from django.contrib.auth.backends import BaseBackend
 from django.contrib.sessions.backends import db
 from django.contrib.sessions.backends.base import VALID_KEY_CHARS
+from django.core.exceptions import DisallowedHost
 from django.core.handlers.asgi import ASGIRequest
 from django.db import DatabaseError
 from django.http import HttpRequest, HttpResponse
 from rest_framework.authentication import CSRFCheck
 
 from localai_cluster.accounts import passwords, principals
-from localai_cluster.accounts.principals import ANONYMOUS, Principal, WrongKey
+from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import ANONYMOUS, KeyUser, Principal, WrongKey
+from localai_cluster.kit import conf
 from localai_cluster.kit.errors import Forbidden, NotAuthenticated, Unavailable
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Scope
@@ -48,7 +51,40 @@ class SessionStore(db.SessionStore):
         return bool(super()._validate_session_key(key)) and set(key) <= set(VALID_KEY_CHARS)  # type: ignore[misc]
 
 
-_CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"x-csrftoken"})
+_STORED_KEYS = 1000
+"""Ids of `KeyUser`: -1, -2 … for the static keys, below -1000 for stored ones. A row's id is positive."""
+
+
+class KeyBackend(BaseBackend):
+    """Django's authentication by a key: the session that it begins lasts no longer than the key.
+
+    The keys of agent nodes begin none.
+    """
+
+    def authenticate(self, request: HttpRequest | None, token: str) -> Any:  # type: ignore[override]
+        """Return the user of the key, None for an invalid one."""
+        position = principals.find_static_key(token)
+        if position is not None:
+            return KeyUser(-1 - position, principals.hash_secret(token))
+        credential = principals.classify_credential(token)
+        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_PREFIX):
+            return None
+        return self._of_row(principals.find_stored_key(key_hash=credential.hash))
+
+    def get_user(self, user_id: int) -> Any:
+        """Return the user of a session that a key began, None if the key is gone or the user is a row's."""
+        if user_id < -_STORED_KEYS:
+            return self._of_row(principals.find_stored_key(pk=-user_id - _STORED_KEYS))
+        keys = conf.cluster().api_keys
+        if -len(keys) <= user_id < 0:
+            return KeyUser(user_id, principals.hash_secret(keys[-user_id - 1]))
+        return None
+
+    def _of_row(self, row: ApiKey | None) -> KeyUser | None:
+        return KeyUser(-_STORED_KEYS - row.pk, row.key_hash, row.user) if row is not None else None
+
+
+_CHECKED_HEADERS = frozenset({b"cookie", b"host", b"origin", b"referer", b"sec-fetch-site", b"x-csrftoken"})
 """Headers that the session and CSRF checks read; they do not read the body or its content type."""
 
 
@@ -61,9 +97,9 @@ def has_session(scope: Scope) -> bool:
 async def principal_of_request(scope: Scope) -> Principal:
     """Return the person of the request's session.
 
-    Raises NotAuthenticated without a session, as WrongKey if the cookie's session was looked up in vain:
-    guesses count like those of keys. Raises Forbidden if the origin is another site or the token is missing,
-    and PasswordChangeRequired while the password is the generated one.
+    Raises NotAuthenticated without a session, NoSuchSession if the cookie's was looked up in vain, Forbidden
+    for a request that does not come from a page of this origin, and PasswordChangeRequired while the password
+    is the generated one.
     """
     try:
         return await database_sync_to_async(_read_session)(scope)
@@ -71,8 +107,39 @@ async def principal_of_request(scope: Scope) -> Principal:
         raise Unavailable("the database is not reachable", retry_after=2) from unreachable
 
 
+class NoSuchSession(WrongKey):
+    """The session has ended or never existed; guesses count like wrong keys."""
+
+    message = "sign-in required"
+    code = NotAuthenticated.code
+
+
 def _nothing(_: HttpRequest) -> HttpResponse:
     return HttpResponse()
+
+
+def csrf_problem(request: HttpRequest) -> str:
+    """Return why a change by a session is refused; "" if it is accepted or the request changes nothing."""
+    if _is_same_origin(request):
+        return ""
+    check = CSRFCheck(_nothing)
+    check.process_request(request)
+    return str(check.process_view(request, _nothing, (), {}) or "")
+
+
+def _is_same_origin(request: HttpRequest) -> bool:
+    """Return True if the browser says that a page of this origin sent the request.
+
+    No script can set these headers. Browsers leave out `Sec-Fetch-Site` where neither TLS nor a loopback
+    address protects the page.
+    """
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site == "same-origin"
+    try:
+        return request.headers.get("origin") == f"{request.scheme}://{request.get_host()}"
+    except DisallowedHost:
+        return False
 
 
 def _read_session(scope: Scope) -> Principal:
@@ -82,11 +149,9 @@ def _read_session(scope: Scope) -> Principal:
     has_session_key = request.session.session_key is not None
     owner = principals.of_session(auth.get_user(request))
     if not owner.is_authenticated:
-        raise WrongKey("sign-in required") if has_session_key else NotAuthenticated("sign-in required")
-    check = CSRFCheck(_nothing)
-    check.process_request(request)
-    if reason := check.process_view(request, _nothing, (), {}):
-        raise Forbidden(f"CSRF Failed: {reason}")
+        raise NoSuchSession if has_session_key else NotAuthenticated("sign-in required")
+    if problem := csrf_problem(request):
+        raise Forbidden(f"CSRF Failed: {problem}")
     if owner.kind == "newcomer":
         raise passwords.PasswordChangeRequired
     return owner
@@ -105,7 +170,8 @@ class PrincipalMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Read the principal, in at most two queries; count a wrong key like one over REST."""
         principal = without_newcomers(await principal_of_socket(scope))
-        if not principal.is_authenticated and principals.offered_credential(_header_of(scope)):
+        offered = principals.offered_credential(principals.credential_headers(scope))
+        if offered and not principal.is_authenticated:
             await throttle.api_keys().noted(principals.WrongKey(), wire.client_of(scope))
         entries = {
             "principal": principal,
@@ -129,15 +195,10 @@ def without_newcomers(principal: Principal) -> Principal:
 
 async def principal_of_socket(scope: Any) -> Principal:
     """Return the caller; a wrong credential is anonymous, even together with a valid session."""
-    credential = principals.read_credential(_header_of(scope))
+    credential = principals.read_credential(principals.credential_headers(scope))
     if credential is not None:
         return await database_sync_to_async(principals.owner_of)(credential)
     return principals.of_session(await get_user(scope))
-
-
-def _header_of(scope: Any) -> Callable[[str], str]:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    return lambda name: headers.get(name, "")
 
 
 async def current_principal(scope: Any) -> Principal:

@@ -1,8 +1,8 @@
 """Sign-in, sign-out and change of the password (`contract/http-api.md` §5.4), with Django's sessions.
 
-Only people sign in, as Django users; keys and nodes have no session. Errors are flat. Every change needs the
-CSRF token, also of an anonymous caller. A person with a generated password can use only these routes until
-it is changed.
+People sign in with name and password, or a browser with a key, whose session ends with the key; nodes have no
+session. Errors are flat. Every change must come from a page of this origin, also of an anonymous caller. A
+person with a generated password can use only these routes until it is changed.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster.accounts import audit, passwords, principals
-from localai_cluster.accounts.authentication import SignInAuthentication, client_address
+from localai_cluster.accounts.authentication import SignInAuthentication, client_address, user_of_key
+from localai_cluster.accounts.principals import KeyUser
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import envelopes, rest, throttle
 from localai_cluster.web.openapi import request_example, response_example
@@ -33,7 +34,10 @@ def _password() -> Text:
 
 
 class PersonSerializer(serializers.Serializer[Any]):
-    """Who is signed in. `name` is what operations and timelines record; `permissions` is empty."""
+    """Who is signed in. `name` is what operations and timelines record of a person.
+
+    `permissions` has the reference's features: true for those that this product has.
+    """
 
     id = serializers.CharField()
     email = serializers.CharField(allow_blank=True)
@@ -77,6 +81,12 @@ class LoginSerializer(NullIsAbsent):
         return {"username": name, "password": attrs["password"]}
 
 
+class TokenLoginSerializer(NullIsAbsent):
+    """A static key, or a person's key."""
+
+    token = _password()
+
+
 class PasswordSerializer(NullIsAbsent):
     """The current password and the new one."""
 
@@ -100,6 +110,17 @@ class PasswordRefusalSerializer(FieldRefusalSerializer):
     )
 
 
+FEATURES = (
+    *("3d", "agents", "audio_classification", "audio_diarization", "audio_speech", "audio_transcription"),
+    *("audio_transform", "chat", "collections", "detection", "embeddings", "face_recognition", "fine_tuning"),
+    *("images", "localai_assistant", "mcp", "mcp_jobs", "moderation", "pii_filter", "quantization"),
+    *("realtime", "rerank", "skills", "sound", "stores", "tokenize", "vad", "video", "voice_recognition"),
+)
+"""The reference's features, as its pages ask for them."""
+_BUILT = frozenset(
+    {"audio_speech", "audio_transcription", "chat", "embeddings", "images", "rerank", "tokenize"}
+)
+
 _PERSON = {
     "id": "1",
     "email": "",
@@ -107,7 +128,7 @@ _PERSON = {
     "avatarUrl": "",
     "role": "admin",
     "provider": "local",
-    "permissions": {},
+    "permissions": {"chat": True, "agents": False},
     "mustChangePassword": False,
 }
 STATUS = response_example(
@@ -122,10 +143,12 @@ STATUS = response_example(
 )
 SIGNED_IN = response_example({"user": _PERSON})
 LOGIN = request_example({"username": "admin", "password": "correct horse battery staple"})
+TOKEN_LOGIN = request_example({"token": "lac-7d2f0c4e9b1a5836"})
 PASSWORD = request_example({"old": "correct horse battery staple", "new": "another long sentence"})
 SIGNED_OUT = response_example({"message": "signed out"})
 NOT_SIGNED_IN = response_example({"error": "sign-in required"}, "401")
 WRONG_NAME = response_example({"error": "incorrect username or password"}, "401")
+WRONG_TOKEN = response_example({"error": "incorrect token"}, "401")
 WRONG_OLD = response_example(
     {
         "error": "Current password is incorrect.",
@@ -142,7 +165,7 @@ TOO_MANY = response_example({"error": "too many failed sign-ins from this addres
 _MEANINGS = {
     400: "The request is not valid; `field` names what is wrong.",
     401: "Incorrect username or password, or not signed in.",
-    403: "The CSRF token is missing or wrong.",
+    403: "The request is not one of a page of this origin, and the CSRF token is missing or wrong.",
     429: "Too many wrong passwords from this address; see Retry-After.",
     503: "Not possible right now; see Retry-After.",
 }
@@ -166,6 +189,19 @@ class SessionView(APIView):
             self.http_method_not_allowed(request)
         super().initial(request, *args, **kwargs)
 
+    def sign_in(self, request: Request, shape: type[serializers.Serializer[Any]], refusal: str) -> Response:
+        """Begin a session with the credentials of the body; raise NotAuthenticated with `refusal`."""
+        sent = validate_body(shape, request)
+        address, now = client_address(request), clock.now()
+        throttle.sign_ins().begin(address, now)
+        user: Any = authenticate(request._request, **sent)
+        if user is None:
+            throttle.sign_ins().log_failure(address, now)
+            raise errors.NotAuthenticated(refusal)
+        throttle.sign_ins().forgive(address, now)
+        login(request._request, user)
+        return Response({"user": render_user(user)})
+
 
 class StatusView(SessionView):
     """`/api/auth/status`."""
@@ -179,18 +215,19 @@ class StatusView(SessionView):
         examples=[STATUS],
     )
     def get(self, request: Request) -> Response:
-        """`user` is null without a session. Sets the CSRF cookie that signing in needs.
-        `staticApiKeyRequired` is always false: people sign in with name and password, the static key is for
-        programs. `registrationMode` is `invite`: an admin makes accounts.
+        """`user` is null without a session or a valid key. Sets the CSRF cookie.
+        `staticApiKeyRequired` is always false: people sign in with name and password.
+        `registrationMode` is `invite`: an admin makes accounts.
         """
         get_token(request._request)
-        user: Any = request.user
+        user: Any = user_of_key(request) or request.user
+        is_person = user is not None and not isinstance(user, KeyUser)
         return Response(
             {
                 "authEnabled": True,
                 "staticApiKeyRequired": False,
                 "providers": ["local"],
-                "hasUsers": user is not None or get_user_model().objects.exists(),
+                "hasUsers": is_person or get_user_model().objects.exists(),
                 "registrationMode": "invite",
                 "user": render_user(user) if user is not None else None,
             }
@@ -218,16 +255,24 @@ class LoginView(SessionView):
     )
     def post(self, request: Request) -> Response:
         """By username and password, with a new session and a new CSRF token (D-SIGN-IN)."""
-        sent = validate_body(LoginSerializer, request)
-        address, now = client_address(request), clock.now()
-        throttle.sign_ins().begin(address, now)
-        user: Any = authenticate(request._request, **sent)
-        if user is None:
-            throttle.sign_ins().log_failure(address, now)
-            raise errors.NotAuthenticated("incorrect username or password")
-        throttle.sign_ins().forgive(address, now)
-        login(request._request, user)
-        return Response({"user": render_user(user)})
+        return self.sign_in(request, LoginSerializer, "incorrect username or password")
+
+
+class TokenLoginView(SessionView):
+    """`/api/auth/token-login`."""
+
+    @extend_schema(
+        operation_id="auth_token_login",
+        summary="Sign in with a key",
+        tags=["session"],
+        auth=[],
+        request=TokenLoginSerializer,
+        responses={200: SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        examples=[TOKEN_LOGIN, SIGNED_IN, WRONG_TOKEN, NO_CSRF, TOO_MANY],
+    )
+    def post(self, request: Request) -> Response:
+        """By a static key or a person's key. The session may do what the key may, and ends with the key."""
+        return self.sign_in(request, TokenLoginSerializer, "incorrect token")
 
 
 class LogoutView(SessionView):
@@ -274,9 +319,12 @@ class PasswordView(SessionView):
         """This session continues; the user's other sessions end. A wrong current password counts as a failed
         sign-in. The refusal names every broken rule, by field.
         """
-        user_id = getattr(request.user, "pk", None)
+        signed_in: Any = request.user
+        user_id = getattr(signed_in, "pk", None)
         if user_id is None:
             raise errors.NotAuthenticated("sign-in required")
+        if isinstance(signed_in, KeyUser):
+            raise errors.Forbidden("a key began this session; sign in with the password to change it")
         sent = validate_body(PasswordSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
@@ -297,22 +345,28 @@ class PasswordView(SessionView):
 
 
 def render_user(user: Any) -> dict[str, Any]:
-    """Return a user for the wire."""
+    """Return a user for the wire; a static key has the reference's name for its user."""
+    if isinstance(user, KeyUser):
+        person = {"id": "legacy-api-key", "email": "", "name": "API Key User", "provider": ""}
+        return _with_role(user.principal, False, person) if user.owner is None else render_user(user.owner)
+    person = {"id": str(user.pk), "email": user.email, "name": user.get_username(), "provider": "local"}
+    return _with_role(principals.of_user(user), passwords.must_change(user), person)
+
+
+def _with_role(caller: principals.Principal, must_change: bool, person: dict[str, str]) -> dict[str, Any]:
     return {
-        "id": str(user.pk),
-        "email": user.email,
-        "name": user.get_username(),
+        **person,
         "avatarUrl": "",
-        "role": "admin" if principals.of_user(user).is_admin else "user",
-        "provider": "local",
-        "permissions": {},
-        "mustChangePassword": passwords.must_change(user),
+        "role": "admin" if caller.is_admin else "user",
+        "permissions": {feature: feature in _BUILT for feature in FEATURES},
+        "mustChangePassword": must_change,
     }
 
 
 urlpatterns = [
     path("status", StatusView.as_view()),
     path("login", LoginView.as_view()),
+    path("token-login", TokenLoginView.as_view()),
     path("logout", LogoutView.as_view()),
     path("password", PasswordView.as_view()),
 ]

@@ -169,7 +169,8 @@ class EmbeddedPostgres(EmbeddedServer):
                     processes.group_of(first, polite=self.polite, seconds=self.seconds, whole=False)
                 )
         for _ in range(100):
-            left = {one for one in processes.processes() if one.pid in self._servers()}
+            servers = self._servers()
+            left = {one for one in processes.processes() if one.pid in servers}
             if not left:
                 break
             processes.kill(left)

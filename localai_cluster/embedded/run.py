@@ -395,7 +395,7 @@ def example_requests(layout: Layout, models: Container[str]) -> list[ExampleRequ
 
 def _shell_line(layout: Layout, path: str, body: object) -> str:
     key_file = layout.secrets.path("admin_api_key")
-    key = f"$(cat {shlex.quote(str(key_file))})" if key_file else "$LOCALAI_API_KEY"
+    key = f"$(cut -d, -f1 {shlex.quote(str(key_file))})" if key_file else "${LOCALAI_API_KEY%%,*}"
     return (
         f'curl -sN {layout.base_url}{path} -H "Authorization: Bearer {key}"'
         f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body, separators=(',', ':')))}"

@@ -97,7 +97,16 @@ class Secrets:
             for name, variable in GIVEN_BY.items()
             if name not in _KEYS and self.given(name)
         }
-        return [variable for variable, value in given.items() if weak_secret(value)]
+        return [
+            variable
+            for variable, value in given.items()
+            if any(weak_secret(key.strip()) for key in _separated(variable, value))
+        ]
+
+
+def _separated(variable: str, value: str) -> list[str]:
+    """Return the secrets of a variable; only the API key may be a list."""
+    return value.split(",") if variable == GIVEN_BY["admin_api_key"] else [value]
 
 
 def ensure(path: Path, role: nkeys.Role | None = None) -> str:

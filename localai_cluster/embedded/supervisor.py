@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import EmbeddedServer, plain_environment, wait_for
 from localai_cluster.embedded.terminal import Log
-from localai_cluster.kit import clock, processes
+from localai_cluster.kit import backoff, clock, processes
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 STEADY_SECONDS = 60.0
@@ -68,11 +68,14 @@ class Program:
         )
 
 
-def next_delay(previous: float, uptime: float) -> float:
-    """Seconds until the restart of a child after `uptime`, if the last delay was `previous`."""
-    if uptime >= STEADY_SECONDS or previous <= 0:
-        return FIRST_DELAY
-    return min(previous * 2, LONGEST_DELAY)
+def count_failures(earlier: int, uptime: float) -> int:
+    """Return the failures in a row when a child ends after `uptime` seconds; a steady one begins anew."""
+    return 1 if uptime >= STEADY_SECONDS else earlier + 1
+
+
+def restart_delay(failures: int) -> float:
+    """Return the seconds until a child is restarted that has ended `failures` times in a row."""
+    return backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY)
 
 
 def describe_exit(code: int) -> str:
@@ -192,7 +195,7 @@ class Supervisor:
         self._log.follow(program.name, child.stdout, program.keeps_line)
 
     def _keep(self, kept: _Supervised) -> None:
-        delay = 0.0
+        failures = 0
         while True:
             child, group = kept.child, kept.group
             assert child
@@ -200,7 +203,8 @@ class Supervisor:
             code = child.wait()
             if self._stopping.is_set():
                 return
-            delay = next_delay(delay, clock.monotonic() - kept.since)
+            failures = count_failures(failures, clock.monotonic() - kept.since)
+            delay = restart_delay(failures)
             self._log.say(
                 "run", f"{kept.program.name} ended ({describe_exit(code)}), restarting in {delay:.0f} s"
             )
@@ -208,22 +212,24 @@ class Supervisor:
             processes.end(group, self._hurry.is_set)
             processes.sweep(self._mark(kept.program))
             self._guardian.discard(child.pid)
-            delay = self._restart(kept, delay)
+            failures = self._restart(kept, failures)
             if self._stopping.is_set():
                 return
 
-    def _restart(self, kept: _Supervised, delay: float) -> float:
-        while not self._stopping.wait(delay):
+    def _restart(self, kept: _Supervised, failures: int) -> int:
+        """Start it anew until that succeeds; return the failures in a row."""
+        while not self._stopping.wait(restart_delay(failures)):
             try:
                 self._spawn(kept)
             except (SetupError, OSError) as error:
-                delay = next_delay(delay, 0)
+                failures += 1
+                delay = restart_delay(failures)
                 self._log.say("run", f"{error} {kept.program.name}: retrying in {delay:.0f} s")
                 continue
             wait_for(lambda: self._is_up(kept), 60)
             self._log.say("run", f"{kept.program.name} restarted")
             break
-        return delay
+        return failures
 
     def _is_up(self, kept: _Supervised) -> bool:
         ended = kept.child is None or kept.child.poll() is not None

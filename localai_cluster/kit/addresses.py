@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 LONGEST_HOST = 253
 """Longest host name that DNS can resolve, in characters."""
+LONGEST_URL = 512
 EXPECTED = "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
 _PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
@@ -146,6 +147,19 @@ def split_host_port(text: str) -> tuple[str, int]:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError("not host:port (write an IPv6 address in brackets)")
     return host, int(port)
+
+
+def parse_base_url(text: str) -> str:
+    """Return the base URL of a web server without its trailing slash; raise ValueError."""
+    plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
+    try:
+        parts = urlsplit(text if plain else "")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("not a base URL such as http://192.0.2.10:8080")
+    return text.rstrip("/")
 
 
 def local_address(url: str) -> str:

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, errors
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class Batcher(Generic[K, V]):
     A value that is added to a buffered one is merged: `merge(earlier, later)`. `write` returns the values to
     write again. If it raises one of `retry_on`, all are written again; any other error loses the batch. Two
     batches begin at least `interval` seconds apart: twice as long as the last one took, within its bounds.
+    When the batches are cancelled, `abandon` gets the values that are still buffered.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class Batcher(Generic[K, V]):
         interval: tuple[float, float] = (0.0, 0.0),
         most: int | None = None,
         retry_on: tuple[type[Exception], ...] = (),
+        abandon: Callable[[Collection[V]], None] | None = None,
     ) -> None:
-        self._write, self._merge = write, merge
+        self._write, self._merge, self._abandon = write, merge, abandon
         self._interval, self._most, self._retry_on = interval, most, retry_on
         self._buffer: dict[K, V] = {}
         self._batch: Mapping[K, V] = {}
@@ -49,6 +51,7 @@ class Batcher(Generic[K, V]):
         self._buffer[key] = value if earlier is None else self._merge(earlier, value)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="batches")
+            self._task.add_done_callback(self._on_end)
 
     async def take(self, key: K) -> V | None:
         """Remove and return the buffered value, after the running batch if that has an earlier one."""
@@ -70,6 +73,11 @@ class Batcher(Generic[K, V]):
         """Write no more."""
         if self._task is not None:
             self._task.cancel()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if self._abandon is not None and task.cancelled():
+            abandoned, self._buffer = self._buffer, {}
+            self._abandon(abandoned.values())
 
     async def _run(self) -> None:
         while self._buffer:
@@ -106,7 +114,8 @@ class CallBatcher(Generic[T, R]):
     """Passes items to `call` in batches of at most `most`; each caller waits for the result of its item.
 
     A batch that raises one of `one_by_one` is repeated item by item, so that an item that the database
-    refuses fails alone. Any other error fails all items of the batch, and no other.
+    refuses fails alone. Any other error fails all items of the batch, and no other. When the batches are
+    cancelled, all callers get Unavailable.
     """
 
     def __init__(
@@ -118,7 +127,7 @@ class CallBatcher(Generic[T, R]):
     ) -> None:
         self._call, self._one_by_one = call, one_by_one
         self._batches: Batcher[object, tuple[T, asyncio.Future[R]]] = Batcher(
-            self._call_batch, merge=lambda earlier, later: later, most=most
+            self._call_batch, merge=lambda earlier, later: later, most=most, abandon=_fail_all
         )
 
     async def put(self, item: T) -> R:
@@ -137,17 +146,23 @@ class CallBatcher(Generic[T, R]):
                 return
             for key, call in batch.items():
                 await self._call_batch({key: call})
-        except (Exception, asyncio.CancelledError) as error:
+        except asyncio.CancelledError:
+            _fail_all(calls)
+            raise
+        except Exception as error:
             for _, result in calls:
                 _fail(result, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
         else:
             for (_, result), value in zip(calls, results, strict=True):
                 if not result.done():  # the caller may have been cancelled
                     result.set_result(value)
 
 
-def _fail(result: "asyncio.Future[R]", error: BaseException) -> None:
+def _fail_all(calls: "Collection[tuple[T, asyncio.Future[R]]]") -> None:
+    for _, result in calls:
+        _fail(result, errors.Unavailable("this process is stopping"))
+
+
+def _fail(result: "asyncio.Future[R]", error: Exception) -> None:
     if not result.done():
         result.set_exception(error)

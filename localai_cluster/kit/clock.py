@@ -6,6 +6,7 @@ functions, so a pass reads the clock once and a test can drive it.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -36,3 +37,42 @@ async def wait_until(
             return False
         await asyncio.sleep(every)
     return True
+
+
+_LONGEST_DELAY = 24 * 3600.0
+"""Seconds of one timer; an infinite limit has such a timer too."""
+
+
+class SilenceTimer:
+    """Calls `expire` once nothing has happened for `seconds`, at first for `first` seconds.
+
+    It keeps one timer and moves only its end, which is cheap enough for each token of a stream.
+    """
+
+    def __init__(self, seconds: float, first: float, expire: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._expire = expire
+        self._until = monotonic() + max(first, 0)
+        self._set_timer()
+
+    def begin(self) -> None:
+        """Restart the limit: silence counts from now on."""
+        self._until = monotonic() + self._seconds
+
+    def pause(self) -> None:
+        """Suspend the limit until `begin`."""
+        self._until = math.inf
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        delay = min(max(self._until - monotonic(), 0), self._seconds, _LONGEST_DELAY)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._check)
+
+    def _check(self) -> None:
+        if monotonic() >= self._until:
+            self._expire()
+        else:
+            self._set_timer()

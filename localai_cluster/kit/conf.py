@@ -1,29 +1,40 @@
 """The settings of the server processes, declared once: `conf.cluster().model_load_wait`.
 
-`load` reads all of them, in `settings.py`. `docs/configuration.md` explains each variable.
+`load` reads all of them, in `settings.py`; `bootstrap` reads its own.
 """
 
 import os
-import ssl
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
 
-from localai_cluster.kit import addresses, env
+from localai_cluster.kit import addresses, clock, env
+from localai_cluster.kit.env import (
+    FOLDER,
+    PEM,
+    SECONDS,
+    SECRET,
+    SWITCH,
+    TEXT,
+    Kind,
+    choice,
+    duration,
+    number,
+    setting,
+)
 from localai_cluster.kit.tls import TlsFiles
 
 _ROOT = Path(__file__).resolve().parents[2]
 MOST_PRESSURE = 100
 """Highest prefix pressure that a web process reports for a model, and so the highest valid threshold."""
-_PORT = env.number_parser(int, 1, 65535, "not a port between 1 and 65535")
-_COUNT = env.number_parser(int, 1, 2**31 - 1, "not a whole number from 1")
-_SPACE = env.number_parser(float, 0.01, 10_000)
 _GALLERIES_WANTED = 'not a JSON list of {"name": …, "url": …}'
-_GALLERIES = env.json_parser(list[dict[str, Any]], _GALLERIES_WANTED)
-_HOSTS = env.json_parser(dict[str, list[Any]], 'not a JSON object such as {"gpu-1": ["10.0.0.5"]}')
+_HOSTS_WANTED = 'not a JSON object such as {"gpu-1": ["10.0.0.5"]}'
 
 
 def _listener(text: str) -> addresses.Address:
@@ -33,13 +44,9 @@ def _listener(text: str) -> addresses.Address:
         raise ValueError("not an address such as 127.0.0.1:9101") from None
 
 
-def _gibibytes(text: str) -> int:
-    return int(_SPACE(text) * 2**30)
-
-
 def _galleries(text: str) -> list[dict[str, Any]]:
     """Parse a JSON list of objects with `name` and `url` (`contract/nats.md` §4.1)."""
-    galleries = _GALLERIES(text) if text.strip() else []
+    galleries: list[dict[str, Any]] = env.parse_json(text, list[dict[str, Any]], _GALLERIES_WANTED)
     if not all(gallery.get("url") for gallery in galleries):
         raise ValueError(_GALLERIES_WANTED)
     return galleries
@@ -47,7 +54,24 @@ def _galleries(text: str) -> list[dict[str, Any]]:
 
 def parse_node_hosts(text: str) -> dict[str, frozenset[str]]:
     """Parse a JSON object of lists: further hosts by a node's name; raise ValueError."""
-    return {name: frozenset(_host(host, name) for host in hosts) for name, hosts in _HOSTS(text).items()}
+    lists = env.parse_json(text, dict[str, list[Any]], _HOSTS_WANTED)
+    return {name: frozenset(_host(host, name) for host in hosts) for name, hosts in lists.items()}
+
+
+def parse_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Parse networks separated by commas; raise ValueError for one that is none or has bits of a host."""
+    return tuple(ip_network(part.strip()) for part in text.split(",") if part.strip())
+
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]+(?::[0-9]{1,5})?|https?://\[[0-9a-f:]+\](?::[0-9]{1,5})?|\*")
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Parse origins separated by commas, as browsers send them; raise ValueError."""
+    origins = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    if wrong := next((origin for origin in origins if not _ORIGIN.fullmatch(origin)), None):
+        raise ValueError(f"wrong at {wrong!r}: an origin has a scheme and a host, and no path")
+    return origins
 
 
 def _host(value: Any, node: str) -> str:
@@ -57,163 +81,221 @@ def _host(value: Any, node: str) -> str:
         raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
-    """The table of the server processes' settings; times in seconds."""
+_PORT = number(int, 1, 65535, "a port between 1 and 65535")
+_COUNT = number(int, 1, 2**31 - 1)
+_GIB = number(float, 0.01, 10_000)
+_SPACE = Kind(lambda text: int(_GIB.parse(text) * 2**30), _GIB.fix)
+_SECONDS = duration(0)
+"""Seconds of which 0 has a meaning of its own."""
+_RETENTION = duration(3600)
+_LISTENER = Kind(_listener, "host:port, such as 127.0.0.1:9101", None)
+_LIST = Kind(lambda text: [item for item in text.split(",") if item], "a list, separated by commas", [])
+_KEYS = Kind(
+    lambda text: tuple(k for part in text.split(",") if (k := part.strip())), "keys", (), secret=True
+)
+_NETWORKS = Kind(parse_networks, "networks separated by commas, such as 10.0.0.0/24", ())
+_ORIGINS = Kind(parse_origins, "origins separated by commas, such as https://app.example, or *", ())
+_HOSTS = Kind(parse_node_hosts, 'a JSON object of hosts without ports: {"gpu-1": ["10.0.0.5"]}', {})
+_GALLERY_LIST = Kind(_galleries, 'a JSON list: [{"name": …, "url": …}]', [])
 
-    data_dir: Path = env.folder("CLUSTER_DATA_DIR", lambda _: Path("data"))
-    models_path: Path = env.folder("LOCALAI_MODELS_PATH", lambda values: values["data_dir"] / "models")
-    host: str = env.text("HOST", "127.0.0.1")
-    server: str = env.choice("CLUSTER_SERVER", "uvicorn", "daphne")
-    port: int = env.parsed("PORT", _PORT, 8080, "Use a port between 1 and 65535.")
-    public_url: str = env.parsed(
-        "CLUSTER_PUBLIC_URL", env.parse_base_url, "", "Use a URL such as http://192.0.2.10:8080."
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(env.SharedSettings):
+    """The table of the server processes' settings; times in seconds, sizes in bytes."""
+
+    nats_url: str = setting("LOCALAI_NATS_URL", SECRET, "", "bundled")
+    """`nats://host:port`, or `tls://…`, which forces encryption."""
+    nats_account_seed: str = setting("LOCALAI_NATS_ACCOUNT_SEED", env.seed("account"), "", "generated")
+    """NKEY seed of the cluster's account, which signs the credentials of nodes and server processes."""
+    nats_operator_seed: str = setting("CLUSTER_NATS_OPERATOR_SEED", env.seed("operator"), "", "generated")
+    """NKEY seed of the operator. With the next one, controllers revoke a node's credentials at once."""
+    nats_system_seed: str = setting("CLUSTER_NATS_SYSTEM_SEED", env.seed("account"), "", "generated")
+    """NKEY seed of the bus's system account. Only controllers need these two."""
+    nats_service_jwt: str = setting("LOCALAI_NATS_SERVICE_JWT", SECRET)
+    """Credentials of the server processes, if they must not sign their own."""
+    nats_service_seed: str = setting("LOCALAI_NATS_SERVICE_SEED", env.seed("user"))
+    """Seed of the user that `LOCALAI_NATS_SERVICE_JWT` names."""
+    nats_worker_jwt_ttl: float = setting("LOCALAI_NATS_WORKER_JWT_TTL", duration(10), "24h")
+    """Validity of a node's credentials; workers renew them earlier."""
+    worker_nats_url: str = setting("CLUSTER_WORKER_NATS_URL", TEXT, "", "from `LOCALAI_NATS_URL`")
+    """URL under which workers reach the bus; each registration tells it ([below](#bus-of-the-workers))."""
+    database_url: str = setting("DATABASE_URL", SECRET, "", "bundled", group="Databases and folders")
+    """`postgresql://user:password@host:port/name`; a direct connection, not a pooler in transaction mode."""
+    redis_url: str = setting("REDIS_URL", SECRET, "", "bundled")
+    """`redis://…`, `rediss://…` or `unix://:password@/path?db=0`."""
+    data_dir: Path = setting("CLUSTER_DATA_DIR", FOLDER, "./data")
+    """Databases, secrets and models folder of `make run`."""
+    models_path: Path = setting(
+        "LOCALAI_MODELS_PATH", FOLDER, lambda read: f"{read['data_dir']}/models", "`$CLUSTER_DATA_DIR/models`"
     )
-    """Base URL under which other machines reach the web server; "" if the operator set none."""
-    wheel_dir: Path = env.folder("CLUSTER_WHEEL_DIR", lambda _: _ROOT / "dist")
-    """Folder with the package that joining machines install."""
-    database_url: str = env.secret("DATABASE_URL")
-    redis_url: str = env.secret("REDIS_URL")
-    nats_url: str = env.secret("LOCALAI_NATS_URL")
-    nats_account_seed: str = env.seed("LOCALAI_NATS_ACCOUNT_SEED", "account")
-    """The account key of the bus: it mints the credentials of nodes and of our own processes."""
-    nats_operator_seed: str = env.seed("CLUSTER_NATS_OPERATOR_SEED", "operator")
-    """Together with `nats_system_seed`, lets the cluster revoke credentials at once; without, they expire."""
-    nats_system_seed: str = env.seed("CLUSTER_NATS_SYSTEM_SEED", "account")
-    """The key of the bus's system account."""
-    nats_service_jwt: str = env.secret("LOCALAI_NATS_SERVICE_JWT")
-    nats_service_seed: str = env.seed("LOCALAI_NATS_SERVICE_SEED", "user")
-    """Credentials of the server processes; without them they mint their own."""
-    nats_worker_jwt_ttl: float = env.seconds("LOCALAI_NATS_WORKER_JWT_TTL", 86400.0, 10.0)
-    worker_nats_url: str = env.text("CLUSTER_WORKER_NATS_URL")
-    """URL under which workers reach NATS."""
-    nats_tls: ssl.SSLContext | None = env.setting(
-        *(f"LOCALAI_NATS_TLS_{part}" for part in ("CA", "CERT", "KEY")),
-        read=lambda values, _: values.tls("LOCALAI_NATS_TLS")[1],
-    )
-    """TLS context of the connections to NATS; with it, an unencrypted connection is refused."""
-    web_tls: TlsFiles = env.setting(
-        "CLUSTER_TLS_CERT",
-        "CLUSTER_TLS_KEY",
-        read=lambda values, _: values.tls("CLUSTER_TLS", serves=True)[0],
-    )
-    """Certificate and key with which the web process serves HTTPS; none = HTTP."""
-    require_auth: bool = env.switch(
-        "LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH", default=True
-    )
-    """The reference's switch. We always require authentication and report a false value (cluster.W003)."""
-    registration_token: str = env.secret("LOCALAI_REGISTRATION_TOKEN")
-    api_key: str = env.secret("LOCALAI_API_KEY")
-    metrics_token: str = env.secret("LOCALAI_METRICS_TOKEN")
-    """Token with which a scraper may read the metrics of every server process, and nothing else."""
-    controller_metrics: addresses.Address | None = env.parsed(
-        "CLUSTER_CONTROLLER_METRICS_ADDRESS", _listener, None, "Use host:port, such as 127.0.0.1:9101."
-    )
-    tasks_metrics: addresses.Address | None = env.parsed(
-        "CLUSTER_TASKS_METRICS_ADDRESS", _listener, None, "Use host:port, such as 127.0.0.1:9102."
-    )
-    """Addresses on which controllers and tasks serve their metrics; None: they do not."""
-    auto_approve_nodes: bool = env.switch("LOCALAI_AUTO_APPROVE_NODES")
-    allow_shared_token_nodes: bool = env.switch("LOCALAI_ALLOW_SHARED_TOKEN_NODES")
-    expose_node_header: bool = env.switch("LOCALAI_EXPOSE_NODE_HEADER")
-    vram_policy: str = env.choice("LOCALAI_VRAM_POLICY", "prefer", "require")
-    """`prefer` lets a load go to a node with too little free VRAM; `require` does not (R2.32)."""
-    disk_headroom_check: bool = env.switch("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", default=True)
-    """True if a node with too little free disk space is refused (R2.39)."""
-    shared_models: bool = env.switch("LOCALAI_DISTRIBUTED_SHARED_MODELS")
-    """True if every worker has the models folder under the same path, so that no file is sent (R2.56)."""
-    node_options: bool = env.switch("CLUSTER_NODE_OPTIONS", default=True)
-    """True if some load options are derived from the node's memory and GPU (R2.80)."""
-    node_hosts: Mapping[str, frozenset[str]] = env.parsed(
-        "CLUSTER_NODE_HOSTS",
-        parse_node_hosts,
-        {},
-        'Use a JSON object: {"gpu-1": ["10.0.0.5", "gpu-1.lan"]}, hosts without ports.',
-    )
-    """Hosts that a node's addresses may have besides the one it registers, by the node's name."""
-    prefix_cache: bool = env.switch("LOCALAI_DISTRIBUTED_PREFIX_CACHE", default=True)
-    """True if text requests are routed by prompt prefix, unless the model's rule overrides it (R3.1)."""
-    prefix_match: float = env.number("CLUSTER_PREFIX_MATCH", 0.3, 0, 1)
-    """C41: least cached prefix ratio of a prompt, 0 to 1, at which a replica is preferred."""
-    prefix_balance_abs: int = env.number("CLUSTER_PREFIX_BALANCE_ABS", 2, 0, 1_000_000)
-    prefix_balance_rel: float = env.number("CLUSTER_PREFIX_BALANCE_REL", 1.5, 1, 1_000_000)
-    """C42: highest load of a preferred replica relative to the idlest one: requests more, times as many."""
-    prefix_pressure: int = env.number("CLUSTER_PREFIX_PRESSURE", 20, 0, MOST_PRESSURE)
-    """C44: requests a minute diverted from a preferred replica that cause a scale-up; 0 means 1."""
-    galleries: list[dict[str, Any]] = env.parsed(
-        "LOCALAI_BACKEND_GALLERIES", _galleries, [], 'Use a JSON list: [{"name": …, "url": …}].'
-    )
-    gallery_dir: Path | None = env.folder("CLUSTER_GALLERY_DIR", lambda _: None)
-    """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
-    model_load_wait: float = env.seconds("LOCALAI_MODEL_LOAD_WAIT", 60.0, 0.0)
-    """Longest wait of a request for a running load (C32); 0 = without limit."""
-    install_timeout: float = env.seconds("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0)
-    """Reply limit of `backend.install` (C21)."""
-    upgrade_timeout: float = env.seconds("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0)
-    """Reply limit of `backend.upgrade` (C22)."""
-    install_wait: float = env.seconds("CLUSTER_INSTALL_WAIT", 900.0)
-    """Longest wait of an install, upgrade or deletion for an offline node before it fails."""
-    model_load_timeout: float = env.seconds("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 0.0, 0.0)
-    """Limit of one gRPC LoadModel; 0 = by the size of the model's files (C28)."""
-    load_failure_grace: float = env.seconds("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0)
-    """Time during which requests get the error of a failed load before the load is retried (C33)."""
-    node_stale_after: float = env.seconds("CLUSTER_NODE_STALE_AFTER", 60.0)
+    """Files and definitions of the models ([below](#models-folder))."""
+    wheel_dir: Path = setting("CLUSTER_WHEEL_DIR", FOLDER, str(_ROOT / "dist"), "`./dist` of the project")
+    """Folder with the worker package that joining machines install; `make package` builds it there."""
+    host: str = setting("HOST", TEXT, "127.0.0.1", group="Web")
+    """Address on which the web process listens; another one lets other machines reach the cluster."""
+    port: int = setting("PORT", _PORT, "8080")
+    """Port of the web process."""
+    server: str = setting("CLUSTER_SERVER", choice("uvicorn", "daphne"), "uvicorn")
+    """The web server: `uvicorn` or `daphne`, which has disadvantages ([below](#daphne))."""
+    web_tls_cert: str = setting("CLUSTER_TLS_CERT", PEM)
+    """Certificate with which the web process serves HTTPS ([below](#https))."""
+    web_tls_key: str = setting("CLUSTER_TLS_KEY", PEM)
+    """Private key of that certificate."""
+    public_url: str = setting("CLUSTER_PUBLIC_URL", env.BASE_URL, "", "`make run` sets it from `HOST`")
+    """Base URL under which other machines reach the web process, for the line of *Add a node*."""
+    allowed_hosts: list[str] = setting("ALLOWED_HOSTS", _LIST, "*")
+    """Django's, separated by commas."""
+    csrf_trusted_origins: list[str] = setting("CSRF_TRUSTED_ORIGINS", _LIST)
+    """Origin of a reverse proxy with TLS (`https://cluster.example`); sign-in behind it needs this."""
+    controller_metrics: addresses.Address | None = setting("CLUSTER_CONTROLLER_METRICS_ADDRESS", _LISTENER)
+    """`host:port` on which the controller serves `/metrics`; each controller of a machine needs its own."""
+    tasks_metrics: addresses.Address | None = setting("CLUSTER_TASKS_METRICS_ADDRESS", _LISTENER)
+    """The same for the task cluster; it listens a few seconds after its start."""
+    log_level: str = setting("LOG_LEVEL", choice(*env.LOG_LEVELS), "INFO")
+    """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
+    debug: bool = setting("DEBUG", SWITCH, "false")
+    """Django's; never enable it where others can reach the cluster."""
+    secret_key: str = setting("SECRET_KEY", SECRET, "", "generated", group="Access")
+    """Django's."""
+    registration_token: str = setting("LOCALAI_REGISTRATION_TOKEN", SECRET, "", "generated")
+    """Required to register a worker without a join token; engines of stock workers accept calls with it."""
+    api_keys: tuple[str, ...] = setting("LOCALAI_API_KEY", _KEYS, "", "generated")
+    """A fixed admin API key, or several with commas between them."""
+    metrics_token: str = setting("LOCALAI_METRICS_TOKEN", SECRET)
+    """Token that opens `/metrics` of the server processes and nothing else ([metrics](metrics.md))."""
+    keyless_networks: tuple[IPv4Network | IPv6Network, ...] = setting("CLUSTER_KEYLESS_NETWORKS", _NETWORKS)
+    """Networks whose programs may use inference without a key; a proxy's clients all have its address."""
+    cors_origins: tuple[str, ...] = setting("CLUSTER_CORS_ORIGINS", _ORIGINS)
+    """Origins whose pages may use inference with a key; `*` for all. They get no sessions."""
+    require_auth: bool = setting("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", SWITCH, "true")
+    """Always on: `false` is a warning and changes nothing."""
+    nats_require_auth: bool = setting("LOCALAI_NATS_REQUIRE_AUTH", SWITCH, "true")
+    """Always on: `false` is a warning and changes nothing."""
+    auto_approve_nodes: bool = setting("LOCALAI_AUTO_APPROVE_NODES", SWITCH, "false")
+    """Approve new nodes automatically."""
+    allow_shared_token_nodes: bool = setting("LOCALAI_ALLOW_SHARED_TOKEN_NODES", SWITCH, "false")
+    """Admit workers without their own secret, as stock ones are; they are marked as weak."""
+    node_hosts: Mapping[str, frozenset[str]] = setting("CLUSTER_NODE_HOSTS", _HOSTS)
+    """Further hosts of nodes: a JSON object of lists by node name ([below](#hosts-of-nodes))."""
+    failed_tokens: int = setting("CLUSTER_FAILED_TOKENS", _COUNT, "30")
+    """Wrong tokens and node secrets per address and minute before it gets 429 ([below](#wrong-tokens))."""
+    pending_nodes: int = setting("CLUSTER_PENDING_NODES", _COUNT, "500")
+    """Nodes that may await approval; then a new one without a join token gets 429."""
+    pending_nodes_per_address: int = setting("CLUSTER_PENDING_NODES_PER_ADDRESS", _COUNT, "100")
+    """The same for nodes from one address (the /64 of an IPv6 one); behind a proxy or NAT all share one."""
+    galleries: list[dict[str, Any]] = setting("LOCALAI_BACKEND_GALLERIES", _GALLERY_LIST, group="Backends")
+    """JSON list of `{"name", "url"}` sent with installs, or workers use theirs ([below](#galleries))."""
+    gallery_dir: Path | None = setting("CLUSTER_GALLERY_DIR", FOLDER, "", "`make run`: `build/gallery`")
+    """Folder of an index and archives of backends that web processes serve to nodes: `cluster:` URLs."""
+    install_timeout: float = setting("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", SECONDS, "15m")
+    """Time limit for the reply to an install (C21)."""
+    upgrade_timeout: float = setting("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", SECONDS, "15m")
+    """Time limit for the reply to an upgrade (C22)."""
+    install_wait: float = setting("CLUSTER_INSTALL_WAIT", SECONDS, "15m")
+    """Longest wait of work on a backend for an offline or unhealthy node ([below](#waiting-for-a-node))."""
+    auto_upgrade_backends: bool = setting("LOCALAI_AUTO_UPGRADE_BACKENDS", SWITCH, "false")
+    """[Automatic upgrades](operating/upgrade-backends.md#automatic-upgrades) by controllers (O103)."""
+    upgrade_drain: float = setting("CLUSTER_UPGRADE_DRAIN", _SECONDS, "2m")
+    """Time that an upgrade in waves gives a node's requests before it stops its engines; 0 = none."""
+    model_load_wait: float = setting("LOCALAI_MODEL_LOAD_WAIT", _SECONDS, "60s", group="Models")
+    """Longest wait of a request for a cold load (C32); 0 = no limit."""
+    ollama_load_wait: float = setting("CLUSTER_OLLAMA_LOAD_WAIT", _SECONDS, "5m")
+    """The same on Ollama's routes, whose clients do not repeat a refused request; 0 = no limit."""
+    model_load_timeout: float = setting("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", _SECONDS, "0", "by size")
+    """Time limit of one LoadModel; by size, 5 min and 20 s for each GiB of its files, at most 6 h (C28)."""
+    load_failure_grace: float = setting("CLUSTER_LOAD_FAILURE_GRACE", _SECONDS, "15s")
+    """Time during which requests get the error of a failed load before it is tried again (C33)."""
+    unload_grace: float = setting("CLUSTER_UNLOAD_GRACE", _SECONDS, "30s")
+    """Time for the running requests of an unloaded replica, unless a request says `deadline_seconds`."""
+    vram_policy: str = setting("LOCALAI_VRAM_POLICY", choice("prefer", "require"), "prefer")
+    """What lack of VRAM means for a load (R2.32): `prefer` or `require` ([below](#vram))."""
+    disk_headroom_check: bool = setting("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", SWITCH, "true")
+    """Refuse nodes with too little free disk; `false` only warns ([below](#disk), R2.39)."""
+    shared_models: bool = setting("LOCALAI_DISTRIBUTED_SHARED_MODELS", SWITCH, "false")
+    """Every worker has the models folder under the same path, so no file is [sent](staging.md) (R2.56)."""
+    node_options: bool = setting("CLUSTER_NODE_OPTIONS", SWITCH, "true")
+    """Derive batch and parallel requests from the node where a definition does not say them (R2.80)."""
+    request_timeout: float = setting("CLUSTER_REQUEST_TIMEOUT", SECONDS, "10m", group="Requests")
+    """Time limit of one inference call; of a stream of text until its first piece."""
+    stream_stall: float = setting("CLUSTER_STREAM_STALL", SECONDS, "2m")
+    """Longest gap between two pieces of text, and longest stall of a client that does not read."""
+    expose_node_header: bool = setting("LOCALAI_EXPOSE_NODE_HEADER", SWITCH, "false")
+    """Return the node's id in the header `X-LocalAI-Node`; an administrator's session always gets it."""
+    prefix_cache: bool = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE", SWITCH, "true")
+    """[Route by prefix](prefix-routing.md) unless a model's rule says otherwise (R3.1). For web processes."""
+    prefix_ttl: float = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", SECONDS, "5m")
+    """Lifetime of the record that a replica has processed a prefix (C43)."""
+    prefix_match: float = setting("CLUSTER_PREFIX_MATCH", number(float, 0, 1), "0.3")
+    """Least cached share of a prompt at which a replica is preferred (C41); rules may set their own."""
+    prefix_balance_abs: int = setting("CLUSTER_PREFIX_BALANCE_ABS", number(int, 0, 1_000_000), "2")
+    """Requests more that may run on a preferred replica than on the idlest one (C42)."""
+    prefix_balance_rel: float = setting("CLUSTER_PREFIX_BALANCE_REL", number(float, 1, 1_000_000), "1.5")
+    """How many times as many, and one more (C42)."""
+    prefix_pressure: int = setting("CLUSTER_PREFIX_PRESSURE", number(int, 0, MOST_PRESSURE), "20")
+    """Requests a minute kept from a preferred replica that add a replica (C44, [below](#pressure))."""
+    node_stale_after: float = setting("CLUSTER_NODE_STALE_AFTER", SECONDS, "60s", group="Time limits")
     """Silence after which a node is offline (C15)."""
-    mass_silence_hold: float = env.seconds("LOCALAI_MASS_SILENCE_HOLD", 300.0, 0.0)
-    """Longest mass-disruption hold before nodes that fell silent together become offline; 0 = no hold."""
-    web_stale_after: float = env.seconds("CLUSTER_WEB_STALE_AFTER", 15.0)
-    """Silence after which a web process is dead and its in-flight counts are dropped."""
-    failed_tokens: int = env.parsed(
-        "CLUSTER_FAILED_TOKENS", _COUNT, 30, "Use a whole number such as 30, or 3000 behind a proxy."
-    )
-    """Failed registration tokens and node secrets allowed per address and minute, and as many API keys."""
-    pending_nodes: int = env.parsed("CLUSTER_PENDING_NODES", _COUNT, 500, "Use a whole number such as 500.")
-    """Nodes that may await approval before further ones are refused, unless they come with a join token."""
-    pending_nodes_per_address: int = env.parsed(
-        "CLUSTER_PENDING_NODES_PER_ADDRESS",
-        _COUNT,
-        100,
-        "Use a whole number such as 100, or 500 behind a proxy.",
-    )
-    """Nodes from one address that may await approval before further ones are refused."""
-    drain_deadline: float = env.seconds("CLUSTER_DRAIN_DEADLINE", 3600.0)
-    """Longest time that a node drained by an admin keeps replicas with running requests."""
-    unload_grace: float = env.seconds("CLUSTER_UNLOAD_GRACE", 30.0, 0.0)
-    """Time that running requests get before an unloaded replica's engine is stopped."""
-    auto_upgrade_backends: bool = env.switch("LOCALAI_AUTO_UPGRADE_BACKENDS")
-    """True if controllers upgrade backends when a check has found a newer version (O103)."""
-    upgrade_drain: float = env.seconds("CLUSTER_UPGRADE_DRAIN", 120.0, 0.0)
-    """Time that an upgrade in waves gives running requests before it stops a node's engines."""
-    event_retention: float = env.seconds("CLUSTER_EVENT_RETENTION", 30 * 86400.0, 3600.0)
-    """Retention of the timelines of nodes, including deregistered ones."""
-    snapshot_retention: float = env.seconds("CLUSTER_SNAPSHOT_RETENTION", 2 * 86400.0, 7200.0)
-    """Retention of the snapshots of placement decisions, from which a decision can be replayed."""
-    decision_space: int = env.parsed(
-        "CLUSTER_DECISION_SPACE", _gibibytes, 2 * 2**30, "Use a number such as 2."
-    )
-    """Bytes that the records of placement decisions may take; their snapshots may take as many again."""
-    operation_retention: float = env.seconds("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0)
-    operation_lease: float = env.seconds("CLUSTER_OPERATION_LEASE", 10.0)
-    """Lease of a claimed operation: time until it expires unless the controller renews it."""
-    request_timeout: float = env.seconds("CLUSTER_REQUEST_TIMEOUT", 600.0)
-    """Limit of one inference call to a backend process; for a streamed response, until its first chunk."""
-    prefix_ttl: float = env.seconds("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", 300.0)
-    """C43: lifetime of the record that a replica has processed a prefix."""
-    stream_stall: float = env.seconds("CLUSTER_STREAM_STALL", 120.0)
-    """Longest gap between two chunks of a stream, and longest stall of a client that does not read."""
+    mass_silence_hold: float = setting("LOCALAI_MASS_SILENCE_HOLD", _SECONDS, "5m")
+    """Hold for [many silent nodes](operating/troubleshooting.md#many-nodes-silent-at-once); 0 = none."""
+    web_stale_after: float = setting("CLUSTER_WEB_STALE_AFTER", SECONDS, "15s")
+    """Silence after which a web process is dead and its in-flight counts are removed."""
+    drain_deadline: float = setting("CLUSTER_DRAIN_DEADLINE", SECONDS, "1h")
+    """Longest time that a draining node keeps replicas with running requests; 30 days at most."""
+    operation_lease: float = setting("CLUSTER_OPERATION_LEASE", SECONDS, "10s")
+    """Time until a claimed operation is free again unless its controller renews the lease."""
+    operation_retention: float = setting("CLUSTER_OPERATION_RETENTION", _RETENTION, "2160h")
+    """Retention of ended operations, at most 100,000 ([below](#retention))."""
+    event_retention: float = setting("CLUSTER_EVENT_RETENTION", _RETENTION, "720h")
+    """Retention of nodes' timelines, the audit of changes, placement records and expired join tokens."""
+    snapshot_retention: float = setting("CLUSTER_SNAPSHOT_RETENTION", duration(7200), "48h")
+    """Retention of the snapshots with which a placement decision can be made again."""
+    decision_space: int = setting("CLUSTER_DECISION_SPACE", _SPACE, "2")
+    """GiB for the records of placement decisions, and as many for snapshots ([below](#retention))."""
+
+    @cached_property
+    def web_tls(self) -> TlsFiles:
+        """The files with which the web process serves HTTPS; none = HTTP."""
+        return TlsFiles("", self.web_tls_cert, self.web_tls_key)
+
+    def problems(self) -> Iterator[env.Problem]:
+        """Return what is wrong with the combination of the settings."""
+        yield from super().problems()
+        if self.web_tls:
+            yield from env.tls_problems("CLUSTER_TLS", lambda: self.web_tls.server(clock.now()))
+        if not self.gallery_dir and any(str(g["url"]).startswith("cluster:") for g in self.galleries):
+            yield env.Problem(
+                "LOCALAI_BACKEND_GALLERIES",
+                "has a cluster: URL, but CLUSTER_GALLERY_DIR is not set",
+                "Set CLUSTER_GALLERY_DIR to the folder of that gallery.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bootstrap(env.Table):
+    """The settings that only `manage.py bootstrap` reads."""
+
+    password: str = setting("CLUSTER_ADMIN_PASSWORD", SECRET, "", "generated")
+    """Password of the first admin, used once."""
+    generated: bool = setting("CLUSTER_ADMIN_PASSWORD_GENERATED", SWITCH, "false", "`make run` sets it")
+    """The password was generated and must be changed at the first sign-in."""
+    node: str = setting("CLUSTER_ENROL_NODE", TEXT, "", "the local worker")
+    """A node that is approved in advance."""
+    secret: str = setting("CLUSTER_ENROL_SECRET", SECRET, "", "the local worker's")
+    """The secret of that node."""
+    copied: bool = setting("CLUSTER_DATA_COPIED", SWITCH, "false", "`make run` sets it")
+    """The data folder is a [copy](operating/backup.md#make-run): all nodes are offline at first."""
+    join_command: str = setting("CLUSTER_JOIN_COMMAND_FILE", TEXT, "", "`make run` sets it if `HOST` is open")
+    """Where the line that adds a machine is written, with a new join token; needs `CLUSTER_PUBLIC_URL`."""
+    model_scheduling: str = setting("LOCALAI_MODEL_SCHEDULING")
+    """Scheduling rules as a JSON list ([below](#scheduling-rules))."""
+    model_scheduling_config: str = setting("LOCALAI_MODEL_SCHEDULING_CONFIG")
+    """YAML file (or JSON, at most 1 MiB) with such a list; its rules count after the others."""
 
 
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, env.Environment]:
     """Read every setting; return them with the environment that has collected the problems."""
     environment = env.Environment(values)
-    cluster_ = env.read_table(ClusterSettings, environment)
-    if not cluster_.gallery_dir and any(str(g["url"]).startswith("cluster:") for g in cluster_.galleries):
-        environment.refuse(
-            "LOCALAI_BACKEND_GALLERIES",
-            "has a cluster: URL, but CLUSTER_GALLERY_DIR is not set",
-            "Set CLUSTER_GALLERY_DIR to the folder of that gallery.",
-        )
-    return cluster_, environment
+    return environment.read(ClusterSettings), environment
 
 
 def cluster() -> ClusterSettings:

@@ -1,45 +1,40 @@
-"""The reader of settings from the environment, for the tables of both programs.
+"""Settings from the environment: the fields of a table declare them, and one reader reads them.
 
-A table is a frozen dataclass whose fields are settings: `conf.py` has the server's. The worker's
-(`worker/config.py`) adds flags and help. `msgspec` converts numbers and JSON. A wrong value never raises. It
-becomes a `Problem` (setting, error, hint), a safe default takes its place, and all problems are reported
-together, so that an operator fixes one list instead of one traceback after another.
-A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it; no problem quotes it.
+A table is a frozen dataclass: `conf.py` has those of the server, `worker/config.py` that of the worker, whose
+fields are flags too. The docstring of a field is its text in `--help` and in `docs/configuration.md`. A wrong
+value never raises. It becomes a `Problem` (setting, error, hint), the default takes its place, and all
+problems are reported together, so that an operator fixes one list instead of one traceback after another. A
+secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it; no problem quotes it.
 """
 
+import ast
+import functools
+import inspect
+import itertools
 import re
 import ssl
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
-from localai_cluster.kit import clock, nkeys
-from localai_cluster.kit.tls import TlsFiles, WrongFile
+from localai_cluster.kit import addresses, clock, nkeys
+from localai_cluster.kit.registry_settings import REGISTRIES_EXAMPLE, RegistrySetting, parse_registries
+from localai_cluster.kit.tls import TlsFiles, WrongFile, trust_besides
 
-T = TypeVar("T")
-Parse = Callable[[str], T]
+T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
 """The settings of a table that have been read, by field."""
 
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 SHORTEST_SECRET = 16
-WELL_KNOWN_SECRETS = {
-    "changeme",
-    "change-me",
-    "default",
-    "insecure",
-    "localai",
-    "localai-cluster",
-    "password",
-    "secret",
-}
-LONGEST_URL = 512
-_TLS_HINT = "Name readable PEM files that belong together."
+WELL_KNOWN_SECRETS = frozenset(
+    {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
+)
+LONGEST_QUOTE = 200
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
@@ -72,6 +67,16 @@ def parse_bool(text: str) -> bool:
     return lowered in _TRUE
 
 
+def parse_json(text: str, type: Any, words: str) -> Any:
+    """Parse JSON of this type; `words` are the reason for JSON of another one. Raise ValueError."""
+    try:
+        return msgspec.convert(msgspec.json.decode(text), type)
+    except msgspec.ValidationError:
+        raise ValueError(words) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        raise ValueError("not JSON") from None
+
+
 def weak_secret(value: str) -> bool:
     """Return True if a secret is too short or too well known to protect the cluster."""
     remainder = value.lower()
@@ -80,56 +85,172 @@ def weak_secret(value: str) -> bool:
     return len(value) < SHORTEST_SECRET or len(remainder) < SHORTEST_SECRET // 2 or len(set(value)) < 5
 
 
-def parse_base_url(text: str) -> str:
-    """Return the base URL of a web server without its trailing slash; raise ValueError."""
-    plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
-    try:
-        parts = urlsplit(text if plain else "")
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable or parts.username is not None or parts.query or parts.fragment:
-        raise ValueError("not a base URL such as http://192.0.2.10:8080")
-    return text.rstrip("/")
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: its parser, whose ValueError ends a sentence, and the fix for a wrong value."""
+
+    parse: Callable[[str], Any]
+    fix: str
+    empty: Any = ""
+    """The value of a setting that has neither a text nor a default."""
+    secret: bool = False
 
 
-def parse_log_level(text: str) -> str:
-    """Return a level of `logging` in upper case; raise ValueError."""
-    level = text.strip().upper()
-    if level not in LOG_LEVELS:
-        raise ValueError(f"none of {', '.join(LOG_LEVELS)}")
-    return level
+def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Kind:
+    """Return the kind of the numbers from `least` to `most`; by default `fix` is what it accepts."""
+    words = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
+    bounded: Any = Annotated[kind, msgspec.Meta(ge=least, le=most)]
 
-
-def number_parser(kind: type[T], least: float, most: float, words: str = "") -> Parse[T]:
-    """Return a parser of numbers from `least` to `most`; `words` replace the reason for a wrong one."""
-    bounded = Annotated[kind, msgspec.Meta(ge=least, le=most)]  # type: ignore[valid-type]
-    noun = "a whole number" if kind is int else "a number"
-
-    def parse(text: str) -> T:
+    def parse(text: str) -> Any:
         try:
-            if "_" in text:
-                raise ValueError(text)
-            value: T = msgspec.convert(kind(text), bounded)  # type: ignore[call-arg]
-        except (ValueError, OverflowError, msgspec.ValidationError):
-            raise ValueError(words or f"not {noun} from {least:g} to {most:,}") from None
-        return value
-
-    return parse
-
-
-def json_parser(kind: type[T], words: str) -> Parse[T]:
-    """Return a parser of JSON of this type; `words` are the reason for JSON of another one."""
-
-    def parse(text: str) -> T:
-        try:
-            return msgspec.convert(msgspec.json.decode(text), kind)
+            return msgspec.convert(text, bounded, strict=False)
         except msgspec.ValidationError:
-            raise ValueError(words) from None
-        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-            raise ValueError("not JSON") from None
+            raise ValueError(f"not {words}") from None
 
-    return parse
+    return Kind(parse, fix or words)
+
+
+def duration(least: float) -> Kind:
+    """Return the kind of Go durations, in seconds, not shorter than `least`."""
+
+    def parse(text: str) -> float:
+        seconds = parse_duration(text)
+        if seconds < least:
+            raise ValueError(f"shorter than {least:g} s")
+        return seconds
+
+    return Kind(parse, "a duration such as 60s or 5m")
+
+
+def choice(*choices: str) -> Kind:
+    """Return the kind of these texts, in any case."""
+
+    def parse(text: str) -> str:
+        chosen = next((item for item in choices if item.lower() == text.lower()), None)
+        if chosen is None:
+            raise ValueError(f"none of {', '.join(choices)}")
+        return chosen
+
+    return Kind(parse, " or ".join(choices))
+
+
+def seed(role: nkeys.Role) -> Kind:
+    """Return the kind of the seeds of this role on the message bus."""
+    return Kind(lambda text: nkeys.from_seed(text, role).seed, f"the NKEY seed of the {role}", secret=True)
+
+
+TEXT = Kind(str, "a text")
+SECRET = Kind(str, "a text", secret=True)
+SWITCH = Kind(parse_bool, "true or false", False)
+FOLDER = Kind(lambda text: Path(text).expanduser().absolute(), "a path", None)
+PEM = Kind(str, "the name of a readable PEM file")
+_MORE_CAS = Kind(trust_besides, "the name of a readable PEM file", None)
+_REGISTRIES = Kind(parse_registries, f"a JSON list such as {REGISTRIES_EXAMPLE}", (), secret=True)
+BASE_URL = Kind(addresses.parse_base_url, "a URL such as http://192.0.2.10:8080")
+SECONDS = duration(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A declared field of a table."""
+
+    names: tuple[str, ...]
+    """Environment variables; the first that is set counts."""
+    kind: Kind
+    default: str | Callable[[Values], str]
+    """Its text, or a function of the fields before this one that returns it; "" for none."""
+    shown: str
+    """The default for people; "" for none."""
+    group: str
+    key: str = ""
+    """The name of the field."""
+
+
+def setting(
+    names: str | tuple[str, ...],
+    kind: Kind = TEXT,
+    default: str | Callable[[Values], str] = "",
+    shown: str = "",
+    *,
+    group: str = "",
+) -> Any:
+    """Declare a field of a table. `group` begins a group, which goes on until the next one begins."""
+    names = (names,) if isinstance(names, str) else names
+    shown = shown or (default if isinstance(default, str) else "")
+    entry = Setting(names=names, kind=kind, default=default, shown=shown, group=group)
+    return field(metadata={"setting": entry}, repr=not kind.secret)
+
+
+class Table:
+    """Base of the tables of settings."""
+
+    def problems(self) -> Iterable[Problem]:
+        """Return what is wrong with the combination of the settings."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings(Table):
+    """The settings that server and worker have in common."""
+
+    registries: tuple[RegistrySetting, ...] = setting("LOCALAI_REGISTRIES", _REGISTRIES, group="Sources")
+    """JSON list of registries: `host`, `username`, `password`, `realm`, `plain_http`."""
+    registry_config: Path | None = setting("LOCALAI_REGISTRY_CONFIG", FOLDER)
+    """A `config.json` with credentials of registries, as `docker login` writes it; no helpers are run."""
+    registry_ca: ssl.SSLContext | None = setting("LOCALAI_REGISTRY_CA", _MORE_CAS)
+    """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
+    github_url: str = setting("LOCALAI_GITHUB_URL", BASE_URL, "https://raw.githubusercontent.com")
+    """Base URL of the files that `github:` addresses name; it may be a mirror."""
+    nats_tls_ca: str = setting("LOCALAI_NATS_TLS_CA", PEM, "", "the system's CAs", group="Message bus")
+    """CA certificates that verify the message bus. Any of the three files forces encryption."""
+    nats_tls_cert: str = setting("LOCALAI_NATS_TLS_CERT", PEM)
+    """Certificate for mutual TLS with the message bus."""
+    nats_tls_key: str = setting("LOCALAI_NATS_TLS_KEY", PEM)
+    """Private key of that certificate."""
+
+    @functools.cached_property
+    def nats_tls(self) -> ssl.SSLContext | None:
+        """The TLS context of the connections to the bus; with it, an unencrypted connection is refused."""
+        return tls_context(self.nats_tls_ca, self.nats_tls_cert, self.nats_tls_key)
+
+    def problems(self) -> Iterator[Problem]:
+        """Return what is wrong with the files."""
+        return tls_problems("LOCALAI_NATS_TLS", lambda: self.nats_tls)
+
+
+def tls_context(*files: str) -> ssl.SSLContext | None:
+    """Return the context of a client with these files (CA, certificate, key); None without any. WrongFile."""
+    return TlsFiles(*files).client(clock.now()) if any(files) else None
+
+
+def tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
+    """Return what is wrong with the files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
+    try:
+        check()
+    except WrongFile as error:
+        yield Problem(f"{prefix}_{error.part}", str(error), "Name readable PEM files that belong together.")
+
+
+def declared(table: type[Table]) -> tuple[Setting, ...]:
+    """Return the settings of a table, in the order of its fields."""
+    settings: list[Setting] = []
+    for entry in fields(table):  # type: ignore[arg-type]
+        last_group = settings[-1].group if settings else ""
+        declared_entry: Setting = entry.metadata["setting"]
+        settings.append(replace(declared_entry, key=entry.name, group=declared_entry.group or last_group))
+    return tuple(settings)
+
+
+def texts(table: type[Table]) -> dict[str, str]:
+    """Return the docstrings of the fields of a table, from its source, since Python does not keep them."""
+    sources = [inspect.getsource(base) for base in table.__mro__ if base not in (Table, object)]
+    return {
+        node.target.id: " ".join(str(after.value.value).split())
+        for definition in ast.parse("\n".join(sources)).body
+        for node, after in itertools.pairwise(getattr(definition, "body", ()))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 @dataclass
@@ -139,152 +260,42 @@ class Environment:
     values: Mapping[str, str]
     problems: list[Problem] = field(default_factory=list)
 
-    def text(self, name: str, default: str = "") -> str:
-        """Return the variable's text, or `default` if it is unset or empty."""
-        return self.values.get(name, "") or default
+    def read(self, table: type[T], flags: Mapping[str, str | None] | None = None) -> T:
+        """Read all settings of a table; `flags`, by field, count more than variables."""
+        values: Values = {}
+        for entry in declared(table):
+            given = ((flags or {}).get(entry.key) or "").strip()
+            values[entry.key] = self._value(entry, given or self._text(entry), values)
+        made = table(**values)
+        self.problems += made.problems()
+        return made
 
-    def secret(self, name: str) -> str:
-        """Return the secret, or the content of the file that `NAME_FILE` names; empty if neither is set."""
-        path = self.values.get(f"{name}_FILE", "")
-        if self.values.get(name) or not path:
-            return self.text(name)
-        try:
-            return Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else "") or "it is not text"
-            self.refuse(f"{name}_FILE", f"cannot read {path}: {reason}", "Name a readable file.")
-            return ""
-
-    def parsed(self, name: str, parse: Parse[T], default: T, hint: str) -> T:
-        """Return the value as `parse` returns it; `default` without one, or with a problem."""
-        raw = self.values.get(name, "")
-        try:
-            return parse(raw) if raw else default
-        except ValueError as error:
-            self.refuse(name, f"{raw!r} is {error}", hint)
-            return default
-
-    def boolean(self, name: str, default: bool = False) -> bool:
-        """Read a switch."""
-        return self.parsed(name, parse_bool, default, "Use true or false.")
-
-    def seed(self, name: str, role: nkeys.Role) -> str:
-        """Read the seed of a NATS key of this role, as `secret` does; a problem never quotes it."""
-        text = self.secret(name)
-        try:
-            return nkeys.from_seed(text, role).seed if text else ""
-        except ValueError as error:
-            self.refuse(name, f"is {error}", f"Use the NKEY seed of the {role}.")
-            return ""
-
-    def tls(self, prefix: str, *, serves: bool = False) -> tuple[TlsFiles, ssl.SSLContext | None]:
-        """Return the files that `<prefix>_CA`, `_CERT` and `_KEY` name, checked, and a client's context.
-
-        There is no context without files, or if our own server `serves` with them.
-        """
-        files = TlsFiles(*(self.text(f"{prefix}_{part}") for part in ("CA", "CERT", "KEY")))
-        try:
-            if files and serves:
-                files.server(clock.now())
-            return files, files.client(clock.now()) if files and not serves else None
-        except WrongFile as error:
-            self.refuse(f"{prefix}_{error.part}", str(error), _TLS_HINT)
-            return TlsFiles(), None
+    def text(self, *names: str) -> str:
+        """Return the text of the first of these variables that is set; "" if none is."""
+        return next((value for name in names if (value := self.values.get(name, "").strip())), "")
 
     def refuse(self, setting: str, message: str, hint: str) -> None:
         """Add a problem."""
         self.problems.append(Problem(setting, message, hint))
 
+    def _text(self, entry: Setting) -> str:
+        """Return the text of a setting; of a secret also the content of the file that `NAME_FILE` names."""
+        path = self.text(*(f"{name}_FILE" for name in entry.names)) if entry.kind.secret else ""
+        if (given := self.text(*entry.names)) or not path:
+            return given
+        try:
+            return Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else "") or "it is not text"
+            self.refuse(f"{entry.names[0]}_FILE", f"cannot read {path}: {reason}", "Name a readable file.")
+            return ""
 
-@dataclass(frozen=True)
-class Setting:
-    """One field of a table: `read` gets the environment and the fields before it."""
-
-    names: tuple[str, ...]
-    read: Callable[[Environment, Values], Any]
-    default: Any
-
-
-def setting(
-    *names: str, read: Callable[[Environment, Values], Any], default: Any = "", secret: bool = False
-) -> Any:
-    """Return a field of a table; a secret is left out of its `repr`."""
-    return field(metadata={"setting": Setting(names, read, default)}, repr=not secret)
-
-
-def parsed(name: str, parse: Parse[Any], default: Any, hint: str) -> Any:
-    """Return a field that a function parses."""
-    return setting(name, read=lambda env, _: env.parsed(name, parse, default, hint), default=default)
-
-
-def text(name: str, default: str = "") -> Any:
-    """Return a field of plain text."""
-    return setting(name, read=lambda env, _: env.text(name, default), default=default)
-
-
-def secret(name: str) -> Any:
-    """Return a secret field."""
-    return setting(name, read=lambda env, _: env.secret(name), secret=True)
-
-
-def seed(name: str, role: nkeys.Role) -> Any:
-    """Return a field for the seed of a NATS key."""
-    return setting(name, read=lambda env, _: env.seed(name, role), secret=True)
-
-
-def switch(*names: str, default: bool = False) -> Any:
-    """Return a switch; of several variables all must be on."""
-    return setting(
-        *names,
-        read=lambda env, _: False not in [env.boolean(name, default) for name in names],
-        default=default,
-    )
-
-
-def choice(name: str, *choices: str) -> Any:
-    """Return a field with one of `choices`; the first is the default."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"none of {', '.join(choices)}")
-        return text
-
-    return parsed(name, parse, choices[0], f"Use {' or '.join(choices)}.")
-
-
-def folder(name: str, default: Callable[[Values], Path | None]) -> Any:
-    """Return a field with an absolute path."""
-
-    def read(env: Environment, values: Values) -> Path | None:
-        path = Path(env.text(name)) if env.text(name) else default(values)
-        return path.absolute() if path else None
-
-    return setting(name, read=read)
-
-
-def seconds(name: str, default: float, minimum: float = 1.0) -> Any:
-    """Return a field for a Go duration, in seconds, not shorter than `minimum`."""
-
-    def parse(text: str) -> float:
-        value = parse_duration(text)
-        if value < minimum:
-            raise ValueError(f"shorter than {minimum:g} s")
-        return value
-
-    return parsed(name, parse, default, "Use a duration such as 60s or 5m.")
-
-
-def number(name: str, default: float, least: float, most: float) -> Any:
-    """Return a field for a number from `least` to `most`, a whole one if the default is."""
-    noun = "a whole number" if isinstance(default, int) else "a number"
-    return parsed(
-        name, number_parser(type(default), least, most), default, f"Use {noun} such as {default:g}."
-    )
-
-
-def read_table(table: type[T], environment: Environment) -> T:
-    """Read all settings of a table, in the order of its fields."""
-    values: Values = {}
-    for entry in fields(table):  # type: ignore[arg-type]
-        values[entry.name] = entry.metadata["setting"].read(environment, values)
-    return table(**values)
+    def _value(self, entry: Setting, text: str, values: Values) -> Any:
+        try:
+            if text:
+                return entry.kind.parse(text)
+        except ValueError as error:
+            quote = "" if entry.kind.secret else f"{text[:LONGEST_QUOTE]!r} "
+            self.refuse(entry.names[0], f"{quote}is {error}", f"Use {entry.kind.fix}.")
+        default = entry.default(values) if callable(entry.default) else entry.default
+        return entry.kind.parse(default) if default else entry.kind.empty

@@ -37,10 +37,14 @@ def new_request_id(offered: str = "") -> str:
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the framework's line for a 503: the code that raises it logs the reason where it matters."""
+    """Drops the framework's lines for a 503 and a 404.
+
+    The code that raises a 503 logs the reason where it matters. A 404 is the caller's business: the
+    reference's pages ask every few seconds for what this product does not have.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return getattr(record, "status_code", 0) != 503
+        return getattr(record, "status_code", 0) not in (404, 503)
 
 
 class RequestIdFilter(logging.Filter):

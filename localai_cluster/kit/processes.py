@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.process_reaper import (
     MARK_VARIABLE,
     SCRIPT,
@@ -213,15 +213,16 @@ class Guardian:
             self._process.stdin.flush()
 
     def _keep_alive(self) -> None:
-        delay = 0.0
+        failures = 0
         while not self._closed.is_set():
             started_at = clock.monotonic()
             code = self._process.wait()
             if clock.monotonic() - started_at >= STEADY_SECONDS:
-                delay = 0.0
+                failures = 0
+            delay = backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY) if failures else 0.0
             if not self._closed.wait(delay) and self._replace():
                 self._replaced(code)
-            delay = min(max(2 * delay, FIRST_DELAY), LONGEST_DELAY)
+            failures += 1
 
     def _replace(self) -> bool:
         with self._lock:

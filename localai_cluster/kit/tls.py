@@ -90,3 +90,20 @@ def _check_certificate(name: str, now: datetime) -> None:
         raise WrongFile(
             "CERT", f"the certificate in {name} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
         )
+
+
+def trust_besides(ca: str) -> ssl.SSLContext | None:
+    """Return a context that trusts the system's CAs and those of the PEM file `ca`; None without a file.
+
+    Raise ValueError.
+    """
+    if not ca:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(cafile=ca)
+    except ssl.SSLError:
+        raise ValueError("a file without a CA certificate in PEM form") from None
+    except OSError as error:
+        raise ValueError(f"not readable: {error.strerror}") from None
+    return context

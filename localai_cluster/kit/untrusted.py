@@ -89,6 +89,16 @@ class LocatedErrors:
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
 
+class PlainLoader(LocatedErrors, yaml.SafeLoader):
+    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse an alias, compose everything else."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not accepted")
+        return super().compose_node(parent, index)
+
+
 def load_yaml(text: str | bytes, loader: Any) -> Any:
     """Return the document that the loader constructs from the text; raise InvalidYAML for any error."""
     try:

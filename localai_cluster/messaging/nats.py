@@ -24,7 +24,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from localai_cluster.kit import clock, failpoints
+from localai_cluster.kit import backoff, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.bus import (
     BusError,
@@ -189,7 +189,7 @@ class NatsBus:
         return ", ".join(self._servers.urls) if self._servers else "an unknown address"
 
     async def _keep_connected(self) -> None:
-        pause = RETRY_FIRST
+        failures = 0
         try:
             while True:
                 try:
@@ -198,7 +198,8 @@ class NatsBus:
                     # Any failure of the library: if the loop ended, no message would arrive any more.
                     log.exception("the message bus client failed; reconnecting")
                     connected = False
-                pause = RETRY_FIRST if connected else min(pause * 2, RETRY_MAX)
+                failures = 0 if connected else failures + 1
+                pause = backoff.delay(failures + 1, first=RETRY_FIRST, longest=RETRY_MAX)
                 await self._wait_servers_changed(pause * random.uniform(0.8, 1.2) if self._servers else None)
         finally:
             self._link = None

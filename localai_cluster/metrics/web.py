@@ -95,6 +95,7 @@ FIGURES = (
 LEFT = "left"
 _SURFACES = {
     "v1": "inference",
+    "v2": "inference",
     "embeddings": "inference",
     "models": "inference",
     "chat": "inference",
@@ -108,6 +109,7 @@ _SURFACES = {
     "messages": "inference",
     "responses": "inference",
     "api": "api",
+    "system": "api",
     "backend": "api",
     "backends": "api",
     "version": "api",
@@ -125,7 +127,11 @@ _SURFACES = {
 }
 """Surface of the server by the first segment of a path; any other segment is `other`."""
 _OLLAMA = frozenset(
-    f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")
+    f"/api/{name}"
+    for name in (
+        *("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version"),
+        *("pull", "push", "create", "copy", "delete"),
+    )
 )
 
 
@@ -133,8 +139,10 @@ def surface(path: str) -> str:
     """Return the surface of the server that a path belongs to."""
     if path.startswith("/api/node/"):
         return "workers"
-    if path in _OLLAMA:
+    if path in _OLLAMA or path.startswith("/api/blobs/"):
         return "inference"
+    if path.startswith("/models/"):
+        return "api"
     return _SURFACES.get(path[1:].partition("/")[0], "other")
 
 
@@ -152,7 +160,11 @@ _of_outcome = cache(PICKS.labels)
 _first_of_model = cache(FIRST_TOKEN.labels)
 _tokens_of_model = cache(TOKENS.labels)
 _prefix_outcome = cache(PREFIX_PICKS.labels)
-_prefix_blocks = cache(PREFIX_BLOCKS.labels)
+
+
+@cache
+def _prefix_blocks(model: str) -> tuple[Counter, Counter]:
+    return PREFIX_BLOCKS.labels(model, "asked"), PREFIX_BLOCKS.labels(model, "hit")
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
@@ -187,8 +199,10 @@ def pick_ended(outcome: str, took: float) -> None:
     PICK_SECONDS.observe(took)
 
 
-def prefix_picked(model: str, remembered: bool, kept_away: bool, blocks: int, share: float) -> None:
-    """Count one pick by prefix: `share` is the fraction of `blocks` that the replica had cached."""
-    _prefix_outcome(model, "kept_away" if kept_away else "hit" if remembered else "miss").inc()
-    _prefix_blocks(model, "asked").inc(blocks)
-    _prefix_blocks(model, "hit").inc(round(blocks * share))
+def prefix_picked(model: str, outcome: str, blocks: int, cached: int) -> None:
+    """Count one pick by prefix: the replica had `cached` of the prompt's `blocks`."""
+    _prefix_outcome(model, outcome).inc()
+    asked, hit = _prefix_blocks(model)
+    asked.inc(blocks)
+    if cached:
+        hit.inc(cached)

@@ -6,6 +6,7 @@ one coroutine and no set-up: the channel, its methods and the metadata are creat
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
@@ -13,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import parse
-from localai_cluster.rpc.errors import BackendError, Lost, Refused, translate
+from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost, Refused, translate
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
     DetokenizeRequest,
@@ -186,7 +188,7 @@ class BackendClient:
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, channel) from error
         except asyncio.CancelledError:
-            _raise_lost_unless_cancelled()
+            _raise_unless_cancelled(Lost(_CLOSED))
             raise
 
     def _translate_error(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
@@ -207,38 +209,50 @@ class BackendClient:
 
 
 class Replies(Generic[Piece]):
-    """A reply that arrives in one or more pieces. A caller that stops reading early must call `cancel`."""
+    """A reply that arrives in one or more pieces. Who stops reading early must close the iterator."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
         self._channel = channel
         self._translate_error = translate_error
+        self._expired: DeadlineExceeded | None = None
 
     def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        """Iterate over the pieces.
+        """Iterate over the pieces without a limit."""
+        return self.within()
 
-        A piece is read only when the caller requests it, so an engine gets no further ahead than the
-        flow-control windows of the connection allow.
+    async def within(
+        self,
+        first: float = math.inf,
+        stall: float = math.inf,
+        message: str = "the engine has sent nothing for too long",
+    ) -> AsyncGenerator[Piece, None]:
+        """Iterate over the pieces; raise DeadlineExceeded with `message` after too long a silence.
+
+        The first piece must come within `first` seconds, each further one within `stall` seconds. The time
+        that the caller takes between two pieces does not count. A piece is read only when the caller requests
+        it, so an engine gets no further ahead than the flow-control windows of the connection allow.
         """
-        return self._pieces()
-
-    async def _pieces(self) -> AsyncGenerator[Piece, None]:
+        timer = clock.SilenceTimer(stall, first, lambda: self._expire(message))
         try:
             if isinstance(self._call, grpc.aio.UnaryUnaryCall):
                 yield await self._call
                 return
             async for reply in self._call:
+                timer.pause()
                 yield reply
+                timer.begin()
         except grpc.aio.AioRpcError as error:
             raise self._translate_error(error, self._channel) from error
         except asyncio.CancelledError:
-            _raise_lost_unless_cancelled()
+            _raise_unless_cancelled(self._expired or Lost(_CLOSED))
             raise
         finally:
+            timer.close()
             self._call.cancel()
 
-    def cancel(self) -> None:
-        """Cancel the call at the engine if it has not ended."""
+    def _expire(self, message: str) -> None:
+        self._expired = DeadlineExceeded(message)
         self._call.cancel()
 
     async def trailing(self, name: str) -> str:
@@ -251,14 +265,18 @@ class Replies(Generic[Piece]):
 _TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
 
 
-def _raise_lost_unless_cancelled() -> None:
-    """Raise Lost unless the task itself was cancelled.
+_CLOSED = "the connection to the engine was closed"
 
-    The library also raises CancelledError for a call whose channel was closed, and then the caller goes on.
+
+def _raise_unless_cancelled(error: BackendError) -> None:
+    """Raise the error unless the task itself was cancelled.
+
+    The library also raises CancelledError for a call that was cancelled or whose channel was closed, and then
+    the caller goes on.
     """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
-        raise Lost("the connection to the engine was closed") from None
+        raise error from None
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:

@@ -8,6 +8,8 @@ from django.core.exceptions import BadRequest, ValidationError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 
+from localai_cluster.kit import leases
+
 if TYPE_CHECKING:  # generic for the type checker only
     _ModelAdmin = admin.ModelAdmin[Any]
     TabularInline = admin.TabularInline[Any, Any]
@@ -40,6 +42,10 @@ class ModelAdmin(_ModelAdmin):
 
 class Observed(ModelAdmin):
     """Rows that the cluster writes: read-only in the admin."""
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
+        """Return Django's fields, with the columns of a lease last: they come from an abstract model."""
+        return sorted(super().get_fields(request, obj), key=lambda name: name in leases.COLUMNS)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Return False: only the cluster writes rows."""

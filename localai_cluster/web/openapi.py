@@ -11,6 +11,8 @@ from drf_spectacular.extensions import OpenApiSerializerExtension
 from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
 
+from localai_cluster.web import wire
+
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
 
@@ -124,7 +126,7 @@ def schema_of(body: type[msgspec.Struct]) -> Operation:
     return _in_3_0(*_components(body))
 
 
-def response_schema_of(body: type[msgspec.Struct]) -> Operation:
+def response_schema_of(body: type[wire.ResponseBody]) -> Operation:
     """Return the schema of a raw route's response: every field is present unless its type admits `UNSET`."""
     schema, components = _components(body)
     for component in (schema, *components.values()):
@@ -135,6 +137,8 @@ def response_schema_of(body: type[msgspec.Struct]) -> Operation:
         ]
         for value in component["properties"].values():
             value.pop("default", None)
+    if body.has_other_fields:
+        schema["additionalProperties"] = True
     return _in_3_0(schema, components)
 
 

@@ -26,7 +26,14 @@ from django.contrib.staticfiles import finders
 from django.contrib.staticfiles.handlers import ASGIStaticFilesHandler
 from django.contrib.staticfiles.views import serve
 from django.core.exceptions import SuspiciousOperation
-from django.http import FileResponse, Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed
+from django.http import (
+    FileResponse,
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    HttpResponseNotAllowed,
+    HttpResponseRedirect,
+)
 from django.http.response import HttpResponseBase
 from django.shortcuts import render
 from django.utils.cache import patch_vary_headers
@@ -108,6 +115,18 @@ _NOT_BUILT = """<!doctype html>
 def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
     """Return the page; 503 with the build command while it is not built."""
     return _page(request, 200)
+
+
+@csrf_exempt
+@require_safe
+def root(request: HttpRequest) -> HttpResponseBase:
+    """Redirect a browser to the page; Ollama's clients check by this address that a server is there."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return HttpResponse("Ollama is running", content_type="text/plain; charset=utf-8")
+    query = request.META.get("QUERY_STRING", "")
+    response = HttpResponseRedirect(f"/app?{query}" if query else "/app")
+    patch_vary_headers(response, ["Accept"])
+    return response
 
 
 @ensure_csrf_cookie

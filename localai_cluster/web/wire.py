@@ -1,12 +1,14 @@
 """Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import orjson
+from django.utils.functional import Promise
 from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit import untrusted
@@ -44,6 +46,9 @@ class Answer:
 class ResponseBody(msgspec.Struct):
     """Base of the JSON objects in responses of raw routes; a field that may be absent has `UnsetType`."""
 
+    has_other_fields: ClassVar[bool] = False
+    """True if a response has more fields than the class names."""
+
 
 class LoadProgress(ResponseBody):
     """Where the load stands, when the wait for it is over but the load goes on."""
@@ -79,9 +84,22 @@ class ErrorBody(ResponseBody):
     loading: LoadProgress | UnsetType = UNSET
 
 
+def _plain_text(value: Any) -> str:
+    """Return the text of a `str` of a library, such as Django's lazy and safe ones, which msgspec refuses."""
+    if isinstance(value, Promise):
+        value = str(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"{type(value).__name__} is not JSON")
+
+
+encode = msgspec.json.Encoder(enc_hook=_plain_text).encode
+"""Return the value as JSON."""
+
+
 def json_answer(body: ResponseBody, status: int = 200, headers: Iterable[Header] = ()) -> Answer:
     """Return a response with this object as JSON."""
-    return Answer(msgspec.json.encode(body), status, tuple(headers))
+    return Answer(encode(body), status, tuple(headers))
 
 
 def client_of(scope: Scope) -> str:
@@ -145,12 +163,35 @@ def parse_struct(fields: Mapping[str, Any], kind: type[T], *, texts: bool = Fals
     except msgspec.ValidationError as error:
         # The problem may quote the request.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        raise field_error(path, problem[:_LONGEST_PROBLEM]) from error
+        raise field_error(path, problem[:_LONGEST_PROBLEM], _code_of(problem)) from error
 
 
-def field_error(path: str, problem: str) -> InvalidInput:
-    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name."""
-    return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
+def field_error(path: str, problem: str, code: str = "invalid_value") -> InvalidInput:
+    """Return the error for a part of a body, such as `messages[0].content`; its field is the first name.
+
+    `code` is OpenAI's word for the problem.
+    """
+    error = InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
+    error.code = code
+    return error
+
+
+_PROBLEMS = (
+    (re.compile("got `null`|missing required field"), "missing_required_parameter"),
+    (re.compile("`int` >"), "integer_below_min_value"),
+    (re.compile("`int` <"), "integer_above_max_value"),
+    (re.compile("`float` >"), "decimal_below_min_value"),
+    (re.compile("`float` <"), "decimal_above_max_value"),
+    (re.compile("`array` of length >"), "empty_array"),
+    (re.compile("`array` of length <"), "array_above_max_length"),
+    (re.compile("`str` of length <"), "string_above_max_length"),
+    (re.compile("^Expected .*, got "), "invalid_type"),
+)
+"""Texts of msgspec's problems, and OpenAI's codes for them; every other problem is an `invalid_value`."""
+
+
+def _code_of(problem: str) -> str:
+    return next((code for pattern, code in _PROBLEMS if pattern.search(problem)), "invalid_value")
 
 
 def message_with_field(error: ClusterError) -> str:
@@ -168,7 +209,7 @@ def error_body(error: ClusterError) -> ErrorBody:
             message=error.message,
             type=error.code if loading else kind,
             param=error.field,
-            code=error.code,
+            code="invalid_value" if error.field and error.code == InvalidInput.code else error.code,
         ),
         loading=msgspec.convert(loading, LoadProgress) if loading else UNSET,
     )

@@ -1,8 +1,12 @@
 """Client of the control plane: the self-service routes over HTTP (worker.md §5, §6).
 
-Registration authenticates with the shared token and sends the node's own secret; every later call
-authenticates with that secret. Every call carries the id of its process. Redirects are refused, so a secret
-never follows one.
+Registration authenticates with the shared token and sends the node's own secret; LocalAI Cluster accepts
+it, and every later call authenticates with it. A stock LocalAI frontend ignores it; there every call
+authenticates with the shared token. Every call carries the id of its process. Redirects are refused, so a
+secret never follows one.
+
+A worker whose secret a server has accepted does not fall back to the shared token at the same address unless
+the operator allows it: whoever answers there now might only have the token, which all machines have.
 
 When the control plane requests a new secret it responds 401 with `"rotate": true`. The worker then replaces
 the secret and repeats the call. If the secret is refused during a rotation, the worker tries the new one: the
@@ -13,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 from urllib.parse import quote
 
@@ -29,9 +34,13 @@ CALL_LIMIT = 10.0
 OPEN_LIMIT = 120.0
 """Seconds until the headers of a file must have arrived (worker.md §18.6)."""
 LONGEST_WAIT = 30.0
+DOWNGRADE_PAUSE = 60.0
+"""Seconds between two looks whether a server knows secrets again."""
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
+NO_NODE = "00000000-0000-0000-0000-000000000000"
+PENDING = "pending"
 
 
 class CallFailed(ClusterError):
@@ -57,27 +66,65 @@ class CallFailed(ClusterError):
         return self.http_status in (401, 403) and not self.rotate
 
 
+class DowngradeRefused(CallFailed):
+    """A server that has accepted the node's secret ignores it now: it is not served."""
+
+    code = "downgrade_refused"
+
+    def __init__(self, base_url: str) -> None:
+        super().__init__(
+            f"the server at {base_url} has accepted this node's secret before, and now it is a stock LocalAI "
+            "frontend, which knows no secrets. This worker waits until LocalAI Cluster is back."
+            " If the server was replaced on purpose, start the worker with --allow-stock-frontend "
+            "(LOCALAI_WORKER_ALLOW_STOCK_FRONTEND=true)",
+            wait=DOWNGRADE_PAUSE,
+        )
+
+
+class ServerKind(StrEnum):
+    """The kinds of server that a worker serves."""
+
+    CLUSTER = "LocalAI Cluster"
+    STOCK = "stock LocalAI"
+
+
 @dataclass(frozen=True)
 class Registered:
     """The response to a registration.
 
-    An approved node gets credentials for the bus, and its address in `nats_url`.
+    An approved node gets credentials for the bus, and its address in `nats_url`. A stock frontend may give
+    no credentials.
     """
 
     node_id: str
     status: str
+    kind: ServerKind
     nats_jwt: str = field(default="", repr=False)
     nats_user_seed: str = field(default="", repr=False)
     nats_url: str = ""
 
 
 class ControlPlane:
-    """Calls one control plane for one node and one process (`instance`, 32 hex digits)."""
+    """Calls one control plane for one node and one process (`instance`, 32 hex digits).
+
+    `allow_stock`: the server may be a stock frontend even if it has accepted the node's secret before.
+    """
 
     def __init__(
-        self, base_url: str, token: str, identity: NodeIdentity, instance: str, client: httpx.AsyncClient
+        self,
+        base_url: str,
+        token: str,
+        identity: NodeIdentity,
+        instance: str,
+        client: httpx.AsyncClient,
+        *,
+        allow_stock: bool = False,
     ) -> None:
+        self.kind = ServerKind.CLUSTER
+        """The kind of server that is served; it decides which credential calls carry."""
         self._base = base_url
+        self._allow_stock = allow_stock
+        self._is_downgraded = False
         self._token = token
         self._identity = identity
         self._instance = instance
@@ -85,15 +132,55 @@ class ControlPlane:
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
         """Register, for the first time or again. Raise CallFailed."""
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if self._is_downgraded and not await self.knows_secrets():
+            # A registration would make the node healthy there, and requests would be sent to it.
+            raise DowngradeRefused(self._base)
+        headers = _bearer(self._token)
         values = {**body, **({"token": self._token} if self._token else {})}
         response = await self._with_secret(
             lambda secret: self._call("POST", "/api/node/register", headers | {SECRET_HEADER: secret}, values)
         )
         if not isinstance(response, dict) or not isinstance(response.get("id"), str) or not response["id"]:
             raise CallFailed("the control plane answered the registration without a node id")
+        await self._check_kind(kind := self._kind_of(response))
         bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
-        return Registered(response["id"], _text(response.get("status")), **bus)
+        return Registered(response["id"], _text(response.get("status")), kind, **bus)
+
+    def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
+        # Only LocalAI Cluster answers with the secret's fingerprint; older versions said where the bus is.
+        is_cluster = response.get("fingerprint") == self._identity.fingerprint or response.get("nats_url")
+        return ServerKind.CLUSTER if is_cluster else ServerKind.STOCK
+
+    async def _check_kind(self, kind: ServerKind) -> None:
+        if kind is ServerKind.CLUSTER:
+            await asyncio.to_thread(self._identity.record_acceptance, self._base)
+        elif self._identity.is_accepted_by(self._base) and not self._allow_stock:
+            self._is_downgraded = True
+            raise DowngradeRefused(self._base)
+        self._is_downgraded = False
+
+    async def knows_secrets(self) -> bool:
+        """Return True if the server identifies nodes by their secrets, as LocalAI Cluster does.
+
+        This reads the replicas of a node that does not exist, which changes nothing: with a well-formed
+        secret LocalAI Cluster answers 404, a stock frontend 401, or 200 if it has no token. Raise CallFailed
+        without an answer.
+        """
+        return await self._look_up_no_node(self._identity.secret) == 404
+
+    async def accepts_token(self) -> bool:
+        """Return True if a stock frontend accepts the registration token. Raise CallFailed."""
+        return await self._look_up_no_node(self._token) == 200
+
+    async def _look_up_no_node(self, credential: str) -> int:
+        """Return the HTTP status of reading the replicas of a node that does not exist. Raise CallFailed."""
+        try:
+            await self._call("GET", _path(NO_NODE, "models"), _bearer(credential), None)
+        except CallFailed as error:
+            if error.http_status not in (401, 403, 404):
+                raise
+            return error.http_status
+        return 200
 
     async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
         """Report that this node is alive, with its figures and ended engines. Raise CallFailed."""
@@ -135,7 +222,12 @@ class ControlPlane:
         return await self._for_node(node_id, call)
 
     async def _for_node(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call with the node's secret, and replace the secret first if the control plane requests it."""
+        """Call with the node's secret, and replace the secret first if the control plane requests it.
+
+        A stock frontend gets the registration token.
+        """
+        if self.kind is ServerKind.STOCK:
+            return await call(self._token)
         try:
             return await self._with_secret(call)
         except CallFailed as refusal:
@@ -217,7 +309,7 @@ def _path(node_id: str, action: str) -> str:
 
 
 def _bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
+    return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
 def _json(response: httpx.Response) -> Any:

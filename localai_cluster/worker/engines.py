@@ -74,6 +74,8 @@ class Engine:
     process: asyncio.subprocess.Process
     group: processes.Group
     client: BackendClient
+    token: str = field(repr=False)
+    """Bearer token that calls to it carry."""
     gpus: tuple[str, ...] = ()
     """The only GPUs that it may use; empty for all."""
     stopping: bool = False
@@ -125,7 +127,7 @@ def bind_host_for(advertised: str) -> str:
 
 
 class EngineSupervisor:
-    """Starts and stops the engines of one worker, which accept calls with `token` only.
+    """Starts and stops the engines of one worker. New ones accept calls with `token` only.
 
     They listen on `bind_host`. Engines that end by themselves are added to `exits`.
     """
@@ -143,7 +145,7 @@ class EngineSupervisor:
         self._bind_host = bind_host
         self._ports = ports
         self._exits = exits
-        self._token = token
+        self.token = token
         self._guardian = guardian
         self._rings = rings
         self._engines: dict[str, Engine] = {}
@@ -273,9 +275,8 @@ class EngineSupervisor:
         program = str(start_file)
         if not os.access(program, os.X_OK):
             os.chmod(program, 0o700)
-        variables = (
-            environment(self._token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env
-        )
+        token = self.token
+        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env
         launched = self._launching[key] = asyncio.Event()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -290,8 +291,10 @@ class EngineSupervisor:
                 start_new_session=True,
             )
             group = self._guardian.add(process.pid, seconds=GRACE)
-            client = BackendClient(f"{LOCAL}:{port}", self._token)
-            engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client, gpus)
+            client = BackendClient(f"{LOCAL}:{port}", token)
+            engine = Engine(
+                key, port, backend, folder, identity or (0, 0), process, group, client, token, gpus
+            )
             self._engines[key] = engine
         finally:
             del self._launching[key]
@@ -372,7 +375,7 @@ class EngineSupervisor:
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
         async for line in _lines(stream):
-            text = shown(line, self._token)
+            text = shown(line, engine.token)
             if name == "stderr":
                 engine.errors.append(text)
             self._rings.append(engine.key, LogLine(clock.now(), name, text))

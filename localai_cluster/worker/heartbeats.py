@@ -11,7 +11,7 @@ from typing import Any
 from localai_cluster.kit import clock
 from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
-from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane, DowngradeRefused, ServerKind
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.hardware import GpuReader, Gpus
 from localai_cluster.worker.registration import GaveUp, hint
@@ -131,19 +131,27 @@ class HeartbeatLoop:
             self._log_reminder("failed", f"heartbeat failed: {error}")
 
     async def _handle_refusal(self, error: CallFailed) -> None:
-        """Handle a refused secret: the node was removed or the secret revoked.
+        """Handle a refused secret: the node was removed, the secret revoked, or the server replaced.
 
-        A registration, at most once a minute, distinguishes the two.
+        A registration, at most once a minute, distinguishes them. A stock frontend refuses the token: another
+        registration would be refused too, and if it were not, the frontend would forget the node's replicas.
         """
-        self.problem = "the control plane refuses this node's secret"
+        is_stock = self._control_plane.kind is ServerKind.STOCK
+        refused = "the registration token" if is_stock else "this node's secret"
+        self.problem = f"the control plane refuses {refused}"
         if not self._is_reminder_due("refused"):
             return
-        log.warning("heartbeat refused: %s; registering again", error)
         try:
+            if is_stock and not await self._control_plane.knows_secrets():
+                log.error("heartbeat refused: %s%s", error, hint(error))
+                return
+            log.warning("heartbeat refused: %s; registering again", error)
             await self._register_once()
         except CallFailed as refusal:
             # A revoked secret stays revoked, and every attempt counts against this address.
             self._pause(REMIND_EVERY)
+            if isinstance(refusal, DowngradeRefused):
+                self.problem = refusal.message
             log.error("registration refused: %s%s", refusal, hint(refusal))
 
     def _pause(self, seconds: float) -> None:

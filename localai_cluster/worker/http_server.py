@@ -1,9 +1,9 @@
 """The worker's HTTP routes: open probes, files, engine output and metrics (worker.md §12).
 
 An ASGI application, served by `listening`. The control plane reads and writes files (`files/`) and reads
-output with the token that this worker sends in its registration, never with the registration token, which
-every joining machine has. The same token opens the metrics (`/metrics`). The operator may configure a second
-token for scrapers, which opens only the metrics.
+output with the token that this worker sends in its registration; a stock frontend with the registration
+token, which every joining machine has. The same token opens the metrics (`/metrics`). The operator may
+configure a second token for scrapers, which opens only the metrics.
 """
 
 import asyncio
@@ -31,11 +31,17 @@ WRITE_LIMIT = 30.0
 class WorkerApplication:
     """The ASGI application. `problem` returns the reason why the worker is not ready, "" if it is.
 
-    `token` opens all routes, `scraper` only the metrics; without a `scraper` only `token` opens those.
+    `token` returns the one that opens all routes; `scraper` opens only the metrics, and without a `scraper`
+    only `token` opens those.
     """
 
     def __init__(
-        self, problem: Callable[[], str], rings: LogRings, files: FileServer, token: str, scraper: str
+        self,
+        problem: Callable[[], str],
+        rings: LogRings,
+        files: FileServer,
+        token: Callable[[], str],
+        scraper: str,
     ) -> None:
         self._problem = problem
         self._files = files
@@ -50,7 +56,7 @@ class WorkerApplication:
             await self._socket(scope, receive, send)
             return
         if self._files.serves(raw_path(scope)):
-            await self._files(Exchange(scope, receive, send), _is_authorized(scope, [self._token]))
+            await self._files(Exchange(scope, receive, send), _is_authorized(scope, [self._token()]))
             return
         status, text, kind = self._answer(scope)
         headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -69,7 +75,7 @@ class WorkerApplication:
             return 404, "not found", PLAIN
         if method != "GET":
             return 405, "method not allowed", PLAIN
-        tokens = [self._token] if name is not None else [self._token, self._scraper]
+        tokens = [self._token()] if name is not None else [self._token(), self._scraper]
         if not _is_authorized(scope, tokens):
             return 401, "unauthorized", PLAIN
         if name is None:
@@ -102,7 +108,7 @@ class WorkerApplication:
         name = _log_name(scope)
         if not name or not name.endswith("/ws"):
             return 404, "not found"
-        if not _is_authorized(scope, [self._token]):
+        if not _is_authorized(scope, [self._token()]):
             return 401, "unauthorized"
         origin = header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():

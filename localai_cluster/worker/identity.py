@@ -1,9 +1,12 @@
-"""The worker's identity: its secret, the successor during a rotation, and a lock on the data folder.
+"""The worker's identity: its secret, the servers that have accepted it, and a lock on the data folder.
 
 The secret is created at the first start; the lock allows one worker per data folder. A rotation lasts from
 `prepare` to `promote`, with a call to the control plane in between. Before that call the successor is safely
 on disk in its own file; afterwards a rename puts it in place. So whenever the worker ends, one of the two
 files holds the secret that the control plane accepts.
+
+A server that has accepted the secret is remembered: at its address the worker trusts no server that does not
+know the secret (`control_plane.DowngradeRefused`).
 """
 
 import fcntl
@@ -14,6 +17,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from localai_cluster.kit.errors import ClusterError
 
@@ -22,11 +26,17 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 SECRET_FILE = "node-secret"
 NEXT_FILE = "node-secret.next"
+SERVERS_FILE = "node-servers"
+"""One origin per line: the servers that have accepted the secret, or a former one of this folder."""
 LOCK_FILE = "worker.lock"
 
 
 class IdentityError(ClusterError):
     """The worker's data folder cannot be used; the message says how to fix it."""
+
+
+class InUse(IdentityError):
+    """Another worker uses the data folder."""
 
 
 class NodeIdentity:
@@ -35,6 +45,8 @@ class NodeIdentity:
     def __init__(self, folder: Path) -> None:
         """Read both; generate the first secret. Raise IdentityError."""
         self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
+        self._servers_path = folder / SERVERS_FILE
+        self._servers = _read_servers(self._servers_path)
         self.successor = _read(self._next)
         if self.successor and not os.path.lexists(self._path):
             self._replace_file()
@@ -64,10 +76,54 @@ class NodeIdentity:
             # The next start finds the successor in its own file and tries it too.
             log.error("cannot write the new secret to %s: %s", self._path, error.strerror)
 
+    def is_accepted_by(self, url: str) -> bool:
+        """Return True if the server at `url` has accepted this worker's secret before."""
+        return _origin(url) in self._servers
+
+    def record_acceptance(self, url: str) -> None:
+        """Remember durably that the server at `url` has accepted the secret."""
+        if self.is_accepted_by(url):
+            return
+        self._servers = [*self._servers, _origin(url)]
+        try:
+            _write(self._servers_path, "".join(f"{origin}\n" for origin in self._servers))
+        except OSError as error:
+            log.error("cannot write %s: %s", self._servers_path, error.strerror)
+
     def _replace_file(self) -> None:
         os.rename(self._next, self._path)
         _sync(self._path.parent)
         self.successor = ""
+
+
+def _origin(url: str) -> str:
+    """Return scheme, host and port of a URL."""
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+    return f"{parts.scheme}://{parts.hostname}:{port}"
+
+
+def _read_servers(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise IdentityError(f"cannot read {path}: {error}. Make it a file that this user owns.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one step, safe against a power cut. Raise OSError."""
+    new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(new_file, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new_file, path)
+        _sync(path.parent)
+    finally:
+        new_file.unlink(missing_ok=True)
 
 
 def _create(path: Path) -> str:
@@ -138,7 +194,7 @@ def claim(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise IdentityError(
+        raise InUse(
             f"another worker uses {folder}. "
             "Stop it, or give this one its own LOCALAI_WORKER_DATA_DIR and LOCALAI_BACKENDS_PATH."
         ) from error

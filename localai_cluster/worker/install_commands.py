@@ -34,15 +34,8 @@ from localai_cluster.worker.backend_store import (
 from localai_cluster.worker.cancellation import Command
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
-from localai_cluster.worker.installer import (
-    Installer,
-    InstallFailed,
-    InstallSource,
-    ProgressStream,
-    Report,
-    Tick,
-    ignore,
-)
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
+from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
 from localai_cluster.worker.source_files import Stopped
 
 log = logging.getLogger(__name__)
@@ -116,6 +109,10 @@ class InstallCommands:
                 stop.add_done_callback(self._stops.discard)
             await asyncio.wait({task}, timeout=_POLL_SECONDS)
         return not task.cancelled() and task.exception() is None and not task.result().success
+
+    async def cancel_all(self) -> None:
+        """End all running commands. Raise Conflict if one has not ended in time."""
+        await asyncio.gather(*(self._cancel(command) for command in list(self._running.values())))
 
     async def close(self) -> None:
         """Cancel the running commands."""
@@ -269,7 +266,7 @@ class InstallCommands:
         return self._supervisor.of_backend(await asyncio.to_thread(self._store.identity, name))
 
     def _source(self, request: InstallRequest | UpgradeRequest, name: str) -> InstallSource:
-        galleries: tuple[Gallery, ...] = self._config.galleries
+        galleries: tuple[Gallery, ...] = self._config.backend_galleries
         if request.backend_galleries:
             galleries = decode_galleries(request.backend_galleries)
         if request.uri:

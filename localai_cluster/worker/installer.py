@@ -1,18 +1,19 @@
 """Installation of a backend's files: locate them, fill a staging folder, swap it in by renaming.
 
-A source is a folder or an archive on this machine (in an allowed folder), or an archive to download first. At
-every moment the backend's folder holds the old version or the new one; between the two renames only the
-backup exists, and the next start restores it. At most one install at a time works on a folder.
+A source is a folder or an archive on this machine (in an allowed folder), an archive to download first, or
+an image in a registry. At every moment the backend's folder holds the old version or the new one; between the
+two renames only the backup exists, and the next start restores it. At most one install at a time works on a
+folder.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from localai_cluster.gallery_index import SUFFIXES, stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
-from localai_cluster.messaging.messages import Gallery, ProgressEvent, human_bytes
+from localai_cluster.messaging.messages import Gallery
+from localai_cluster.registries import references
+from localai_cluster.registries.access import Access
+from localai_cluster.registries.client import Registries
+from localai_cluster.registries.references import ImageReference
+from localai_cluster.worker.archives import unpack
 from localai_cluster.worker.backend_store import (
     BACKUP,
     METADATA_FILE,
@@ -45,108 +51,11 @@ from localai_cluster.worker.download import (
     partial_path,
     sha256_of,
 )
-from localai_cluster.worker.source_files import ENDED, OnBytes, Stopped, Throttle, copy_tree, unpack
+from localai_cluster.worker.images import Images
+from localai_cluster.worker.progress import Report, Tick
+from localai_cluster.worker.source_files import ENDED, OnBytes, Stopped, Throttle, copy_tree
 
 log = logging.getLogger(__name__)
-
-WINDOW = 0.25
-
-
-@dataclass(frozen=True)
-class Tick:
-    """The progress of an operation: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
-
-    phase: str
-    current: int = 0
-    total: int = 0
-    file_name: str = ""
-
-
-Report = Callable[[Tick], None]
-"""Accepts ticks from any thread and returns immediately."""
-
-
-def ignore(_: Tick) -> None:
-    """Drop a tick, for an operation without a progress stream."""
-
-
-class ProgressStream:
-    """The progress events of one operation; any thread may call `report`.
-
-    At most one event per window is sent, without blocking the work: the first tick at once, later ones
-    overwrite one slot, which is sent at the end of the window, the last one before the operation's reply.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[ProgressEvent], Awaitable[None]],
-        op_id: str,
-        node_id: str,
-        backend: str,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._send = send
-        self._ids = (op_id, node_id, backend)
-        self._sleep = sleep
-        self._slot: Tick | None = None
-        self._seq = 0
-        self._fresh = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._pump = asyncio.create_task(self._run(), name=f"progress {op_id}")
-
-    def report(self, tick: Tick) -> None:
-        """Queue a tick, replacing one that has not been sent yet."""
-        self._slot = tick
-        if not self._fresh.is_set():
-            # A copy that is being stopped may briefly outlive the loop.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._fresh.set)
-
-    async def finish(self) -> None:
-        """Send the queued tick and end the stream."""
-        self._pump.cancel()
-        await asyncio.gather(self._pump, return_exceptions=True)
-        await self._send_queued()
-
-    async def _run(self) -> None:
-        while True:
-            await self._fresh.wait()
-            self._fresh.clear()
-            await self._send_queued()
-            await self._sleep(WINDOW)
-
-    async def _send_queued(self) -> None:
-        tick, self._slot = self._slot, None
-        if tick is None:
-            return
-        self._seq += 1
-        try:
-            await self._send(event(tick, self._seq, *self._ids))
-        except ClusterError as error:
-            log.debug("progress event not sent: %s", error)
-        except asyncio.CancelledError:
-            # `finish` sends this tick, unless there is a later one.
-            self._slot = self._slot or tick
-            raise
-
-
-def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
-    """Build the event for `tick`."""
-    has_total = tick.total > 0
-    return ProgressEvent(
-        op_id=op_id,
-        node_id=node_id,
-        backend=backend,
-        file_name=tick.file_name,
-        current=human_bytes(tick.current) if has_total else "",
-        total=human_bytes(tick.total) if has_total else "",
-        percentage=round(100.0 * tick.current / tick.total, 1) if has_total else 0.0,
-        phase=tick.phase,
-        current_bytes=tick.current,
-        total_bytes=tick.total,
-        seq=seq,
-    )
-
 
 PARALLEL_COPIES = 4
 DIGEST = "sha256:"
@@ -194,12 +103,28 @@ class _InstallContext:
     halt: Halt
 
 
+def _check_verifiable(source: _Source) -> None:
+    """Raise InstallFailed for a download that nothing verifies; folders need no hash (worker.md §18.3)."""
+    reference, path = references.parse(source.location), gallery_index.local_path(source.location)
+    is_folder = path is not None and path.is_dir()
+    if not (is_folder or (reference.is_pinned if reference else source.sha256)):
+        lacks = "digest in its reference" if reference else "sha256 in its gallery"
+        raise InstallFailed(
+            f"{gallery_index.public_url(source.location)} has no {lacks}, and "
+            "LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
+        )
+
+
 Fill = Callable[[Path], None]
 """Fills a new folder with the backend's files; blocks."""
 
 
 class Installer:
-    """Installs backends. `served` opens files of the control plane's own gallery."""
+    """Installs backends.
+
+    `served` opens files of the control plane's own gallery; `copies` is the folder for the last good copies
+    of indexes.
+    """
 
     def __init__(
         self,
@@ -209,6 +134,11 @@ class Installer:
         capability: str,
         client: httpx.AsyncClient,
         served: OpenServed,
+        *,
+        access: Access | None = None,
+        github_url: str = gallery_index.GITHUB_URL,
+        copies: Path | None = None,
+        require_integrity: bool = False,
     ) -> None:
         self._store = store
         self._roots = roots
@@ -218,6 +148,10 @@ class Installer:
         self._halts: set[Halt] = set()
         self._closed = False
         self._downloads = Downloads(client, served, self._throttle)
+        self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
+        self._github_url = github_url
+        self._copies = copies
+        self._require_integrity = require_integrity
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -239,8 +173,8 @@ class Installer:
     async def _install(self, source: InstallSource, context: _InstallContext) -> str:
         context.report(Tick("resolving"))
         uri = source.uri
-        if uri and (uri.startswith("/") or ":" in uri):
-            file_source = _Source(uri, uri)
+        if uri and (uri.startswith("/") or ":" in uri or references.parse(uri)):
+            file_source = _Source(uri, gallery_index.web_address(uri, self._github_url))
             name = source.name or stem(file_source.file_name) or file_source.file_name
             return await self._install_source(
                 file_source,
@@ -248,6 +182,9 @@ class Installer:
                 context,
             )
         choice = await self._select(uri or source.name, source.galleries)
+        chosen_from = choice.meta or choice.build
+        why = gallery_index.reason(chosen_from, self._capability)
+        log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
         folder = await self._install_build(choice.build, context)
         if choice.meta is not None:
             await self._in_thread(context.halt, self._write_meta, choice.meta, folder)
@@ -266,20 +203,53 @@ class Installer:
         problems = []
         for gallery in galleries:
             try:
-                builds += await gallery_index.fetch(
+                index = await gallery_index.fetch(
                     gallery,
                     self._client,
                     served=self._downloads.index,
                     resolve=lambda path: gallery_index.within(path, self._roots),
+                    github_url=self._github_url,
                 )
+                builds += index.entries
+                await asyncio.to_thread(self._keep, gallery, index.text)
             except gallery_index.GalleryUnreadable as error:
                 problems.append(error.message)
                 log.warning("%s", error)
+                builds += await asyncio.to_thread(self._last_good, gallery)
         try:
             return gallery_index.choose(name, builds, self._capability)
         except NotFound as error:
             reasons = problems or ([] if galleries else ["no gallery is configured"])
             raise InstallFailed("; ".join([error.message, *reasons])) from error
+
+    def _copy_of(self, gallery: Gallery) -> Path | None:
+        """Return the path of the last good copy of an index (worker.md §18.3)."""
+        name = f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
+        return self._copies / name if self._copies and _is_remote(gallery) else None
+
+    def _keep(self, gallery: Gallery, text: bytes) -> None:
+        if (copy := self._copy_of(gallery)) is None:
+            return
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            staged = copy.with_suffix(".tmp")
+            staged.write_bytes(text)
+            staged.rename(copy)
+        except OSError as error:
+            log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
+
+    def _last_good(self, gallery: Gallery) -> list[gallery_index.GalleryEntry]:
+        """Return the entries of the last good copy of an index; none without a copy."""
+        copy = self._copy_of(gallery)
+        try:
+            text = copy.read_bytes() if copy else b""
+            entries = gallery_index.parse(text, gallery) if text else []
+        except (OSError, gallery_index.GalleryUnreadable):
+            return []
+        if copy and text:
+            age = clock.now().timestamp() - copy.stat().st_mtime
+            log.warning("using the copy of gallery %s from %.0f s ago", gallery.name or "without a name", age)
+        return entries
 
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
         metadata = Metadata(
@@ -288,7 +258,8 @@ class Installer:
         reasons = []
         for uri in (build.uri, *build.mirrors):
             try:
-                source = _Source(uri, gallery_index.located(uri, build.gallery.url), build.sha256)
+                location = gallery_index.located(uri, build.gallery.url, self._github_url)
+                source = _Source(uri, location, build.sha256)
                 return await self._install_source(
                     source, replace(metadata, uri=gallery_index.public_url(uri)), context
                 )
@@ -301,10 +272,15 @@ class Installer:
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
+        if self._require_integrity:
+            await in_thread(_check_verifiable, source)
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
             metadata = replace(metadata, installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
+            if (reference := references.parse(source.location)) is not None:
+                await self._install_image(reference, folder, metadata, context)
+                return folder
             if gallery_index.local_path(source.location) is not None:
                 fill, digest = await in_thread(self._local_source, source, folder, context)
                 metadata = replace(metadata, digest=digest)
@@ -315,7 +291,7 @@ class Installer:
             await self._downloads.fetch(archive, lambda *m: context.report(Tick("downloading", *m)), halt)
             size = archive.partial.lstat().st_size
             context.report(Tick("downloading", size, size, "unpacking"))
-            fill = _unpack_into(archive.partial, _is_packed(source), Throttle(0), halt, lambda *_: None)
+            fill = _unpack_into([archive.partial], Throttle(0), halt, lambda *_: None)
             try:
                 # If the gallery has a hash, the download has verified it.
                 digest_hex = source.sha256 or await in_thread(sha256_of, archive.partial, halt)
@@ -326,12 +302,32 @@ class Installer:
                     archive.partial.unlink(missing_ok=True)
         return folder
 
+    async def _install_image(
+        self, reference: ImageReference, folder: str, metadata: Metadata, context: _InstallContext
+    ) -> None:
+        halt = context.halt
+
+        def show(done: int, total: int, name: str) -> None:
+            context.report(Tick("downloading", done, total, name))
+
+        image = await self._images.pull(reference, folder, show, halt)
+        size = sum(path.lstat().st_size for path in image.layers)
+        context.report(Tick("downloading", size, size, "unpacking"))
+        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, whiteouts=True)
+        try:
+            metadata = replace(metadata, digest=image.digest)
+            await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
+        finally:
+            if halt.cancelled or not halt.is_set():  # otherwise the next install resumes it
+                for path in image.layers:
+                    path.unlink(missing_ok=True)
+
     def _archive(self, source: _Source, folder: str) -> Archive:
         """Return the archive to download. Raise InstallFailed if this worker cannot download the source."""
         if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER)):
             raise InstallFailed(
                 f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
-                f" folder, or {', '.join(SUFFIXES)} as a file or over http:// or https://"
+                f" folder, {', '.join(SUFFIXES)} as a file or over http:// or https://, or an image as oci://"
             )
         if stem(source.file_name) is None:
             raise InstallFailed(
@@ -362,8 +358,7 @@ class Installer:
             digest_hex = sha256_of(real, context.halt)
             if problem := hash_problem(digest_hex, source.sha256):
                 raise InstallFailed(f"{path}: {problem}")
-            packed = not real.name.lower().endswith(".tar")
-            return _unpack_into(real, packed, self._throttle, context.halt, show), DIGEST + digest_hex
+            return _unpack_into([real], self._throttle, context.halt, show), DIGEST + digest_hex
         if not real.is_dir():
             raise InstallFailed(
                 f"{path} is not a folder or an archive ({', '.join(SUFFIXES)}) on this worker"
@@ -432,12 +427,14 @@ class Installer:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
 
 
-def _unpack_into(archive: Path, packed: bool, throttle: Throttle, halt: Halt, show: OnBytes) -> Fill:
-    return lambda staged: unpack(archive, packed, staged, throttle, halt, show)
+def _is_remote(gallery: Gallery) -> bool:
+    return gallery_index.local_path(gallery.url) is None
 
 
-def _is_packed(source: _Source) -> bool:
-    return not source.file_name.lower().endswith(".tar")
+def _unpack_into(
+    layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, whiteouts: bool = False
+) -> Fill:
+    return lambda staged: unpack(layers, staged, throttle, halt, show, whiteouts=whiteouts)
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:

@@ -5,7 +5,6 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -13,6 +12,7 @@ import httpx
 
 from localai_cluster.kit import processes
 from localai_cluster.kit.connections import serving
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import grouped
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.codec import encode
@@ -23,19 +23,26 @@ from localai_cluster.worker import hardware, registration
 from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.control_plane import CALL_LIMIT, CallFailed, ControlPlane, Registered
+from localai_cluster.worker.control_plane import (
+    CALL_LIMIT,
+    CallFailed,
+    ControlPlane,
+    Registered,
+    ServerKind,
+)
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
-from localai_cluster.worker.hardware import GpuReader, Gpus, Nvml, SimulatedGpus
+from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
-from localai_cluster.worker.installer import Installer, ProgressStream
+from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator, open_probe_listener
+from localai_cluster.worker.progress import ProgressStream
 from localai_cluster.worker.registration import BusCredentials
 
 log = logging.getLogger(__name__)
@@ -107,10 +114,21 @@ class Worker:
         self._bus = NatsBus(
             None, name=f"worker {config.node_name}", on_refused=lambda: self._bus_credentials.refused()
         )
-        self._bus_credentials = BusCredentials(self._bus, config.nats, config.nats_tls, self._register_once)
+        self._bus_credentials = BusCredentials(
+            self._bus,
+            config.nats,
+            config.nats_tls,
+            self._register_once,
+            require_auth=config.nats_require_auth or config.distributed_require_auth,
+        )
         instance = secrets.token_hex(16)
         self._control_plane = ControlPlane(
-            config.register_to, config.registration_token, identity, instance, client
+            config.register_to,
+            config.registration_token,
+            identity,
+            instance,
+            client,
+            allow_stock=config.allow_stock_frontend,
         )
         store = BackendStore(config.backends_path, config.backends_system_path, capability)
         ports = PortAllocator(config.base_port, config.max_port)
@@ -125,7 +143,9 @@ class Worker:
             exits,
             bind_host=bind_host_for(config.advertise_host),
         )
-        self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
+        self._gpus = hardware.reader(
+            config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())
+        )
         self._install_commands = self._create_installs(store, downloads)
         self._pauses = Pauses()
         self._commands = self._create_commands(store, instance)
@@ -140,6 +160,10 @@ class Worker:
             self._capability,
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
+            access=config.registry_access,
+            require_integrity=config.require_backend_integrity,
+            github_url=config.github_url,
+            copies=config.data_dir / "cache" / "gallery",
         )
         return InstallCommands(
             config, store, installer, self._supervisor, self._open_progress, self._gpus.known
@@ -180,8 +204,9 @@ class Worker:
         config = self._config
         backends = (config.backends_path, config.backends_system_path)
         files = FileServer(Folders.of_worker(config.models_path, config.data_dir, backends))
-        token, scraper = self._engine_token, config.metrics_token
-        application = WorkerApplication(self._problem, self._rings, files, token, scraper)
+        application = WorkerApplication(
+            self._problem, self._rings, files, lambda: self._supervisor.token, config.metrics_token
+        )
         async with files.running(), serving(self._listener, application), self._pauses.watched():
             try:
                 await self._until_stopped(self._register())
@@ -225,15 +250,58 @@ class Worker:
             await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
 
     async def _adopt(self, registered: Registered) -> None:
-        """Adopt the node id and credentials of a registration, and subscribe to the node's commands."""
+        """Adopt the node id and credentials of a registration, and subscribe to the node's commands.
+
+        Raise CallFailed if the server is of another kind and the engines of the former one cannot be stopped.
+        """
+        await self._serve(registered.kind)
         previous_id, self._node_id = self._node_id, registered.node_id
         if (previous_id, self._status) != (self._node_id, registered.status):
             self._status = registered.status
-            log.info("registered id=%s status=%s", registered.node_id, registered.status)
+            log.info(
+                "registered id=%s status=%s server=%r",
+                registered.node_id,
+                registered.status,
+                str(registered.kind),
+            )
         self._bus_credentials.adopt(registered)
         if previous_id and (previous_id != self._node_id or not self._commands.subscribed):
             log.warning("subscribing to the commands of node %s", self._node_id)
             await self._commands.subscribe(self._node_id)
+
+    async def _serve(self, kind: ServerKind) -> None:
+        """Give the server of this kind its access to files, logs and engines. Raise CallFailed.
+
+        Engines know one token only, so those of a server of the other kind end first.
+        """
+        if kind is self._control_plane.kind:
+            return
+        if self._node_id:
+            log.warning("the server is %s now: ending what the former one has started", kind)
+            await self._commands.unsubscribe()
+            await self._end_engines()
+        shared = self._config.registration_token
+        # Without a registration token everybody would have access: nobody knows the engine token there.
+        self._supervisor.token = shared if kind is ServerKind.STOCK and shared else self._engine_token
+        self._control_plane.kind = kind
+        if kind is ServerKind.STOCK and not shared:
+            log.error(
+                "this worker serves a stock LocalAI frontend without a registration token: files, logs and "
+                "engines stay closed. Set LOCALAI_REGISTRATION_TOKEN here and on the frontend"
+            )
+        elif kind is ServerKind.STOCK:
+            log.warning(
+                "this worker serves a stock LocalAI frontend: everybody who has the registration token can "
+                "call its engines and read its files and logs"
+            )
+
+    async def _end_engines(self) -> None:
+        try:
+            await self._install_commands.cancel_all()
+            keys = [engine.key for engine in self._supervisor.engines()]
+            await asyncio.gather(*(self._supervisor.ensure_stopped([key], force=False) for key in keys))
+        except ClusterError as error:
+            raise CallFailed(f"engines of the former server still run: {error}") from error
 
     async def _registration_body(self) -> dict[str, Any]:
         # Fall back to the last reading: a node does not lose its GPUs because the driver does not respond.
@@ -273,25 +341,24 @@ class Worker:
         self._stop.set()
 
 
-def _gpu_reader(config: Config, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
-    """Return the reader of the machine's GPUs, or of the simulated ones with the memory that engines take."""
-    return GpuReader(SimulatedGpus(config.test_gpus, users) if config.test_gpus else Nvml())
-
-
 async def run(config: Config, identity: NodeIdentity) -> None:
     """Run a worker from start to stop and close the resources it has opened."""
+    if config.without_effect:
+        log.warning("set, but without effect in this worker: %s", ", ".join(config.without_effect))
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    gpus = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
-    capability = hardware.detect_capability(config.capability, gpus)
+    gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or Gpus()
+    capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
         guardian = await asyncio.to_thread(processes.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
-        # Other galleries are verified by the system's CAs, not by those for the control plane.
-        downloads = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
+        # Galleries and registries are verified by their own CAs, not by those for the control plane.
+        downloads = await stack.enter_async_context(
+            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True)
+        )
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)
         )

@@ -1,6 +1,7 @@
 """The command `localai-cluster-worker`: settings from flags and environment, logging, exit codes.
 
 Exit code 0 after an orderly stop, 2 for wrong settings (one line each, with the fix), 1 for any other error.
+`localai-cluster-worker check` reports what the worker would meet; its exit code is 1 if it finds a problem.
 """
 
 import asyncio
@@ -11,35 +12,70 @@ from typing import Any
 
 import click
 
-from localai_cluster.kit import logs
+from localai_cluster.kit import env, logs
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.worker import identity
-from localai_cluster.worker.config import SETTINGS, InvalidSettings, build
+from localai_cluster.worker import check, identity
+from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.lifecycle import run
 
 log = logging.getLogger(__name__)
 
 
+_OTHER_FLAGS = {f"nats_tls_{part}": (f"--nats-tls{part}",) for part in ("ca", "cert", "key")}
+"""The flags that stock workers parse in place of the documented ones."""
+
+
+class _GroupedHelp(click.Command):
+    """A command whose `--help` shows the settings in their groups, with default and variables."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group."""
+        texts = env.texts(Config)
+        for group in dict.fromkeys(entry.group for entry in SETTINGS):
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(flag(entry), _help(entry, texts)) for entry in SETTINGS if entry.group == group]
+                )
+
+
+def _help(entry: env.Setting, texts: dict[str, str]) -> str:
+    default = f" Default: {entry.shown}." if entry.shown else ""
+    return f"{texts[entry.key]}{default} [{', '.join(entry.names)}]"
+
+
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    for setting in reversed(SETTINGS):
+    for entry in SETTINGS:
         # A switch also accepts true or false, as the environment variable does.
-        switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if setting.switch else {}
-        command = click.option(
-            setting.flag, setting.key, envvar=list(setting.environment), help=setting.help, **switch
-        )(command)
+        switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if entry.kind is env.SWITCH else {}
+        command = click.option(flag(entry), *_OTHER_FLAGS.get(entry.key, ()), entry.key, **switch)(command)
     return command
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=_GroupedHelp, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("command", type=click.Choice(["run", "check"]), default="run")
 @_with_settings
-def main(**given: str | None) -> None:
-    """Runs the LocalAI Cluster worker of this machine until it is stopped."""
-    sys.exit(_run(given))
+def main(command: str, **given: str | None) -> None:
+    """Runs the LocalAI Cluster worker of this machine until it is stopped.
+
+    With the argument `check` it reports what the worker would meet, and starts nothing.
+    """
+    sys.exit(_run(given, check_only=command == "check"))
 
 
-def _run(options: dict[str, Any]) -> int:
+def _check(config: Config) -> int:
+    own_identity = identity.NodeIdentity(config.data_dir)
+    lines = asyncio.run(check.report(config, own_identity)) + asyncio.run(check.machine(config))
+    for line in lines:
+        is_problem = isinstance(line, check.Problem)
+        click.echo(f"error: {line}" if is_problem else line, err=is_problem)
+    return int(any(isinstance(line, check.Problem) for line in lines))
+
+
+def _run(options: dict[str, Any], *, check_only: bool) -> int:
     try:
         config = build(options)
+        if check_only:
+            return _check(config)
         logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
         # It would log one line per heartbeat.
         logging.getLogger("httpx").setLevel(logging.WARNING)

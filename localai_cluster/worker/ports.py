@@ -141,9 +141,9 @@ def _with_block(config: Config, base: int) -> Config:
     http_host, _ = split_host_port(config.advertise_http_addr)
     return replace(
         config,
-        base_port=base,
-        max_port=base + BLOCK - 2,
-        http_bind=(config.http_bind[0], base - 1),
+        addr=f"{config.advertise_host}:{base}",
+        grpc_max_port=base + BLOCK - 2,
+        http_addr=f"{config.http_bind[0]}:{base - 1}",
         advertise_addr=f"{config.advertise_host}:{base}",
         advertise_http_addr=f"{http_host}:{base - 1}",
     )

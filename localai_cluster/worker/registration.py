@@ -2,8 +2,9 @@
 
 Registering again provides new credentials of the message bus: at 75 % of their lifetime, and at once when the
 bus refuses those in use (nats.md §9.3). The connection switches without losing a message
-(`messaging/nats.py`). A node without credentials is pending: it has no connection and polls until an
-administrator decides. Credentials from the settings are used unchanged and never replaced.
+(`messaging/nats.py`). A pending node has no connection and polls until an administrator decides. An approved
+one without credentials connects with the URL alone: a stock frontend gives none by default. Credentials from
+the settings are used unchanged and never replaced.
 """
 
 import asyncio
@@ -15,12 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 from localai_cluster import __version__
-from localai_cluster.kit import clock
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
+from localai_cluster.worker.control_plane import (
+    PENDING,
+    CallFailed,
+    ControlPlane,
+    DowngradeRefused,
+    Registered,
+    ServerKind,
+)
 from localai_cluster.worker.engines import Engine
 from localai_cluster.worker.hardware import Figures, Gpus
 
@@ -54,7 +62,7 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "capability": capability,
         "engine_token": engine_token,
         "max_replicas_per_model": slots,
-        "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        "labels": {**config.node_labels, SLOTS_LABEL: str(slots)},
         "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
@@ -72,10 +80,8 @@ def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, st
 
 def pauses() -> Iterator[float]:
     """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
-    pause = FIRST_PAUSE
-    for _ in range(ATTEMPTS - 1):
-        yield pause
-        pause = min(pause * 2, LONGEST_PAUSE)
+    for failures in range(1, ATTEMPTS):
+        yield backoff.delay(failures, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
 
 
 async def register(
@@ -83,11 +89,17 @@ async def register(
     body: Callable[[], Awaitable[dict[str, Any]]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Registered:
-    """Register, with up to 100 attempts, after any error. Raise GaveUp."""
+    """Register, with up to 100 attempts, after any error. Raise GaveUp.
+
+    The wait for a server that must know the node's secret has no limit.
+    """
     delays = pauses()
     while True:
         try:
             return await register_once(control_plane, body)
+        except DowngradeRefused as error:
+            log.error("%s", error)
+            await sleep(error.wait)
         except CallFailed as error:
             pause = next(delays, None)
             if pause is None:
@@ -130,10 +142,23 @@ AGAIN_AFTER_REFUSAL = 5.0
 PENDING_FIRST, PENDING_LONGEST = 2.0, 10.0
 REFUSED_PAUSE = 60.0
 """Seconds to pause after a refusal, as every refused registration counts against this address."""
+NO_CREDENTIALS_PAUSE = 300.0
+"""Seconds until a worker without credentials, which the bus refuses, asks for some again: a stock frontend
+takes a worker that has just registered for a minute to be healthy, and sends it requests.
+"""
+
+
+AWAITS_APPROVAL = "this node is awaiting approval by an administrator"
+AWAITS_CREDENTIALS = (
+    "the control plane has given no credentials for the message bus, and LOCALAI_NATS_REQUIRE_AUTH is set"
+)
 
 
 class BusCredentials:
-    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`."""
+    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`.
+
+    With `require_auth` the bus is never dialled without credentials.
+    """
 
     def __init__(
         self,
@@ -141,16 +166,20 @@ class BusCredentials:
         configured: Servers | None,
         tls: ssl.SSLContext | None,
         register_once: Callable[[], Awaitable[None]],
+        *,
+        require_auth: bool = False,
     ) -> None:
         self._bus = bus
+        self._require_auth = require_auth
         self._tls = tls
         self._configured = configured
         self._fixed = replace(configured, tls=tls) if configured and configured.proves_itself else None
         self._register_once = register_once
+        self._has_credentials = False
         self._lifetime: float | None = None
         self._due_at: float | None = None
         self._refused = asyncio.Event()
-        self._pending_pause = PENDING_FIRST
+        self._pending_polls = 0
         self._not_before = 0.0
         """Earliest time of a registration that is caused by a refusal of the bus."""
         self.problem = "not registered yet"
@@ -166,27 +195,37 @@ class BusCredentials:
         try:
             servers = self._servers(registered)
         except (ValueError, InvalidInput) as error:
-            self.problem = f"the control plane gave unusable credentials for the message bus: {error}"
+            self.problem = f"the message bus cannot be used: {error}"
             log.error("%s", self.problem)
-            self._due_at = clock.monotonic() + RETRY_EVERY
+            is_stock = registered.kind is ServerKind.STOCK
+            self._due_at = None if is_stock else clock.monotonic() + RETRY_EVERY
             return
         if servers is None:
-            self.problem = "this node is awaiting approval by an administrator"
+            self.problem = AWAITS_APPROVAL if registered.status == PENDING else AWAITS_CREDENTIALS
             self._bus.use(None)
-            self._due_at = clock.monotonic() + self._pending_pause
-            self._pending_pause = min(2 * self._pending_pause, PENDING_LONGEST)
+            self._pending_polls += 1
+            pause = backoff.delay(self._pending_polls, first=PENDING_FIRST, longest=PENDING_LONGEST)
+            self._due_at = clock.monotonic() + pause
             return
-        assert servers.credentials is not None
-        self.problem, self._pending_pause = "", PENDING_FIRST
-        self._lifetime = servers.credentials.lifetime
+        self.problem, self._pending_polls = "", 0
+        self._has_credentials = servers.credentials is not None
+        if not self._has_credentials:
+            self._not_before = clock.monotonic() + NO_CREDENTIALS_PAUSE
+        self._lifetime = servers.credentials.lifetime if servers.credentials else None
         # Counted from the receipt: the clocks of this machine and of the control plane may differ.
         self._due_at = None if self._lifetime is None else clock.monotonic() + REFRESH_AT * self._lifetime
         self._bus.use(servers)
 
     def refused(self) -> None:
-        """Record that the bus rejected the credentials in use."""
-        if self._fixed is None:
-            self._refused.set()
+        """Record that the bus rejected the credentials in use, or a connection without any."""
+        if self._fixed is not None:
+            return
+        if not self._has_credentials:
+            self.problem = (
+                "the message bus requires credentials, and the control plane has given none: enable them "
+                "there, or set LOCALAI_NATS_JWT and LOCALAI_NATS_USER_SEED"
+            )
+        self._refused.set()
 
     async def run(self) -> None:
         """Register again whenever new credentials are needed, until cancelled."""
@@ -194,6 +233,8 @@ class BusCredentials:
             await self._until_due()
             is_refused_by_bus = self._refused.is_set()
             self._refused.clear()
+            if is_refused_by_bus and not self._has_credentials and self._bus.connected:
+                continue  # the bus has changed its mind
             # A bus that refuses fresh credentials must not make this worker flood the control plane.
             self._not_before = clock.monotonic() + AGAIN_AFTER_REFUSAL
             try:
@@ -224,15 +265,18 @@ class BusCredentials:
         return min(RETRY_EVERY, max(1.0, (self._lifetime or RETRY_EVERY * 20) / 20))
 
     def _servers(self, registered: Registered) -> Servers | None:
-        """Return the servers to dial; None without credentials. Raise ValueError or InvalidInput."""
-        if not registered.nats_jwt or not registered.nats_user_seed:
+        """Return the servers to dial; None while the node waits. Raise ValueError or InvalidInput."""
+        jwt, seed = registered.nats_jwt, registered.nats_user_seed
+        if bool(jwt) != bool(seed):
+            raise ValueError("the control plane gave a JWT without its seed, or a seed without its JWT")
+        if not jwt and (registered.status == PENDING or self._require_auth):
             return None
-        credentials = Credentials.of(registered.nats_jwt, registered.nats_user_seed)
+        credentials = Credentials.of(jwt, seed) if jwt else None
         servers = self._configured or self._parse_bus_url(registered.nats_url)
         return replace(servers, credentials=credentials, tls=self._tls)
 
     @staticmethod
     def _parse_bus_url(url: str) -> Servers:
         if not url:
-            raise ValueError("it did not say where the bus is; set LOCALAI_NATS_URL")
+            raise ValueError("the control plane did not say where it is; set LOCALAI_NATS_URL")
         return parse_url(url)

@@ -172,6 +172,7 @@ admin.site.register(
     list_display=("name", "version", "uri", "digest", "automatic_to"),
     search_fields=("name",),
 )
+admin.site.register(models.GalleryCopy, Observed, list_display=("key", "read_at"))
 admin.site.register(
     models.UpgradeCheck,
     Observed,

@@ -18,7 +18,7 @@ from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.rest import FastJSONRenderer
-from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Row, Shape, count, field, mapping
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
@@ -37,8 +37,12 @@ REPOSITORY = Shape(
 )
 GALLERY_ERROR = Shape(
     "GalleryError",
-    "A gallery that cannot be read at present: its entries are missing.",
-    [field("name", TEXT), field("error", TEXT)],
+    "A gallery that cannot be read at present: its entries are those of the last good copy, or missing.",
+    [
+        field("name", TEXT),
+        field("error", TEXT),
+        field("readAt", TIME, "When the copy was read whose entries are listed.", optional=True),
+    ],
 )
 CATALOGUE = Shape(
     "Catalogue",
@@ -48,6 +52,7 @@ CATALOGUE = Shape(
         field("repositories", REPOSITORY.many),
         field("galleryErrors", GALLERY_ERROR.many),
         field("allTags", TEXTS),
+        field("nodesByCapability", mapping(count()), "Healthy nodes by capability."),
         field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
         field(
             "taskTypes", mapping(enum_schema(("Installation", "Deletion", "Waiting"))), "And to what it does."
@@ -113,11 +118,13 @@ _EXAMPLE = response_example(
                 "isDevelopment": False,
                 "capabilities": None,
                 "metaBackendFor": "",
+                "variants": [{"capability": "default", "build": "minilm", "reason": "named for no hardware"}],
             }
         ],
         "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
         "galleryErrors": [],
         "allTags": ["embeddings"],
+        "nodesByCapability": {"default": 1},
         "processingBackends": {f"node:{NODE_ID}:minilm": _JOB},
         "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
         "availableBackends": 1,
@@ -209,7 +216,7 @@ def read_galleries() -> catalogue.Offer:
     offer = catalogue.reader.read(configured, check_state.answered)
     if not offer.problems and offer.fingerprint != check_state.galleries:
         _gallery_changed(offer.fingerprint)
-    if configured and len(offer.problems) == len(configured):
+    if configured and len(offer.problems) == len(configured) and not offer.copied_at:
         raise errors.Unavailable("; ".join(offer.problems.values()))
     return offer
 
@@ -217,6 +224,15 @@ def read_galleries() -> catalogue.Offer:
 def repositories() -> list[Entry]:
     return [
         REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in node_commands.galleries()
+    ]
+
+
+def _gallery_errors(offer: catalogue.Offer) -> list[Entry]:
+    return [
+        GALLERY_ERROR.of(
+            name=name, error=why, **({"readAt": offer.copied_at[name]} if name in offer.copied_at else {})
+        )
+        for name, why in offer.problems.items()
     ]
 
 
@@ -243,11 +259,14 @@ class BackendsView(APIView):
         offer = read_galleries()
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
-        chosen = catalogue_query.chosen(catalogue.entries(offer.builds, installed, running))
+        nodes_by_capability = catalogue.count_by_capability()
+        listed = catalogue.entries(offer.builds, installed, running, nodes_by_capability)
+        chosen = catalogue_query.chosen(listed)
         return Response(
             CATALOGUE.of(
                 **catalogue_query.page_of(chosen),
                 repositories=repositories(),
+                nodesByCapability=nodes_by_capability,
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
                 processingBackends={operation.key: str(operation.id) for operation in running},
                 taskTypes={operation.key: operation.task_type for operation in running},
@@ -255,7 +274,7 @@ class BackendsView(APIView):
                 installedBackends=len({gallery_index.folded(operation.name) for operation in installed}),
                 systemCapability="",
                 preferDevelopmentBackends=False,
-                galleryErrors=[GALLERY_ERROR.of(name=n, error=why) for n, why in offer.problems.items()],
+                galleryErrors=_gallery_errors(offer),
             )
         )
 

@@ -53,7 +53,7 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.decisions import fleet_queries
 from nodes.definitions import folder
 from nodes.loading import load_request, wait
-from nodes.loading.failures import LoadFailed
+from nodes.loading.load_attempts import LoadFailed
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import dial_targets

@@ -28,7 +28,7 @@ from localai_cluster.accounts.authentication import (
     person_of,
     principal,
 )
-from localai_cluster.kit import clock, conf, env, errors
+from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.web import rest, throttle
 from localai_cluster.web.openapi import Operation, refusals
 from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole, validate_body
@@ -109,7 +109,7 @@ class JoinTokenRequestSerializer(Described, NullIsAbsent):
     )
     uses = Whole(required=False, allow_null=True, min_value=1, max_value=joining.MOST_USES)
     note = Text(required=False, allow_null=True, max_length=joining.LONGEST_NOTE)
-    url = Text(required=False, allow_null=True, max_length=env.LONGEST_URL)
+    url = Text(required=False, allow_null=True, max_length=addresses.LONGEST_URL)
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class JoinTokensView(NodeView):
 
 def _base_url(text: str) -> str:
     try:
-        return env.parse_base_url(text)
+        return addresses.parse_base_url(text)
     except ValueError as error:
         raise errors.InvalidInput(f"url is {error}", field="url") from error
 

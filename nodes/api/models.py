@@ -17,7 +17,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.accounts.authentication import IsUser, client_address, principal
 from localai_cluster.kit import clock, names
 from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import flat_refusals, refusals
@@ -35,13 +35,15 @@ from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, NodeView, request_example, require_node_id, response_example
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
-from nodes.definitions import folder
+from nodes.definitions import folder, use_cases
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway
 from nodes.models import BackendNode, NodeModel
-from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
+from nodes.registry.shape import NODE_STATUS
 from nodes.replicas import unload_requests
+from nodes.replicas.shape import REPLICA_STATE
 from nodes.replicas.unload_requests import UnloadRequest
+from nodes.scheduling import store
 from operations.executor.work import in_thread
 from operations.ledger.admission import Admission
 from operations.models import TERMINAL, Operation, Status
@@ -61,10 +63,10 @@ MODEL = Shape(
     "A model that is defined, or that a node has.",
     [
         field("id", TEXT),
-        field("capabilities", TEXTS, "`FLAG_EMBEDDINGS`, or nothing."),
+        field("capabilities", TEXTS, "Its use cases, such as `FLAG_CHAT`; of no definition: its engine's."),
         field("backend", TEXT),
         field("disabled", FLAG, "Always false."),
-        field("pinned", FLAG, "Always false."),
+        field("pinned", FLAG, "Its scheduling rule keeps at least one replica."),
         field("loaded_on", PLACE.many, optional=True),
         field(
             "source",
@@ -105,6 +107,7 @@ class CapabilitiesView(APIView):
     """`/api/models/capabilities`."""
 
     envelope = "flat"
+    permission_classes = [IsUser]
     renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
@@ -117,8 +120,9 @@ class CapabilitiesView(APIView):
     def get(self, request: Request) -> Response:
         """Every usable definition and every model of a node; files that cannot be used with their reason.
 
-        503 while the models folder does not answer.
+        Only administrators are told nodes and files. 503 while the models folder does not answer.
         """
+        is_admin = principal(request).is_admin
         defined = {definition.name: definition for definition in async_to_sync(folder.list_definitions)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
@@ -127,23 +131,32 @@ class CapabilitiesView(APIView):
             places[model].append(PLACE.of(node_id=str(node), node_name=name, state=state, node_status=status))
             backends.setdefault(model, backend)
         names = sorted(defined.keys() | places.keys())
+        pinned = store.pinned_models()
         models = [
-            _model_row(name, defined.get(name), backends.get(name, ""), places.get(name, []))
+            _model_row(
+                name,
+                defined.get(name),
+                backends.get(name, ""),
+                places.get(name, []) if is_admin else [],
+                is_pinned=name in pinned,
+            )
             for name in names
         ]
-        broken = async_to_sync(folder.list_problems)().files
+        broken = async_to_sync(folder.list_problems)().files if is_admin else {}
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=models, definitionErrors=errors))
 
 
-def _model_row(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:
-    embeds = definition is not None and bool(definition.options.get("Embeddings"))
+def _model_row(
+    name: str, definition: Definition | None, backend: str, places: list[Row], *, is_pinned: bool
+) -> Row:
+    cases = definition.use_cases if definition is not None else use_cases.of_engine(backend, {})
     return MODEL.of(
         id=name,
-        capabilities=["FLAG_EMBEDDINGS"] if embeds else [],
+        capabilities=use_cases.to_flags(cases),
         backend=definition.backend if definition is not None else backend,
         disabled=False,
-        pinned=False,
+        pinned=is_pinned,
         loaded_on=places,
         source="" if definition is not None else "registry-only",
         warnings=list(definition.generation.warnings) if definition is not None else [],

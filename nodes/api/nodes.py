@@ -29,7 +29,8 @@ from nodes.api.worker_routes import parse_node_id
 from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, selectors
 from nodes.registry import actions, listing, node_rows, resources
 from nodes.registry.heartbeats import LARGEST
-from nodes.registry.shape import EVENT, NODE, NODE_DETAIL, REPLICA
+from nodes.registry.shape import EVENT, NODE, NODE_DETAIL
+from nodes.replicas.shape import REPLICA
 
 _PAIR: Schema = {
     "type": "string",

@@ -15,11 +15,12 @@ from nodes.api import (
     node_settings,
     nodes,
     registrations,
+    stock,
 )
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_routes import WORKER_REFUSAL
-from nodes.backends.catalogue import ENTRY, WHERE
+from nodes.backends.catalogue import ENTRY, VARIANT, WHERE
 from nodes.loading import reason_shapes
 from nodes.registry import node_rows, shape
 from nodes.scheduling.store import RULE, STATE
@@ -43,6 +44,7 @@ COMPONENTS: tuple[Named, ...] = (
     node_backends.NODE_BACKEND,
     WHERE,
     ENTRY,
+    VARIANT,
     catalogue.REPOSITORY,
     catalogue.GALLERY_ERROR,
     catalogue.CATALOGUE,
@@ -53,6 +55,7 @@ COMPONENTS: tuple[Named, ...] = (
     *join.COMPONENTS,
     *models.COMPONENTS,
     *nodes.COMPONENTS,
+    *stock.COMPONENTS,
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,

@@ -250,14 +250,16 @@ _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(
     "Registered",
-    "The answer to a registration. Only an approved node gets credentials for the message bus, new ones each "
-    "time; `nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
+    "The answer to a registration. `fingerprint` is the SHA-256 of the secret that identifies the node from "
+    "now on. Only an approved node gets credentials for the message bus, new ones each time; "
+    "`nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
     [
         field("id", UUID),
         field("name", TEXT),
         field("node_type", NODE_TYPE.ref),
         field("status", NODE_STATUS.ref),
         field("created_at", TIME),
+        field("fingerprint", {"type": "string", "pattern": "^[0-9a-f]{64}$"}, optional=True),
         field("api_token", {"type": "string", "pattern": "^lai-[0-9a-f]{64}$"}, optional=True),
         field("nats_jwt", TEXT, optional=True),
         field("nats_user_seed", {"type": "string", "pattern": "^SU[A-Z2-7]{56}$"}, optional=True),
@@ -386,6 +388,7 @@ class RegistrationApplication:
             node_type=node.node_type,
             status=node.status,
             created_at=node.created_at,
+            fingerprint=node.fingerprint,
             api_token=registered.api_token,
             nats_jwt=credentials.jwt if credentials else "",
             nats_user_seed=credentials.seed if credentials else "",

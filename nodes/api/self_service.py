@@ -28,7 +28,7 @@ from nodes.api.worker_routes import (
     NodeAuthentication,
 )
 from nodes.registry import claims, identity, lifecycle
-from nodes.registry.shape import REPLICA
+from nodes.replicas.shape import REPLICA
 
 Responses = dict[int, Any]
 

@@ -20,6 +20,7 @@ from nodes.api import (
     placement,
     scheduling,
     self_service,
+    stock,
 )
 
 urlpatterns = [
@@ -71,6 +72,8 @@ urlpatterns = [
     path("placement/plan", placement.PlanView.as_view()),
     path("placement/fit/<path:model>", placement.FitView.as_view()),
     path("models/capabilities", models.CapabilitiesView.as_view()),
+    path("models/config-json/<path:model>", stock.ConfigurationView.as_view()),
+    path("resources", stock.ResourcesView.as_view()),
     path("join-tokens", join.JoinTokensView.as_view()),
     path("join-tokens/<str:token_id>", join.JoinTokenView.as_view()),
     path("backends", catalogue.BackendsView.as_view()),

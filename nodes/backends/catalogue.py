@@ -16,13 +16,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 from uuid import UUID
 
 import httpx
 from django.db import connection
-from django.db.models import Case, F, Q, Value, When
+from django.db.models import Case, Count, F, Q, Value, When
 
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compatible, folded, lookup
@@ -30,6 +31,7 @@ from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
 from localai_cluster.worker.hardware import SMALL_VRAM
+from nodes.backends import gallery_copies
 from nodes.models import BackendNode, NodeBackend
 from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
@@ -54,6 +56,15 @@ WHERE = shapes.Shape(
         shapes.column("digest", shapes.TEXT, optional=True),
         shapes.column("uri", shapes.TEXT, optional=True),
         shapes.column("installed_at", shapes.TEXT, optional=True),
+    ],
+)
+VARIANT = shapes.Shape(
+    "BackendVariant",
+    "The build that nodes with one capability install.",
+    [
+        shapes.field("capability", shapes.TEXT),
+        shapes.field("build", shapes.TEXT),
+        shapes.field("reason", shapes.TEXT, "Why this build."),
     ],
 )
 ENTRY = shapes.Shape(
@@ -81,16 +92,21 @@ ENTRY = shapes.Shape(
             "capabilities", shapes.mapping(shapes.TEXT), "Capability to the name of a build.", nullable=True
         ),
         shapes.field("metaBackendFor", shapes.TEXT, "The entry that may choose this one."),
+        shapes.field("variants", VARIANT.many, "By capability of healthy nodes; others run none."),
     ],
 )
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The galleries' entries; `problems` gives the reason for each unreadable gallery, by its name."""
+    """The galleries' entries; `problems` gives the reason for each unreadable gallery, by its name.
+
+    `copied_at` is the time of the last good copy from which its entries come, if there is one.
+    """
 
     builds: Sequence[GalleryEntry] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
+    copied_at: Mapping[str, datetime] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,7 +172,7 @@ class Reader:
             connection.close()  # a few threads that wait for a slow gallery would hold all connections
         with self._lock:
             if not self._known.is_good(listed, check):
-                offer = asyncio.run(read_all(listed))
+                offer = combine(asyncio.run(read_all(listed)), now=clock.now())
                 lifetime = TROUBLE_KEPT_FOR if offer.problems else KEPT_FOR
                 self._known = _CachedOffer(listed, offer, clock.monotonic() + lifetime, check)
             return self._known.offer
@@ -165,22 +181,49 @@ class Reader:
 reader = Reader()
 
 
-async def read_all(listed: Sequence[Gallery]) -> Offer:
+@dataclass(frozen=True)
+class Reading:
+    """A gallery that was read: its index, or the reason why it cannot be read."""
+
+    gallery: Gallery
+    index: gallery_index.Index | str
+
+
+async def read_all(listed: Sequence[Gallery]) -> list[Reading]:
     """Read all galleries now, in parallel and each within `READ_WITHIN`."""
-    async with httpx.AsyncClient(timeout=READ_WITHIN) as client:
+    async with httpx.AsyncClient(timeout=READ_WITHIN, verify=conf.cluster().registry_ca or True) as client:
         results = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
-    builds = [build for result in results if not isinstance(result, str) for build in result]
-    problems = {
-        g.name or g.url: result for g, result in zip(listed, results, strict=True) if isinstance(result, str)
-    }
-    return Offer(builds, problems)
+    return [Reading(gallery, result) for gallery, result in zip(listed, results, strict=True)]
 
 
-async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntry] | str:
-    """Return the entries, or the reason why the gallery cannot be read."""
+def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
+    """Return the offer; for a gallery that cannot be read, the entries of its last good copy.
+
+    Keep a copy of the others.
+    """
+    builds: list[GalleryEntry] = []
+    problems, copied_at = {}, {}
+    for gallery, index in ((reading.gallery, reading.index) for reading in readings):
+        if isinstance(index, gallery_index.Index):
+            builds += index.entries
+            gallery_copies.keep(gallery, index.text, now=now)
+            continue
+        name = gallery.name or gallery.url
+        problems[name] = index
+        copy = gallery_copies.last_good(gallery)
+        if copy is not None:
+            builds += copy.entries
+            copied_at[name] = copy.read_at
+    return Offer(builds, problems, copied_at)
+
+
+async def _read(gallery: Gallery, client: httpx.AsyncClient) -> gallery_index.Index | str:
+    """Return the index, or the reason why the gallery cannot be read."""
     try:
         async with asyncio.timeout(READ_WITHIN):
-            return await gallery_index.fetch(gallery, client, served=_served)
+            return await gallery_index.fetch(
+                gallery, client, served=_served, github_url=conf.cluster().github_url
+            )
     except GalleryUnreadable as error:
         return error.message
     except TimeoutError:
@@ -218,7 +261,10 @@ def running() -> list[ActiveOperation]:
 
 
 def entries(
-    builds: Sequence[GalleryEntry], installed: Sequence[Installed], running: Sequence[ActiveOperation]
+    builds: Sequence[GalleryEntry],
+    installed: Sequence[Installed],
+    running: Sequence[ActiveOperation],
+    capabilities: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return the elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
     nodes_by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -226,9 +272,11 @@ def entries(
         nodes_by_name[folded(backend.name)].append(backend.node)
     busy = {(operation.gallery.lower(), folded(operation.name)): operation for operation in running}
     resolved_by = parents(builds)
+    names = {folded(build.name) for build in builds if not build.is_meta}
     return [
         _entry(
             build,
+            variants(build, names, capabilities),
             nodes_by_name.get(folded(build.name), []),
             _job(build, busy),
             "" if build.is_meta else resolved_by.get(folded(build.name), ""),
@@ -256,8 +304,25 @@ def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 
 
+def variants(
+    build: GalleryEntry, names: Collection[str], capabilities: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return the build that nodes of each capability install; `names` are the concrete builds, folded."""
+    chosen = []
+    for capability in sorted(capabilities):
+        why = gallery_index.reason(build, capability)
+        name = lookup(build.capabilities or {}, capability) if build.is_meta else build.name
+        if why and name and folded(name) in names:
+            chosen.append(VARIANT.of(capability=capability, build=name, reason=why))
+    return chosen
+
+
 def _entry(
-    build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None, parent: str
+    build: GalleryEntry,
+    variants: Sequence[Mapping[str, Any]],
+    nodes: Sequence[Mapping[str, Any]],
+    job: ActiveOperation | None,
+    parent: str,
 ) -> dict[str, Any]:
     return ENTRY.of(
         id=f"{build.gallery.name}@{build.name}",
@@ -279,6 +344,7 @@ def _entry(
         isDevelopment=build.name.endswith(DEVELOPMENT),
         capabilities=dict(build.capabilities) if build.capabilities else None,
         metaBackendFor=parent,
+        variants=list(variants),
     )
 
 
@@ -315,11 +381,16 @@ def machines() -> set[str]:
     R1.77: a node of an older worker, which reports no capability, counts by the vendor of its GPUs, and as
     `default` if the vendor is unknown or their memory is too small for builds of that vendor.
     """
+    return {NO_GPU, *count_by_capability()}
+
+
+def count_by_capability() -> dict[str, int]:
+    """Return the number of healthy nodes by capability; one query."""
     small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
     of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
     runs = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(runs=runs)
-    return {NO_GPU, *healthy.order_by().values_list("runs", flat=True).distinct()}
+    return dict(healthy.order_by().values_list("runs").annotate(Count("id")))
 
 
 def installed_names() -> dict[str, str]:

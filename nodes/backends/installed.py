@@ -8,7 +8,6 @@ here: workers leave it out of their lists (`contract/nats.md` §4.7), and names 
 own.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from localai_cluster.gallery_index import folded
+from localai_cluster.registries import references
 from nodes.backends.catalogue import DEVELOPMENT, WHERE
 from nodes.models import NodeBackend
 
@@ -108,12 +108,6 @@ def _place(values: tuple[Any, ...]) -> InstalledOn:
     return InstalledOn(WHERE.row(values), is_system, is_meta, gallery_url)
 
 
-OCI = "oci://"
-_BARE_IMAGE = re.compile(
-    r"(?:[a-z0-9-]+\.)+[a-z]+(?::\d+)?/[a-z0-9._/-]+(?::[\w][\w.-]*|@sha256:[0-9a-f]{64})", re.ASCII
-)
-
-
 @dataclass(frozen=True)
 class Offered:
     """The galleries' offer for a backend. `digests`: those of the image, empty if unknown."""
@@ -134,8 +128,8 @@ class Upgrade:
 
 
 def is_image(uri: str) -> bool:
-    """Return True for an image in a registry: `oci://…`, or a host, a path and a tag or digest."""
-    return uri.startswith(OCI) or _BARE_IMAGE.fullmatch(uri) is not None
+    """Return True for an image in a registry."""
+    return uri.startswith(references.SCHEMES) or references.parse(uri) is not None
 
 
 def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:
@@ -162,8 +156,14 @@ def behind(build: Build, offer: Offered) -> bool:
     return bool(offer.digests) and build.digest not in offer.digests
 
 
+def _is_other_platform(build: Build, majority: Build, offer: Offered) -> bool:
+    """Return True if both are builds of the offered image: nodes of two platforms have two digests."""
+    return build.version == majority.version and {build.digest, majority.digest} <= set(offer.digests)
+
+
 def _verdict(backend: InstalledBackend, offer: Offered) -> Upgrade | None:
-    build, drifted = backend.majority, backend.drifted
+    build = backend.majority
+    drifted = tuple(place for place in backend.drifted if not _is_other_platform(place.build, build, offer))
     digest = ""
     if not offer.version and is_image(offer.uri):
         if not offer.digests:

@@ -105,7 +105,8 @@ async def lines(server: HttpServer, name: str) -> list[Any]:
 async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
     """Yield the worker's messages: first the existing lines, then each new one.
 
-    Always end with NotReachable or Late, whichever side closes. Raise Unavailable if too many are followed.
+    End with an error, whichever side closes: NotReachable, Late or AddressRefused; Unavailable, before the
+    first message, if too many are followed.
     """
     url = f"ws://{server.contact.address}{_path(name)}/ws"
     with FOLLOWERS.one():

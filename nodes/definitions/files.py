@@ -7,15 +7,15 @@ is loaded. `folder` keeps the definitions of the models folder.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, TypeVar
 
 from localai_cluster.kit import names, untrusted
+from nodes.definitions import use_cases
 
+T = TypeVar("T")
 _NUMBERS = {
     "temperature": float,
     "top_p": float,
@@ -190,6 +190,10 @@ class Definition:
     """
     generation: GenerationDefaults = NO_DEFAULTS
     """Prompt template and sampling defaults; not part of the revision."""
+    use_cases: tuple[str, ...] = ()
+    """What the model is for (`use_cases.USE_CASES`); not part of the revision."""
+    takes_token_ids: bool = False
+    """`token_ids`: clients send the model's own token ids for embeddings; not part of the revision."""
     changed: int = field(default=0, compare=False)
     """Modification time of the file in seconds since 1970; not part of the revision."""
 
@@ -220,6 +224,8 @@ def parse_definition(document: object, source: str) -> Definition:
     _check_paths(name, backend)
     model = _text(parameters, "model", "parameters.model")
     options = {**_DEFAULTS, "Model": model, **_options_of({**parameters, **document})}
+    cases, warnings = use_cases.parse(document.get("known_usecases"), backend, options)
+    generation = parse_generation(document, parameters)
     return Definition(
         name,
         backend,
@@ -228,7 +234,9 @@ def parse_definition(document: object, source: str) -> Definition:
         options,
         _fingerprint(backend, options),
         _groups_of(document),
-        parse_generation(document, parameters),
+        replace(generation, warnings=(*generation.warnings, *warnings)),
+        cases,
+        document.get("token_ids") is True,
     )
 
 
@@ -312,13 +320,22 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 def read_definition(path: Path) -> Definition:
     """Read and check one file. Raise Unusable, and nothing else, for every unusable file."""
+    return parse_file(_read(path), path.name)
+
+
+def read_document(path: Path) -> Any:
+    """Return the content of a definition's file; raise UnusableDefinition."""
+    return _parse(_read(path), lambda document: document)
+
+
+def _read(path: Path) -> bytes:
     try:
         content = untrusted.read_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise UnusableDefinition(f"cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
         raise UnusableDefinition(f"is larger than {MAX_FILE_BYTES} bytes")
-    return parse_file(content, path.name)
+    return content
 
 
 def parse_file(content: bytes, source: str) -> Definition:
@@ -327,8 +344,12 @@ def parse_file(content: bytes, source: str) -> Definition:
     Unexpected exceptions also count as an error of this file, because the models of other files must keep
     working.
     """
+    return _parse(content, lambda document: parse_definition(document, source))
+
+
+def _parse(content: bytes, convert: Callable[[object], T]) -> T:
     try:
-        return parse_definition(untrusted.load_yaml(content.decode("utf-8"), PlainLoader), source)
+        return convert(untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader))
     except UnusableDefinition:
         raise
     except UnicodeDecodeError as error:
@@ -337,13 +358,3 @@ def parse_file(content: bytes, source: str) -> Definition:
         raise UnusableDefinition(str(error)) from error
     except Exception as error:
         raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error
-
-
-class PlainLoader(untrusted.LocatedErrors, yaml.SafeLoader):
-    """Safe YAML without aliases: a few hundred bytes of aliases can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias, compose everything else."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases are not accepted")
-        return super().compose_node(parent, index)

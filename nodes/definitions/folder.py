@@ -19,11 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from localai_cluster.kit import clock, conf, names, untrusted
 from localai_cluster.kit.errors import Unavailable
 from nodes.definitions.files import Definition, UnusableDefinition, read_definition
-from nodes.definitions.sizes import Sizes
+from nodes.definitions.files import read_document as read_file
+from nodes.definitions.sizes import Sizes, path_inside, template_has_tools
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,25 @@ class Folder:
     async def all(self) -> list[Definition]:
         """Return every usable definition, sorted by name; raise FolderUnresponsive before the first scan."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
+
+    async def reload(self) -> list[Definition]:
+        """Scan the folder now; return every usable definition."""
+        return sorted((await self._current(0.0)).values(), key=lambda definition: definition.name)
+
+    async def document(self, name: str) -> Any:
+        """Return the content of the file that defines the model; None if there is none or it is unusable."""
+        definition = await self.find(name)
+        if definition is None:
+            return None
+        try:
+            return await asyncio.to_thread(read_file, self._path / definition.source)
+        except UnusableDefinition:
+            return None
+
+    async def has_tools(self, definition: Definition) -> bool:
+        """Return True if the model's file is known to have a chat template with tools."""
+        path = path_inside(self._path, definition.model)
+        return path is not None and await asyncio.to_thread(template_has_tools, path)
 
     async def problems(self) -> Problems:
         """Return the reasons why files, or the whole folder, are unusable now."""
@@ -262,6 +283,21 @@ def folder() -> Folder:
 async def find_definition(name: str) -> Definition | None:
     """Return the definition that clients request as `name`, or None; raise FolderUnresponsive."""
     return await folder().find(name)
+
+
+async def read_document(name: str) -> Any:
+    """Return the content of the file that defines the model, None without one; raise FolderUnresponsive."""
+    return await folder().document(name)
+
+
+async def has_tools(definition: Definition) -> bool:
+    """Return True if the model's file is known to have a chat template with tools."""
+    return await folder().has_tools(definition)
+
+
+async def reload() -> list[Definition]:
+    """Scan the models folder now; return every usable definition, sorted by name."""
+    return await folder().reload()
 
 
 async def list_definitions() -> list[Definition]:

@@ -199,6 +199,30 @@ MOST_STEPS = 1_000_000
 LONGEST_KEY = 1024
 LARGEST_FIGURE = 2**24
 _LONGEST_LIST = 4096
+_TEMPLATE_KEY = b"tokenizer.chat_template" + struct.pack("<I", 8)
+"""The key of the chat template and the type of its value, a text with a length of eight bytes before it."""
+_TEMPLATE_WITHIN = 64 * 1024 * 1024
+"""Bytes of a GGUF file in which the template is looked for: it follows the vocabulary."""
+_LONGEST_TEMPLATE = 1024 * 1024
+
+
+def template_has_tools(path: Path) -> bool:
+    """Return True if this is a GGUF file whose chat template has a place for tools; blocks for a moment."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return False
+            content = file.read(_TEMPLATE_WITHIN)
+    except OSError:
+        return False
+    start = content.find(_TEMPLATE_KEY) + len(_TEMPLATE_KEY)
+    length = content[start : start + 8]
+    if start < len(_TEMPLATE_KEY) or len(length) < 8:
+        return False
+    (size,) = struct.unpack("<Q", length)
+    return size <= _LONGEST_TEMPLATE and b"tools" in content[start + 8 : start + 8 + size]
+
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}

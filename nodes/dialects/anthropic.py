@@ -2,8 +2,8 @@
 
 A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
 (`cache_control`), sources of texts and signatures of thoughts are ignored. A response is a list of numbered
-blocks. The prompt's token count is available at the end only, so the first event reports 0 and the last but
-one has the figures, which apply to the whole response.
+blocks. The first event has the prompt's token count if the engine has reported it by then, otherwise 0; the
+last but one has the figures of the whole response.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,17 +53,43 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An image in itself. The cluster fetches nothing, and keeps no files."""
+    """An image in itself. The cluster fetches nothing, and keeps no files: other types are refused."""
 
-    type: Literal["base64"]
-    data: Text
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    type: Literal["base64", "url", "file"]
+    data: str | None = None
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
     """An image."""
 
     source: ImageSource
+
+
+class DocumentSource(msgspec.Struct, frozen=True):
+    """A document in itself: plain text, or blocks of text. No engine here reads other kinds."""
+
+    type: Literal["text", "content", "base64", "url", "file"]
+    data: str | None = None
+    content: str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+
+
+class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=True):
+    """A document, which becomes text."""
+
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The document with its title and context."""
+        source = self.source
+        if source.content is None or isinstance(source.content, str):
+            body = source.content or source.data or ""
+        else:
+            body = "\n".join(block.text for block in source.content)
+        return "\n".join(part for part in (self.title, self.context, body) if part)
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
@@ -88,12 +114,18 @@ class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=Tr
     """What came of a call."""
 
     tool_use_id: Text
-    content: str | Annotated[list[TextBlock | ImageBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    content: (
+        str
+        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], msgspec.Meta(max_length=MOST_PARTS)]
+        | None
+    ) = None
     is_error: bool | None = None
     """Ignored: no template knows it."""
 
 
-InputBlock = TextBlock | ImageBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
+InputBlock = (
+    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
+)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -119,7 +151,7 @@ def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterato
 
 
 _ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
-_USER_BLOCKS = (ResultBlock, ImageBlock)
+_USER_BLOCKS = (ResultBlock, ImageBlock, DocumentBlock)
 
 
 def _convert_message(
@@ -131,12 +163,22 @@ def _convert_message(
             raise field_error(
                 f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
             )
+        _check_documents(block, f"{field_path}[{index}]")
     if role == "assistant":
         yield _assistant_message(blocks)
         return
     yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
     if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
         yield ConversationMessage(role, _join_texts(blocks))
+
+
+def _check_documents(block: InputBlock, field_path: str) -> None:
+    inner = block.content if isinstance(block, ResultBlock) and isinstance(block.content, list) else [block]
+    for part in inner:
+        if isinstance(part, DocumentBlock) and part.source.type not in ("text", "content"):
+            raise field_error(
+                f"{field_path}.source", "only documents of plain text are read: a source of the type text"
+            )
 
 
 def _assistant_message(blocks: Sequence[InputBlock]) -> ConversationMessage:
@@ -160,17 +202,23 @@ def _tool_message(block: ResultBlock) -> ConversationMessage:
 
 
 def _join_texts(blocks: Sequence[InputBlock]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock))
 
 
 def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
     """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
     return tuple(
-        openai_messages.check_base64(image.source.data, field_path)
+        _image_data(image.source, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
         for image, field_path in _images(message.content, f"messages[{number}].content")
     )
+
+
+def _image_data(source: ImageSource, field_path: str) -> str:
+    if source.type != "base64" or source.media_type is None:
+        raise field_error(f"{field_path}.source", "only images inside the request are accepted, as base64")
+    return openai_messages.check_base64(source.data or "", field_path)
 
 
 def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
@@ -442,7 +490,8 @@ class MessageEvents:
         events = []
         if not self._has_started:
             self._has_started = True
-            message = msgspec.to_builtins(_render_message(self._head, [], "", Usage()))
+            usage = Usage(prompt=delta.prompt_tokens)
+            message = msgspec.to_builtins(_render_message(self._head, [], "", usage))
             events.append(_render_event("message_start", message=message | {"stop_reason": None}))
         events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
@@ -465,7 +514,7 @@ class MessageEvents:
 
     def render_failure(self, error: ClusterError, /) -> bytes:
         """Return the event that ends a failed response."""
-        return b"event: error\ndata: " + msgspec.json.encode(_error(error)) + b"\n\n"
+        return b"event: error\ndata: " + wire.encode(_error(error)) + b"\n\n"
 
 
 DIALECT = Dialect(

@@ -5,7 +5,8 @@ while the engine produces it. Nothing is converted: a response has the format th
 """
 
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import IO, Annotated, Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ import orjson
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import BackendFailed, DeadlineExceeded
+from localai_cluster.rpc.errors import BackendFailed
 from localai_cluster.rpc.messages import Reply, TTSRequest
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header
@@ -22,8 +23,8 @@ from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import ByteSink, ByteStream, FileAnswer, node_header, silence_limit
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import ByteStream, FileAnswer
 from nodes.gateway.worker_files import open_files
 
 KINDS = {
@@ -110,7 +111,7 @@ def speech(has_node_header: bool) -> Callable[[InferenceRequest], Awaitable[Spok
         if body.stream:
             kind = KINDS[body.response_format or "wav"]
             return ByteStream(
-                lambda sink: _stream(request, call, body.response_format != "pcm", sink),
+                _stream(request, call, body.response_format != "pcm"),
                 lambda: [(b"content-type", kind), *headers()],
             )
         file = await gateway.current().run(request, lambda engine: _synthesize(request, engine, call))
@@ -167,30 +168,23 @@ async def _synthesize(request: InferenceRequest, engine: BackendClient, template
         return await files.fetch(call.dst)
 
 
-async def _stream(request: InferenceRequest, call: TTSRequest, has_header: bool, sink: ByteSink) -> None:
-    async def work(engine: BackendClient) -> None:
-        replies = engine.speak_stream(call)
-        first = request.deadline - clock.monotonic()
-        try:
-            async with silence_limit(conf.cluster().stream_stall, first) as limit:
-                rate = USUAL_RATE
+async def _stream(
+    request: InferenceRequest, call: TTSRequest, has_header: bool
+) -> AsyncGenerator[bytes, None]:
+    for attempt in gateway.current().attempts(request):
+        async with attempt as engine:
+            first, rate = request.deadline - clock.monotonic(), USUAL_RATE
+            replies = engine.speak_stream(call).within(first, conf.cluster().stream_stall)
+            async with aclosing(replies):
                 async for reply in replies:
-                    # Only the engine's time counts, not the time of a slow client.
-                    limit.pause()
                     rate = _rate(reply) or rate
                     if reply.audio:
                         header = wav_head(rate) if has_header and not request.begun else b""
                         request.begun = True
-                        await sink(header + reply.audio)
-                    limit.begin()
-        except TimeoutError:
-            raise DeadlineExceeded("the engine has sent nothing for too long") from None
-        finally:
-            replies.cancel()
-        if not request.begun:
-            raise BackendFailed("the engine made no sound")
-
-    await gateway.current().run(request, work)
+                        yield header + reply.audio
+            if not request.begun:
+                raise BackendFailed("the engine made no sound")
+            return
 
 
 def _rate(reply: Reply) -> int:

@@ -6,8 +6,8 @@ nanoseconds, as the reference's do.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
+from localai_cluster.rpc.errors import Unimplemented
 from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult, TranscriptSegment
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import Upload
@@ -24,9 +24,9 @@ from localai_cluster.web.wire import Answer, ResponseBody
 from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.generation import Sink, StreamFormat, TextDelta
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header, silence_limit
+from nodes.gateway.generation import StreamFormat, TextDelta
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import EventStream
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000
@@ -175,7 +175,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
         return EventStream(
             request,
             event_format(),
-            lambda sink: _stream(request, upload, call_options, sink),
+            _stream(request, upload, call_options),
         )
 
     async def work(engine: BackendClient) -> TranscriptResult:
@@ -222,39 +222,23 @@ async def _stored_call(
 
 
 async def _stream(
-    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest, sink: Sink
-) -> None:
-    async def work(engine: BackendClient) -> None:
-        async with _stored_call(request, upload, call_options) as call:
+    request: InferenceRequest, upload: Upload, call_options: TranscriptRequest
+) -> AsyncGenerator[TextDelta, None]:
+    """Yield pieces as they arrive, and at the end the complete text if the engine reports it, else ""."""
+    for attempt in gateway.current().attempts(request):
+        async with attempt as engine, _stored_call(request, upload, call_options) as call:
+            transcript, first = "", request.deadline - clock.monotonic()
+            replies = engine.transcribe_stream(call).within(first, conf.cluster().stream_stall)
             try:
-                transcript = await _forward_pieces(engine, request, call, sink)
+                async with aclosing(replies):
+                    async for reply in replies:
+                        if reply.delta:
+                            yield TextDelta(0, reply.delta)
+                        if reply.HasField("final_result"):
+                            transcript = transcript_text(reply.final_result)
             except Unimplemented:
                 result = await engine.transcribe(call, request.deadline - clock.monotonic())
                 transcript = transcript_text(result)
-                await sink(TextDelta(0, transcript))
-            await sink(TextDelta(0, reasoning=transcript, finish="stop"))
-
-    await gateway.current().run(request, work)
-
-
-async def _forward_pieces(
-    engine: BackendClient, request: InferenceRequest, call: TranscriptRequest, sink: Sink
-) -> str:
-    """Send pieces as they arrive; return the complete text if the engine reports it, else ""."""
-    replies, transcript = engine.transcribe_stream(call), ""
-    first = request.deadline - clock.monotonic()
-    try:
-        async with silence_limit(conf.cluster().stream_stall, first) as limit:
-            async for reply in replies:
-                # Only the engine's time counts, not the time of a slow client.
-                limit.pause()
-                if reply.delta:
-                    await sink(TextDelta(0, reply.delta))
-                if reply.HasField("final_result"):
-                    transcript = transcript_text(reply.final_result)
-                limit.begin()
-    except TimeoutError:
-        raise DeadlineExceeded("the engine has sent nothing for too long") from None
-    finally:
-        replies.cancel()
-    return transcript
+                yield TextDelta(0, transcript)
+            yield TextDelta(0, reasoning=transcript, finish="stop")
+            return

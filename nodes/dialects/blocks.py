@@ -5,6 +5,7 @@ and only then the next block opens. Engines usually send the pieces of a call to
 call is open, pieces of other blocks are held back until the end of the response.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -137,9 +138,44 @@ def collect_blocks(deltas: Iterable[TextDelta]) -> list[Block]:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, or {} if a truncated response left invalid JSON."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    """Return the arguments of a call as an object; of a truncated response those that are there."""
+    for candidate in (text, _completed(text)):
+        try:
+            value = orjson.loads(candidate)
+        except orjson.JSONDecodeError:
+            continue
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+_INCOMPLETE = re.compile(r'(?:,\s*)?(?:"(?:[^"\\]|\\.)*"\s*(?::\s*[-+.\w]*)?|[-+.\w]+)?\s*$')
+"""The end of cut JSON that cannot be kept: a comma, a key without its value, a part of a number or word."""
+_LONGEST_END = 2000
+"""Characters in which that end is looked for."""
+
+
+def _completed(text: str) -> str:
+    """Return cut JSON with what is open closed, without the member whose value is missing."""
+    closing: list[str] = []
+    is_text = is_escaped = False
+    for character in text:
+        if is_text:
+            is_text = is_escaped or character != '"'
+            is_escaped = character == "\\" and not is_escaped
+        elif character == '"':
+            is_text = True
+        elif character in "{[":
+            closing.append("}" if character == "{" else "]")
+        elif character in "}]" and closing:
+            closing.pop()
+    if is_text:
+        text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?$", "", text) + '"'
+    shortened = text[:-_LONGEST_END] + _INCOMPLETE.sub("", text[-_LONGEST_END:], count=1)
+    for attempt in (text, shortened):
+        whole = attempt + "".join(reversed(closing))
+        try:
+            orjson.loads(whole)
+        except orjson.JSONDecodeError:
+            continue
+        return whole
+    return ""

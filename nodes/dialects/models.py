@@ -10,10 +10,10 @@ from msgspec import UNSET, UnsetType
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
-from nodes.definitions import folder
+from nodes.definitions import folder, use_cases
 from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
-from nodes.dialects.openai_common import Text
+from nodes.gateway import templates
 from nodes.gateway.endpoint import confirm
 from nodes.gateway.gateway import find_definition
 from nodes.gateway.request import InferenceRequest
@@ -32,6 +32,7 @@ class ModelBody(ResponseBody, kw_only=True):
     object: Literal["model"] = "model"
     created: Annotated[int, msgspec.Meta(description="When the definition's file was written.")]
     owned_by: str = "localai"
+    capabilities: Annotated[list[str], msgspec.Meta(description="Its use cases, such as `FLAG_CHAT`.")]
     warnings: (
         Annotated[
             list[str],
@@ -44,6 +45,20 @@ class ModelBody(ResponseBody, kw_only=True):
 class ModelsResponse(ResponseBody, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelBody]
+
+
+class AnthropicModel(ResponseBody, kw_only=True):
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+
+
+class AnthropicModels(ResponseBody, kw_only=True):
+    data: list[AnthropicModel]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 class ModelDetails(ResponseBody, kw_only=True):
@@ -98,14 +113,26 @@ class ShowResponse(ResponseBody, kw_only=True):
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in await folder.list_definitions()]))
+    definitions = await folder.list_definitions()
+    if request.is_of_anthropic:
+        entries = [_anthropic_entry(definition) for definition in definitions]
+        first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
+        return wire.json_answer(AnthropicModels(data=entries, first_id=first, last_id=last))
+    return wire.json_answer(ModelsResponse(data=[_entry(entry) for entry in definitions]))
 
 
 async def show_model(request: InferenceRequest) -> Answer:
     """Respond with one model; raise ModelNotFound."""
     await confirm(request)
     definition = await find_definition(request.path.removeprefix(MODEL_PREFIX))
-    return wire.json_answer(_entry(definition))
+    return wire.json_answer((_anthropic_entry if request.is_of_anthropic else _entry)(definition))
+
+
+def _anthropic_entry(definition: Definition) -> "AnthropicModel":
+    """Return one model in Anthropic's form."""
+    return AnthropicModel(
+        id=definition.name, display_name=definition.name, created_at=format_time(definition.changed)
+    )
 
 
 def _entry(definition: Definition) -> ModelBody:
@@ -113,6 +140,7 @@ def _entry(definition: Definition) -> ModelBody:
     return ModelBody(
         id=definition.name,
         created=definition.changed,
+        capabilities=use_cases.to_flags(definition.use_cases),
         warnings=list(definition.generation.warnings) or UNSET,
     )
 
@@ -122,10 +150,10 @@ VERSION = "0.12.0"
 
 
 class ShowBody(msgspec.Struct, frozen=True):
-    """The body of a request; `name` is its older field."""
+    """The body of a request; `name` is its older field. Clients may send both, one of them empty."""
 
-    model: Text | None = None
-    name: Text | None = None
+    model: str | None = None
+    name: str | None = None
 
 
 async def version(request: InferenceRequest) -> Answer:
@@ -176,16 +204,24 @@ async def show(request: InferenceRequest) -> Answer:
             template=definition.generation.template,
             details=_details(definition),
             model_info={"general.context_length": context} if context else {},
-            capabilities=_capabilities(definition),
+            capabilities=await _capabilities(definition),
             modified_at=format_time(definition.changed),
         )
     )
 
 
-def _capabilities(definition: Definition) -> list[str]:
-    if definition.options.get("Embeddings"):
-        return ["embedding"]
-    return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
+async def _capabilities(definition: Definition) -> list[str]:
+    """Return Ollama's names for what the model can do; tools only if its template is known to have them."""
+    cases, template = definition.use_cases, definition.generation.template
+    generates = "chat" in cases or "completion" in cases
+    has_tools = templates.has_tools(template) if template else await folder.has_tools(definition)
+    known = {
+        "completion": generates,
+        "tools": generates and has_tools,
+        "vision": "vision" in cases,
+        "embedding": "embeddings" in cases,
+    }
+    return [name for name, is_there in known.items() if is_there]
 
 
 def _identity(definition: Definition) -> dict[str, Any]:

@@ -158,7 +158,6 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
         options = self.options or OllamaOptions()
         if options.num_predict == 0:
             raise InvalidInput("options.num_predict: at least 1, or -1 for no limit", field="options")
-        stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
         return Sampling(
             max_tokens=None if options.num_predict in _NO_LIMITS else options.num_predict,
             temperature=options.temperature,
@@ -169,7 +168,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
             frequency_penalty=options.frequency_penalty,
             presence_penalty=options.presence_penalty,
             seed=options.seed,
-            stop=tuple(stop),
+            stop=openai_common.stop_words(options.stop),
             grammar=_schema(self.format),
             logprobs=bool(self.logprobs),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,

@@ -218,7 +218,11 @@ class ChatChunks(CompletionEvents):
         self._calls: dict[tuple[int, int], bool] = {}
         """(choice, call index) -> True if any arguments were sent."""
 
-    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """Return the events of these deltas."""
+        return openai_common.render_events([chunk for delta in deltas for chunk in self._chunks(delta)])
+
+    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if delta.choice not in self._started_choices:
             self._started_choices.add(delta.choice)

@@ -30,11 +30,13 @@ _TOKEN = re.compile("[0-9]{1,10}")
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seed = int | Annotated[float, msgspec.Meta(multiple_of=1, ge=-(2**53), le=2**53)]
+"""A whole number; JavaScript and R also write `1.0`."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
-Stop = Text | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
+Stop = str | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
 
 
 FinishReason = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
@@ -76,11 +78,12 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     max_tokens: PositiveInt | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MOST_BIASES)] | None = None
-    top_k: NonNegativeInt | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """-1 and 0: no limit."""
     min_p: Fraction | None = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     ignore_eos: bool | None = None
@@ -97,7 +100,6 @@ def to_sampling(
     body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
 ) -> Sampling:
     """Return the sampling parameters of a body; raise InvalidInput."""
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
     schemas.check_grammar(body.grammar or "")
@@ -105,13 +107,13 @@ def to_sampling(
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
+        top_k=0 if body.top_k == -1 else body.top_k,
         min_p=body.min_p,
         repeat_penalty=body.repeat_penalty,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
-        seed=body.seed,
-        stop=tuple(stop),
+        seed=None if body.seed is None else int(body.seed),
+        stop=stop_words(body.stop),
         logit_bias=body.logit_bias or {},
         ignore_eos=bool(body.ignore_eos),
         grammar=grammar,
@@ -120,11 +122,20 @@ def to_sampling(
     )
 
 
+_UNUSED: tuple[Any, ...] = (None, False, "", "none", [], {})
+"""Values with which a client leaves a feature unused: some send every field of their form."""
+
+
 def refuse_fields(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise InvalidInput for the first field of `reasons` that has a non-empty value."""
+    """Raise InvalidInput for the first field of `reasons` that asks for its feature."""
     for name, reason in reasons.items():
-        if fields.get(name) not in (None, False, [], {}):
-            raise InvalidInput(f"{name}: {reason}", field=name)
+        if fields.get(name) not in _UNUSED:
+            raise wire.field_error(name, reason, "unsupported_parameter")
+
+
+def stop_words(stop: Stop) -> tuple[str, ...]:
+    """Return the stop words of a body; an empty text is none."""
+    return tuple(word for word in ([stop] if isinstance(stop, str) else stop or []) if word)
 
 
 def render_usage(tokens: Usage) -> UsageBody:
@@ -142,7 +153,12 @@ DONE = b"data: [DONE]\n\n"
 
 def render_event(content: Mapping[str, Any]) -> bytes:
     """Return one event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"data: " + wire.encode(content) + b"\n\n"
+
+
+def render_events(contents: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return several events."""
+    return b"".join(map(render_event, contents))
 
 
 class Chunks(ABC):
@@ -165,13 +181,6 @@ class CompletionEvents(Chunks):
     def __init__(self, head: Head) -> None:
         self._head = head
         self._ended: list[TextDelta] = []
-
-    def render(self, deltas: Sequence[TextDelta], /) -> bytes:
-        """Return the events of these deltas."""
-        return b"".join(render_event(chunk) for delta in deltas for chunk in self._render_delta(delta))
-
-    @abstractmethod
-    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]: ...
 
     def _chunk(self, choices: Sequence[Any], usage: UsageBody | None = None) -> dict[str, Any]:
         chunk: dict[str, Any] = {

@@ -222,7 +222,7 @@ def check_tools(
     if choice == "required" and not tool_names:
         raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
     schemas.check(
-        (tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)
+        [(tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)]
     )
     if not tool_names or choice == "none":
         return "", ""

@@ -24,10 +24,17 @@ _MODEL_PARAMETER: Operation = {
     "schema": {"type": "string"},
     "description": "The name, which may have a `/` in it, escaped or not.",
 }
+_DIGEST_PARAMETER: Operation = {
+    "name": "digest",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+    "description": "`sha256:` and the hash of a file.",
+}
 _BYTES: Operation = {"type": "string", "format": "binary"}
 
 
-def error_answers(*statuses: int, body: type = wire.ErrorBody) -> dict[str, Operation]:
+def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody) -> dict[str, Operation]:
     """Return the error responses for these statuses, in the envelope of a dialect."""
     content = json_body(response_schema_of(body))
     return {str(status): {"description": _MEANINGS[status], "content": content} for status in statuses}
@@ -59,6 +66,8 @@ def _operation(path: str, route: Route) -> Operation:
         operation["description"] = route.description
     if "{model}" in path:
         operation["parameters"] = [_MODEL_PARAMETER]
+    elif "{digest}" in path:
+        operation["parameters"] = [_DIGEST_PARAMETER]
     if route.body is not None:
         schema = schema_of(route.body)
         body = {FORM_TYPE: {"schema": _form(schema)}} if route.form else json_body(schema)

@@ -2,13 +2,14 @@
 
 A conversation is a list of items of several kinds. Consecutive calls, and the thoughts and text before them,
 become one message for an engine. Content that only OpenAI's servers can read is ignored. The cluster stores
-no responses: a request that refers to an earlier response, or requires storing this one, is refused.
+no responses: `store` is answered with false, and a request that refers to an earlier response is refused.
 
 Events carry their type twice, as the event's name and inside, and a sequence number.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -60,15 +61,32 @@ Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A message, a call of a tool, what came of it, or what the model thought."""
+    """A message, a call of a tool, what came of it, or what the model thought.
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    Items about tools of OpenAI's servers, and references to items that they keep, are left out.
+    """
+
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "item_reference",
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "compaction",
+    ] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Contents | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: Contents | None = None
+    input: str | None = None
 
 
 Items = Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
@@ -76,8 +94,32 @@ _NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
-    "reasoning": (),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
 }
+_USED = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _known_items(items: Sequence[Item]) -> list[tuple[int, Item]]:
+    """Return the items that a model can read, with their places; raise InvalidInput for an incomplete one.
+
+    Calls of free-form tools become calls of functions. A reference at the end asks for what is not kept.
+    """
+    if items[-1].type == "item_reference":
+        raise field_error(f"input[{len(items) - 1}]", "nothing is kept; send the item itself")
+    known = []
+    for number, item in enumerate(items):
+        for name in _NEEDED.get(item.type, ()):
+            if getattr(item, name) is None:
+                raise field_error(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
+        if item.type == "custom_tool_call":
+            arguments = encode_json({"input": item.input})
+            item = msgspec.structs.replace(item, type="function_call", arguments=arguments)
+        elif item.type == "custom_tool_call_output":
+            item = msgspec.structs.replace(item, type="function_call_output")
+        if item.type in _USED:
+            known.append((number, item))
+    return known
 
 
 def convert_items(
@@ -90,10 +132,7 @@ def convert_items(
         yield ConversationMessage("user", input_items)
         return
     answer: list[Item] = []
-    for number, item in enumerate(input_items):
-        for name in _NEEDED[item.type]:
-            if getattr(item, name) is None:
-                raise field_error(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
+    for _, item in _known_items(input_items):
         is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not is_assistant_item or _starts_response(item, answer):
             yield from _assistant_message(answer)
@@ -145,7 +184,7 @@ def collect_images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
         return ()
     return tuple(
         openai_messages.parse_image_url(part.image_url or "", f"input[{number}].{name}[{index}]")
-        for number, item in enumerate(input_items)
+        for number, item in _known_items(input_items)
         for name, content in (("content", item.content), ("output", item.output))
         if isinstance(content, list)
         for index, part in enumerate(content)
@@ -167,11 +206,87 @@ class FlatTool(msgspec.Struct, frozen=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class FlatChoice(msgspec.Struct, frozen=True):
-    """This function must be called."""
+class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tool that must be called; only a function can be."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str | None = None
+
+
+class _Tools:
+    """The functions among the tools of a request; those of a namespace by a name of their own.
+
+    Other tools run on OpenAI's servers and are left out, unless none is left or one of them is required.
+    """
+
+    def __init__(self, listed: Sequence[Mapping[str, Any]]) -> None:
+        self.functions: list[Tool] = []
+        self.namespaces: dict[str, tuple[str, str]] = {}
+        """Name of a function -> its namespace and its name there."""
+        self.others: list[str] = []
+        for number, tool in enumerate(listed):
+            self._add(tool, f"tools[{number}]")
+        if len(self.functions) > MOST_TOOLS:
+            raise field_error("tools", f"at most {MOST_TOOLS} functions", "array_above_max_length")
+
+    def _add(self, tool: Mapping[str, Any], path: str) -> None:
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise field_error(f"{path}.type", "is required", "missing_required_parameter")
+        if kind == "namespace":
+            self._add_namespace(tool, path)
+        elif kind == "function":
+            self._add_function(_parse_function(tool, path))
+        else:
+            self.others.append(kind)
+
+    def _add_namespace(self, tool: Mapping[str, Any], path: str) -> None:
+        space, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(space, str) or not isinstance(inner, list):
+            raise field_error(path, "a namespace needs `name` and `tools`")
+        for number, entry in enumerate(inner):
+            entry_path = f"{path}.tools[{number}]"
+            if not isinstance(entry, dict):
+                raise field_error(entry_path, "a tool is an object", "invalid_type")
+            if entry.get("type") != "function":
+                self.others.append(str(entry.get("type")))
+                continue
+            function = _parse_function(entry, entry_path)
+            name = function.name
+            if any(tool.function.name == name for tool in self.functions):
+                name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
+            self.namespaces[name] = space, function.name
+            self._add_function(msgspec.structs.replace(function, name=name))
+
+    def _add_function(self, function: FlatTool) -> None:
+        self.functions.append(
+            Tool(Function(function.name, function.description, function.parameters, function.strict))
+        )
+
+    def choice(self, wanted: Literal["none", "auto", "required"] | FlatChoice | None) -> Choice | None:
+        """Return the choice in OpenAI's older form; raise InvalidInput for a tool that is left out."""
+        if self.others and not self.functions and wanted != "none":
+            kinds = ", ".join(sorted(set(self.others)))[:100]
+            raise field_error("tools", f"none of these can be run here: {kinds}", "unsupported_value")
+        if not isinstance(wanted, FlatChoice):
+            return wanted
+        if wanted.type != "function" or wanted.name is None:
+            message = f"a tool of the type {wanted.type[:64]} cannot be run here"
+            raise field_error("tool_choice", message, "unsupported_value")
+        names = {inner: name for name, (_, inner) in self.namespaces.items()}
+        return ForcedTool(FunctionName(names.get(wanted.name, wanted.name)))
+
+
+_UNSAFE = re.compile("[^a-zA-Z0-9_-]")
+
+
+def _parse_function(tool: Mapping[str, Any], path: str) -> FlatTool:
+    try:
+        return wire.parse_struct(tool, FlatTool)
+    except InvalidInput as error:
+        refusal = field_error(f"{path}.{error.message}".partition(": ")[0], error.message.partition(": ")[2])
+        refusal.code = error.code
+        raise refusal from error
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -193,6 +308,7 @@ class TextConfig(msgspec.Struct, frozen=True):
 class ResponseObject(ResponseBody, kw_only=True):
     """OpenAI's `response`, which also repeats what the request said."""
 
+    has_other_fields: ClassVar[bool] = True
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -212,13 +328,20 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
     max_output_tokens: PositiveInt | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
-    tools: Annotated[list[FlatTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tools: (
+        Annotated[
+            list[dict[str, Any]],
+            msgspec.Meta(max_length=MOST_TOOLS, description="Functions; others are left out."),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
 
 
@@ -227,7 +350,6 @@ REFUSED = {
     "conversation": "nothing is kept; send the whole conversation as `input`",
     "previous_response_id": "nothing is kept; send the whole conversation as `input`",
     "prompt": "no prompts are kept; send it as `instructions` and `input`",
-    "store": "nothing is kept; leave it out or send false",
     "moderation": "no engine here judges texts",
 }
 
@@ -236,10 +358,8 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
     openai_common.refuse_fields(fields, REFUSED)
     body = wire.parse_struct(fields, ResponsesBody)
-    tools = [
-        Tool(Function(tool.name, tool.description, tool.parameters, tool.strict)) for tool in body.tools or ()
-    ]
-    tools_json, choice = check_tools(tools, _choice(body.tool_choice), "parameters")
+    tools = _Tools(body.tools or ())
+    tools_json, choice = check_tools(tools.functions, tools.choice(body.tool_choice), "parameters")
     return Generation(
         model=body.model,
         prompts=(
@@ -262,11 +382,8 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
         stream=bool(body.stream),
         names=_NAMES,
         echo=_echo(body),
+        tool_namespaces=tools.namespaces,
     )
-
-
-def _choice(choice: Literal["none", "auto", "required"] | FlatChoice | None) -> Choice | None:
-    return ForcedTool(FunctionName(choice.name)) if isinstance(choice, FlatChoice) else choice
 
 
 def _schema(text: TextConfig | None) -> str:
@@ -292,7 +409,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": msgspec.to_builtins(format) or {"type": "text"}},
         "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
-        "tools": msgspec.to_builtins(body.tools) or [],
+        "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
@@ -375,7 +492,7 @@ def _render_item(head: Head, block: Block, status: str) -> Json:
     if block.kind is BlockKind.TEXT:
         return {"id": identity, "type": "message", "status": status, "role": "assistant", "content": parts}
     call = block.call
-    return {
+    item = {
         "id": identity,
         "type": "function_call",
         "status": status,
@@ -383,6 +500,9 @@ def _render_item(head: Head, block: Block, status: str) -> Json:
         "name": call.name,
         "arguments": block.content,
     }
+    if call.name in head.generation.tool_namespaces:
+        item["namespace"], item["name"] = head.generation.tool_namespaces[call.name]
+    return item
 
 
 def _render_part(head: Head, block: Block) -> Json:
@@ -458,7 +578,7 @@ class ResponseEvents:
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        content_json = msgspec.json.encode({"type": kind, "sequence_number": self._number, **content})
+        content_json = wire.encode({"type": kind, "sequence_number": self._number, **content})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), content_json)
 

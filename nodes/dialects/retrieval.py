@@ -27,11 +27,12 @@ from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import node_header
+from nodes.gateway.request import InferenceRequest, node_header
 
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
+TRUNCATE = "truncate"
+"""Request metadata: `false` if an engine must refuse a text that is longer than the model reads."""
 AT_ONCE = 8
 """Limit on the concurrent texts of one request on its replica."""
 
@@ -114,18 +115,37 @@ def parse_request(fields: Mapping[str, Any]) -> EmbeddingsBody:
 async def embed(request: InferenceRequest) -> Answer:
     """Create the embeddings of one request."""
     body = parse_request(wire.parse_json_object(request.body))
-    results = await compute_embeddings(request, body)
+    results = await compute_embeddings(request, body, truncate=False)
     return Answer(render_response(body, results), headers=tuple(node_header(request)))
 
 
-async def compute_embeddings(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
-    """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form."""
+_NO_TOKEN_IDS = (
+    "this model takes texts; token ids belong to one tokenizer, and a definition has to say that clients use"
+    " the model's (`token_ids: true`). LangChain sends texts with check_embedding_ctx_length=False"
+)
+
+
+async def compute_embeddings(
+    request: InferenceRequest, body: EmbeddingsBody, *, truncate: bool, field: str = "input"
+) -> Sequence[EmbeddingResult]:
+    """Return a replica's embedding of each input; raise InvalidInput unless it has the requested form.
+
+    Without `truncate` an engine refuses a text that is too long for the model. `field` is the client's name
+    for the texts.
+    """
     definition = await find_definition(body.model)
     request.model = definition.name
+    if not definition.takes_token_ids and any(isinstance(item, tuple) for item in body.inputs):
+        raise wire.field_error(field, _NO_TOKEN_IDS, "unsupported_value")
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
-    results = await gateway.current().run(
-        request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
-    )
+    options.Metadata[TRUNCATE] = "true" if truncate else "false"
+    try:
+        results = await gateway.current().run(
+            request, lambda engine: _call_engine(engine, options, body.inputs, request.deadline)
+        )
+    except InvalidInput as refusal:
+        refusal.field = refusal.field or field
+        raise
     for result in results:
         _check_result(result, body.dimensions)
     return results
@@ -237,6 +257,8 @@ class EmbedBody(msgspec.Struct, frozen=True):
     model: Text
     input: Text | list[Text]
     dimensions: PositiveInt | None = None
+    truncate: bool | None = None
+    """False: a text that is longer than the model reads is an error."""
 
 
 class OlderEmbedBody(msgspec.Struct, frozen=True):
@@ -251,7 +273,7 @@ async def ollama_embed(request: InferenceRequest) -> Answer:
     started_at = clock.monotonic()
     body = wire.parse_struct(wire.parse_json_object(request.body), EmbedBody)
     fields = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
-    results = await compute_embeddings(request, parse_request(fields))
+    results = await compute_embeddings(request, parse_request(fields), truncate=body.truncate is not False)
     response = EmbedResponse(
         model=body.model,
         embeddings=[vector_json(result.embeddings) for result in results],
@@ -268,7 +290,7 @@ async def ollama_embed_one(request: InferenceRequest) -> Answer:
         body_for_vectors = parse_request({"model": body.model, "input": body.prompt})
     except InvalidInput as error:
         raise InvalidInput(error.message, field="prompt") from error
-    (result,) = await compute_embeddings(request, body_for_vectors)
+    (result,) = await compute_embeddings(request, body_for_vectors, truncate=True, field="prompt")
     return wire.json_answer(
         OlderEmbedResponse(embedding=vector_json(result.embeddings)), headers=node_header(request)
     )
@@ -321,6 +343,10 @@ class RerankBody(msgspec.Struct, frozen=True):
 
 async def rerank(request: InferenceRequest) -> Answer:
     """Rank the documents of one request."""
+    return wire.json_answer(render_ranking(*await _rank(request)), headers=node_header(request))
+
+
+async def _rank(request: InferenceRequest) -> tuple[RerankBody, RerankResult]:
     body = wire.parse_struct(wire.parse_json_object(request.body), RerankBody)
     definition = await find_definition(body.model)
     request.model = definition.name
@@ -331,8 +357,29 @@ async def rerank(request: InferenceRequest) -> Answer:
     async def work(engine: BackendClient) -> RerankResult:
         return await engine.rerank(call, request.deadline - clock.monotonic())
 
-    result = await gateway.current().run(request, work)
-    return wire.json_answer(render_ranking(body, result), headers=node_header(request))
+    return body, await gateway.current().run(request, work)
+
+
+class CohereEntry(ResponseBody):
+    index: int
+    relevance_score: float
+
+
+class CohereRerankResponse(ResponseBody, kw_only=True):
+    id: str
+    results: list[CohereEntry]
+    meta: dict[str, Any]
+
+
+async def cohere_rerank(request: InferenceRequest) -> Answer:
+    """Rank the documents of one request in the form of Cohere's second API."""
+    body, result = await _rank(request)
+    entries = [
+        CohereEntry(entry.index, entry.relevance_score) for entry in render_ranking(body, result).results
+    ]
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    response = CohereRerankResponse(id=request.request_id, results=entries, meta=meta)
+    return wire.json_answer(response, headers=node_header(request))
 
 
 def render_ranking(body: RerankBody, result: RerankResult) -> RerankResponse:

@@ -4,15 +4,16 @@ The raw route table and the API document are made of it. Bodies and responses ar
 that parse and render them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from localai_cluster.kit import clock
-from localai_cluster.kit.errors import ClusterError
+from localai_cluster.kit import clock, names
+from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer
+from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
     anthropic,
     audio_speech,
@@ -20,6 +21,7 @@ from nodes.dialects import (
     images,
     models,
     ollama,
+    ollama_models,
     openai_chat,
     openai_completions,
     responses,
@@ -27,11 +29,11 @@ from nodes.dialects import (
     tokens,
 )
 from nodes.dialects.openai_common import LARGEST_BODY
-from nodes.gateway.endpoint import Endpoint, Handler
-from nodes.gateway.generate import generate
-from nodes.gateway.generation import Dialect, Head, TextDelta
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway import generate
+from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
+from nodes.gateway.generation import Dialect, Head
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import EventStream
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Envelope:
     """The form of a dialect's errors."""
 
     render: Callable[[ClusterError], Answer]
-    body: type[msgspec.Struct]
+    body: type[wire.ResponseBody]
 
 
 OPENAI = Envelope(wire.error_answer, wire.ErrorBody)
@@ -61,38 +63,47 @@ class Route:
     form: bool = False
     envelope: Envelope = OPENAI
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | None = None
+    response: type[wire.ResponseBody] | None = None
     other_kinds: tuple[str, ...] = ()
     """Content types of responses beside JSON."""
     description: str = ""
     meaning: str = "The answer."
     errors: tuple[int, ...] = ERRORS
+    is_shared: bool = False
+    """True if clients of Anthropic's API use the route too, in their own form."""
 
     @property
     def endpoint(self) -> Endpoint:
         """The route's application."""
-        return Endpoint(self.method, self.handler, self.limit, self.form, self.envelope.render)
+        return Endpoint(
+            self.method,
+            self.handler,
+            self.limit,
+            self.form,
+            self.envelope.render,
+            self.envelope is OLLAMA,
+            anthropic.render_error if self.is_shared else None,
+        )
 
 
-def generation_handler(dialect: Dialect) -> Handler:
+Shortcut = Callable[[InferenceRequest, Mapping[str, Any]], Awaitable[Answer | None]]
+"""Answers requests for something other than text; None for all others."""
+
+
+def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Handler:
     """Return the handler of a text route in this dialect."""
 
     async def answer(request: InferenceRequest) -> Answer | EventStream:
-        generation = dialect.parse(wire.parse_json_object(request.body))
+        fields = wire.parse_json_object(request.body)
+        if shortcut is not None and (done := await shortcut(request, fields)) is not None:
+            return done
+        generation = dialect.parse(fields)
+        del fields
         request.body = b""  # it may be large, and generation takes long
         head = Head(request.request_id, int(clock.now().timestamp()), generation)
         if generation.stream:
-            return EventStream(
-                request,
-                dialect.stream_format(head),
-                lambda sink: generate(request, generation, sink, lambda: None),
-            )
-        deltas: list[TextDelta] = []
-
-        async def collect(delta: TextDelta) -> None:
-            deltas.append(delta)
-
-        await generate(request, generation, collect, deltas.clear)
+            return EventStream(request, dialect.stream_format(head), generate.stream(request, generation))
+        deltas = await generate.generate(request, generation)
         return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
 
     return answer
@@ -113,7 +124,8 @@ _RESPONSES_STREAM = (
 )
 _OLLAMA_STREAM = (
     "Streams unless `stream` is false: a line of JSON for each piece. A failure after the first is a line"
-    " with `error`. `keep_alive` and options about loading are ignored."
+    " with `error`. Without a prompt or message the model is loaded, with `keep_alive` 0 unloaded, which only"
+    " administrators may do; otherwise `keep_alive` and options about loading are ignored."
 )
 UNPROVED = "Tried with scripted engines only, so far with no real one."
 """Part of each description: the examples have no engine for audio or images."""
@@ -206,6 +218,7 @@ _WITH_PREFIX: Mapping[str, Route] = {
     ),
     "/models": Route(
         name="list_models",
+        is_shared=True,
         summary="List models",
         handler=models.list_models,
         method="GET",
@@ -247,9 +260,18 @@ _WITH_PREFIX: Mapping[str, Route] = {
 }
 """Routes under `/v1` and without this prefix."""
 
-_OTHERS: Mapping[str, Route] = {
+_OTHERS: dict[str, Route] = {
+    "/v2/rerank": Route(
+        name="cohere_rerank",
+        summary="Order documents by relevance (Cohere)",
+        handler=retrieval.cohere_rerank,
+        body=retrieval.RerankBody,
+        response=retrieval.CohereRerankResponse,
+        description="The most relevant one first, without its text.",
+    ),
     models.MODEL_PREFIX + "{model}": Route(
         name="get_model",
+        is_shared=True,
         summary="Show one model",
         handler=models.show_model,
         method="GET",
@@ -270,7 +292,7 @@ _OTHERS: Mapping[str, Route] = {
     "/api/chat": Route(
         name="ollama_chat",
         summary="Answer a conversation (Ollama)",
-        handler=generation_handler(ollama.CHAT),
+        handler=generation_handler(ollama.CHAT, ollama_models.load_for_chat),
         envelope=OLLAMA,
         body=ollama.OllamaChatBody,
         response=ollama.OllamaChatResponse,
@@ -280,7 +302,7 @@ _OTHERS: Mapping[str, Route] = {
     "/api/generate": Route(
         name="ollama_generate",
         summary="Answer a prompt (Ollama)",
-        handler=generation_handler(ollama.GENERATE),
+        handler=generation_handler(ollama.GENERATE, ollama_models.load_for_prompt),
         envelope=OLLAMA,
         body=ollama.GenerateBody,
         response=ollama.OllamaGenerateResponse,
@@ -345,9 +367,45 @@ _OTHERS: Mapping[str, Route] = {
     ),
 }
 
+_OTHERS |= {
+    "/api/pull": Route(
+        name="ollama_pull",
+        summary="Confirm that a model is defined (Ollama)",
+        handler=ollama_models.pull,
+        limit=None,
+        envelope=OLLAMA,
+        body=ollama_models.PullBody,
+        response=ollama_models.StatusResponse,
+        other_kinds=_LINES,
+        description="Nothing is fetched: administrators define models.",
+    ),
+    **{
+        f"/api/{verb}": Route(
+            name=f"ollama_{verb.partition('/')[0]}",
+            summary=f"{summary} (Ollama): refused",
+            handler=ollama_models.refuse,
+            method="DELETE" if verb == "delete" else "POST",
+            limit=None,
+            envelope=OLLAMA,
+            response=ollama_models.StatusResponse,
+            description="Administrators define models.",
+            errors=(401, 403, 413, 429, 500, 503),
+        )
+        for verb, summary in ollama_models.REFUSED_VERBS.items()
+    },
+}
+
 ROUTES: Mapping[str, Route] = {
     **{f"/v1{path}": route for path, route in _WITH_PREFIX.items()},
     **_WITH_PREFIX,
     **_OTHERS,
 }
 """Every inference route by its path, an OpenAPI template."""
+
+
+async def refuse_unknown(scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond to an unknown route of `/v1` with 404, in the dialect of the client."""
+    error = NotFound(f"Unknown request URL: {scope['method'][:16]} {names.plain(scope['path'][:200])}")
+    error.code = "unknown_url"
+    render = anthropic.render_error if is_of_anthropic(scope) else wire.error_answer
+    await wire.send_answer(send, render(error))

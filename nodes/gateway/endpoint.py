@@ -5,24 +5,29 @@ before its first byte becomes an ordinary error response. A stopping process end
 have not begun with a 503 (`end_all`).
 
 Authentication errors come before content errors. A request without any credential is refused before its body
-is read. A form, which may be large, is read for a confirmed caller only. The statement that picks the replica
-checks a stored key. If this process has no recent confirmation of the key, it reads at most the first part of
-a body before a separate statement confirms the key, and nothing at all from an address over its failure
-limit; the pick checks the key again. A request that ends before its pick has its key checked by such a
-statement too. After that a wrong key counts against its address. A request without a key may come from the
-page: its session is looked up and its token checked. A missing session counts as a wrong key.
+is read, unless it comes from a network that the operator admits without a key. A client that can send no
+other credential may send the key as the password of Basic authentication; neither holds for a request with a
+cookie or an `Origin`, which a page may have caused. A form, which may be large, is read for a confirmed
+caller only. The statement that picks the replica checks a stored key. If this process has no recent
+confirmation of the key, it reads at most the first part of a body before a separate statement confirms the
+key, and nothing at all from an address over its failure limit; the pick checks the key again. A request that
+ends before its pick has its key checked by such a statement too. After that a wrong key counts against its
+address. A request without a key may come from the page: its session is looked up, and its origin checked. A
+missing session counts as a wrong key.
 """
 
 import asyncio
+import base64
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from typing import Any, Protocol, TypeVar
 
 from localai_cluster.accounts import principals, sessions
 from localai_cluster.accounts.principals import StoredKey, WrongKey
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, NotAuthenticated, Unavailable
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import web as metrics
@@ -75,12 +80,20 @@ class Endpoint:
     limit: int | None = None
     form: bool = False
     refused: Callable[[ClusterError], Answer] = wire.error_answer
+    is_patient: bool = False
+    """True if the requests wait longer for a load."""
+    refused_for_anthropic: Callable[[ClusterError], Answer] | None = None
+    """Renders errors for requests with the header `anthropic-version`, on routes that dialects share."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request; send nothing to a disconnected client."""
         started_at, status = clock.monotonic(), 0
         request = InferenceRequest(
-            client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
+            client_address=wire.client_of(scope),
+            request_id=request_id.get(),
+            path=scope["path"],
+            is_patient=self.is_patient,
+            is_of_anthropic=self.refused_for_anthropic is not None and is_of_anthropic(scope),
         )
         limit = self.limit or wire.MAX_BODY
         body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
@@ -103,6 +116,7 @@ class Endpoint:
         self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | int:
         """Return the answer, or the status of a streamed one."""
+        refused = (self.refused_for_anthropic if request.is_of_anthropic else None) or self.refused
         try:
             await identify(request, scope)
             if scope["method"] != self.method:
@@ -110,14 +124,14 @@ class Endpoint:
             await self._read(request, scope, body)
             return await until_disconnected(self._handle(request, send), receive)
         except MethodNotAllowed as error:
-            answer = self.refused(error)
+            answer = refused(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().noted(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
-            return self.refused(error)
+            return refused(error)
 
     async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.form:
@@ -202,30 +216,64 @@ def end_all() -> None:
         task.cancel()
 
 
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
+def is_of_anthropic(scope: Scope) -> bool:
+    """Return True if the request comes from a client of Anthropic's API."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+_OF_BROWSERS = frozenset({b"cookie", b"origin"})
+
+
+def _basic_password(authorization: str) -> str | None:
+    """Return the password of an `Authorization: Basic …` header value, None for any other value."""
+    scheme, _, encoded = authorization.strip().partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def _without_browser(scope: Scope) -> bool:
+    """Return True if no browser has sent the request on behalf of a page."""
+    return not any(name in _OF_BROWSERS for name, _ in scope["headers"])
 
 
 async def identify(request: InferenceRequest, scope: Scope) -> None:
     """Set the caller, or a stored key to confirm; raise NotAuthenticated without either."""
-    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
-
-    def header(name: str) -> str:
-        return headers.get(name.encode(), b"").decode("latin-1")
-
-    credential = principals.read_credential(header)
+    headers = principals.credential_headers(scope)
+    password = _basic_password(headers.get("authorization", ""))
+    if password is not None and _without_browser(scope):
+        headers["authorization"] = f"Bearer {password}"
+    credential = principals.read_credential(headers)
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
+    elif credential is None and _without_browser(scope) and _is_admitted(request.client_address):
+        request.principal = principals.KEYLESS
     elif credential is None:
         if not sessions.has_session(scope):
             raise NotAuthenticated("a valid API key is required")
         request.principal = await sessions.principal_of_request(scope)
         request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
-        if principals.offered_credential(header):
+        if principals.offered_credential(headers):
             raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
+
+
+def _is_admitted(address: str) -> bool:
+    """Return True if the operator admits this address without a key."""
+    networks = conf.cluster().keyless_networks
+    try:
+        ip = ip_address(address) if networks else None
+    except ValueError:
+        return False
+    if isinstance(ip, IPv6Address) and ip.ipv4_mapped:
+        ip = ip.ipv4_mapped
+    return ip is not None and any(ip in network for network in networks)
 
 
 async def confirm(request: InferenceRequest) -> None:

@@ -7,10 +7,12 @@ all release the replica. If a replica is dead, the next one is tried.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
 
 from localai_cluster.accounts.authentication import recent_sessions
@@ -72,9 +74,10 @@ Work = Callable[[BackendClient], Awaitable[T]]
 """The calls to one engine; they must finish by the request's `deadline`."""
 
 
-def wait_until() -> float:
+def wait_until(*, is_patient: bool = False) -> float:
     """Return the time on the monotonic clock at which a new request stops waiting for a load (C32)."""
-    budget = conf.cluster().model_load_wait
+    cluster = conf.cluster()
+    budget = cluster.ollama_load_wait if is_patient else cluster.model_load_wait
     return clock.monotonic() + budget if budget else math.inf
 
 
@@ -91,38 +94,19 @@ class Gateway:
         self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
         """Running health calls, by (address, token); concurrent failures there share one call."""
 
+    def attempts(self, request: InferenceRequest) -> "Attempts":
+        """Return the attempts of a request."""
+        return Attempts(self, request)
+
     async def run(self, request: InferenceRequest, work: "Work[T]") -> T:
-        """Run `work` on one replica; raise ClusterErrors.
-
-        A replica that did no work (dead, busy, or holding another model) is replaced by the next one or by a
-        load. A replica whose connection broke during the call is replaced only once, because the request
-        itself may have crashed it. Any other error is raised, and every error is once the response has begun.
-
-        The request's deadline is set with its first replica and covers all further replicas. For a streamed
-        response it is the limit of the first piece.
-        """
-        request.wait_until, losses = wait_until(), 0
-        for attempt in range(1, MAX_REPLICAS + 1):
-            replica = await self._acquire(request)
-            request.deadline = min(request.deadline, clock.monotonic() + conf.cluster().request_timeout)
-            request.wait_until = min(request.wait_until, request.deadline)
-            try:
-                return await work(self._clients.get(replica.address, replica.token))
-            except BackendError as error:
-                await self._check(replica, error)
-                is_lost = isinstance(error, Lost)
-                losses += is_lost
-                is_last = attempt == MAX_REPLICAS or losses > 1 or request.begun
-                if is_last or not (error.repeatable or is_lost):
-                    raise
-                logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
-                # That replica may stay in service and match the prefix, so the next picks ignore prefixes.
-                request.ignore_prefixes()
-            finally:
-                self.picker.release(replica)
+        """Return the result of `work` on one replica; raise ClusterErrors as `Attempts` does."""
+        for attempt in self.attempts(request):
+            async with attempt as engine:
+                return await work(engine)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _acquire(self, request: InferenceRequest) -> Replica:
+    async def acquire(self, request: InferenceRequest) -> Replica:
+        """Pick a replica and count the request in; wait for a load if none is loaded."""
         loads = 0
         while (replica := await self._pick(request)) is None:
             if loads == MAX_LOADS:
@@ -130,15 +114,19 @@ class Gateway:
             loads += await self._loads.wait(request)
         return replica
 
+    def client(self, replica: Replica) -> BackendClient:
+        """Return the client of the replica's engine; raise Refused for an unusable address."""
+        return self._clients.get(replica.address, replica.token)
+
     async def _pick(self, request: InferenceRequest) -> Replica | None:
-        if self._prefixes is None:
+        if self._prefixes is None or not request.chain:
             return await self.picker.acquire(request)
         self._prefixes.advise(request)
         replica = await self.picker.acquire(request)
         self._prefixes.record_pick(request)
         return replica
 
-    async def _check(self, replica: Replica, error: BackendError) -> None:
+    async def check(self, replica: Replica, error: BackendError) -> None:
         """Exclude the replica from picks if the error or a probe shows that it cannot serve."""
         has_wrong_model = isinstance(error, ModelNotLoaded | IdentityMismatch)
         is_dead = isinstance(error, Refused | Lost) and not await self._answers(replica)
@@ -173,9 +161,66 @@ class Gateway:
 
     async def _is_healthy(self, replica: Replica) -> bool:
         try:
-            return await self._clients.get(replica.address, replica.token).health(PROBE_SECONDS)
+            return await self.client(replica).health(PROBE_SECONDS)
         except BackendError:
             return False
+
+
+class Attempts:
+    """The attempts of one request: `for attempt in attempts: async with attempt as engine: return …`.
+
+    Entering an attempt picks a replica. The body makes the calls; leaving it counts the request out. A
+    replica that did no work (dead, busy, or holding another model) is followed by an attempt on the next one
+    or on a loaded one. A replica whose connection broke during the call is replaced only once, because the
+    request itself may have crashed it. Any other error is raised, and every error is once the response has
+    begun.
+
+    The request's deadline is set with its first replica and covers all further replicas. For a streamed
+    response it is the limit of the first piece.
+    """
+
+    def __init__(self, gateway: Gateway, request: InferenceRequest) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._count = self._losses = 0
+        request.wait_until = wait_until(is_patient=request.is_patient)
+
+    def __iter__(self) -> Iterator["Attempts"]:
+        return itertools.repeat(self)
+
+    async def __aenter__(self) -> BackendClient:
+        request = self._request
+        while True:
+            self._count += 1
+            self._replica = await self._gateway.acquire(request)
+            request.deadline = min(request.deadline, clock.monotonic() + conf.cluster().request_timeout)
+            request.wait_until = min(request.wait_until, request.deadline)
+            try:
+                return self._gateway.client(self._replica)
+            except BackendError as error:
+                if not await self.__aexit__(type(error), error, None):
+                    raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        try:
+            return isinstance(error, BackendError) and await self._is_repeated(error)
+        finally:
+            self._gateway.picker.release(self._replica)
+
+    async def _is_repeated(self, error: BackendError) -> bool:
+        replica = self._replica
+        await self._gateway.check(replica, error)
+        is_lost = isinstance(error, Lost)
+        self._losses += is_lost
+        is_last = self._count == MAX_REPLICAS or self._losses > 1 or self._request.begun
+        if is_last or not (error.repeatable or is_lost):
+            return False
+        logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
+        # That replica may stay in service and match the prefix, so the next picks ignore prefixes.
+        self._request.ignore_prefixes()
+        return True
 
 
 @dataclass

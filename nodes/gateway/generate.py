@@ -4,14 +4,16 @@ The first piece of a stream must arrive within the request limit, each later pie
 (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A complete response is one piece, which saves work per
 token, so the request limit covers all of it. A disconnecting client cancels both kinds of calls.
 
-`docs/inference.md` documents each field of a call and a reply for authors of engines.
+`docs/engines.md` and `docs/inference-fields.md` document each field of a call and a reply.
 """
 
 import asyncio
 import codecs
+import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
+from localai_cluster.rpc.errors import Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway, gbnf, templates
@@ -30,16 +32,15 @@ from nodes.gateway.generation import (
     Conversation,
     Durations,
     Generation,
+    Pipe,
     Prompt,
     Sampling,
-    Sink,
     TextDelta,
     ToolPiece,
     Usage,
 )
 from nodes.gateway.prefix_table import prompt_bytes, prompt_chain
 from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import silence_limit
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
@@ -253,44 +254,60 @@ _SILENT = "the engine has sent nothing for too long"
 _TOO_LONG = "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a streamed one may take longer"
 
 
-async def generate(
-    request: InferenceRequest, generation: Generation, sink: Sink, restart: Callable[[], None]
-) -> None:
-    """Run the generation on a replica and send its deltas to `sink`.
+async def generate(request: InferenceRequest, generation: Generation) -> list[TextDelta]:
+    """Return the deltas of a complete response, made by one replica."""
+    with rename_fields(generation):
+        calls = await _prepare(request, generation)
+        for attempt in gateway.current().attempts(request):
+            async with attempt as engine:
+                return [delta async for delta in await calls.start(engine)]
+        raise AssertionError("the last attempt returns or raises")
 
-    `restart` is called before each attempt, because the deltas of a failed attempt are void unless
-    `request.begun` is set: then the client has received some.
-    """
+
+async def stream(request: InferenceRequest, generation: Generation) -> AsyncGenerator[TextDelta, None]:
+    """Yield the deltas of a response. Once the reader sets `request.begun`, no other replica is tried."""
+    with rename_fields(generation):
+        calls = await _prepare(request, generation)
+        for attempt in gateway.current().attempts(request):
+            async with attempt as engine, aclosing(await calls.start(engine)) as deltas:
+                async for delta in deltas:
+                    yield delta
+                return
+
+
+@contextmanager
+def rename_fields(generation: Generation) -> Iterator[None]:
+    """Rename the fields of refusals to the client's names for them."""
     try:
-        definition = await find_definition(generation.model)
-        request.model = definition.name
-        prompts = [
-            await render_template(definition, prompt) if isinstance(prompt, Conversation) else prompt
-            for prompt in generation.prompts
-        ]
-        if conf.cluster().prefix_cache:
-            request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
-        options = sampling_options(
-            generation.sampling, definition, request.request_id, random.getrandbits(31)
-        )
-        started_at = clock.monotonic()
-
-        async def work(engine: BackendClient) -> None:
-            restart()
-            texts = [await _text(engine, prompt, request) for prompt in prompts]
-            calls = [with_prompt(options, text, answer) for text in texts for answer in range(generation.n)]
-            await _Attempt(engine, request, generation, sink, started_at).run_all(calls)
-
-        await gateway.current().run(request, work)
+        yield
     except InvalidInput as refusal:
         raise rename_field(refusal, generation) from None
 
 
+async def _prepare(request: InferenceRequest, generation: Generation) -> "_Calls":
+    """Find the model's definition and render the prompts, once for all attempts."""
+    definition = await find_definition(generation.model)
+    request.model = definition.name
+    prompts = [
+        await render_template(definition, prompt) if isinstance(prompt, Conversation) else prompt
+        for prompt in generation.prompts
+    ]
+    if conf.cluster().prefix_cache:
+        request.chain = prompt_chain(definition.name, prompt_bytes(prompts[0]))
+    options = sampling_options(generation.sampling, definition, request.request_id, random.getrandbits(31))
+    return _Calls(request, generation, prompts, options)
+
+
 async def render_template(definition: Definition, prompt: Conversation) -> Conversation:
     """Return the conversation with the prompt rendered by the definition's template, if it has one."""
-    if definition.generation.template:
-        return replace(prompt, rendered=await templates.render(definition.generation.template, prompt))
-    return prompt
+    template = definition.generation.template
+    if not template:
+        return prompt
+    if prompt.tools and not templates.has_tools(template):
+        raise InvalidInput(
+            "tools: the template of this model's definition has no place for them", field="tools"
+        )
+    return replace(prompt, rendered=await templates.render(template, prompt))
 
 
 async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
@@ -304,83 +321,77 @@ async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest
     return (await engine.detokenize(DetokenizeRequest(tokens=prompt), remaining)).content
 
 
-class _Attempt:
-    """One attempt at all choices of a request, on one engine."""
+class _Calls:
+    """The engine calls of one request; each attempt makes all of them on one engine."""
 
     def __init__(
         self,
-        engine: BackendClient,
         request: InferenceRequest,
         generation: Generation,
-        sink: Sink,
-        started_at: float,
+        prompts: Sequence[Prompt],
+        options: PredictOptions,
     ) -> None:
-        self._engine = engine
         self._request = request
         self._generation = generation
-        self._sink = sink
-        self._started_at = started_at
-        self._called_at = clock.monotonic()
+        self._prompts = prompts
+        self._options = options
+        self._started_at = self._called_at = clock.monotonic()
         self._first_at: float | None = None
 
-    async def run_all(self, calls: Sequence[PredictOptions]) -> None:
-        """Generate every choice, up to `AT_ONCE` concurrently; the first failure cancels the others."""
-        waiting = iter(enumerate(calls))
-        if len(calls) == 1:
-            await self._run_calls(waiting)
-            return
-        workers = [asyncio.ensure_future(self._run_calls(waiting)) for _ in range(min(AT_ONCE, len(calls)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+    async def start(self, engine: BackendClient) -> AsyncGenerator[TextDelta, None]:
+        """Return the deltas of all choices on this engine; the first failure cancels the other choices."""
+        texts = [await _text(engine, prompt, self._request) for prompt in self._prompts]
+        self._called_at, self._first_at = clock.monotonic(), None
+        choices = [
+            self._answer(engine, choice, with_prompt(self._options, text, answer))
+            for choice, (text, answer) in enumerate(itertools.product(texts, range(self._generation.n)))
+        ]
+        return choices[0] if len(choices) == 1 else _merge(choices)
 
-    async def _run_calls(self, waiting: Iterator[tuple[int, PredictOptions]]) -> None:
-        for choice, options in waiting:
-            streamed = self._generation.stream
-            try:
-                await self._answer(choice, options, streamed)
-            except Unimplemented:
-                await self._answer(choice, options, not streamed)
-
-    async def _answer(self, choice: int, options: PredictOptions, streamed: bool) -> None:
+    async def _answer(
+        self, engine: BackendClient, choice: int, options: PredictOptions
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Yield the deltas of one choice."""
         reader = ReplyReader(choice, self._generation.sampling, options.Tokens)
-        replies = self._engine.predict_stream(options) if streamed else self._engine.predict(options)
-        first = self._request.deadline - clock.monotonic()
-        try:
-            async with silence_limit(conf.cluster().stream_stall, first) as limit:
-                async for reply in replies:
-                    # Only the engine's time counts, not the time of a slow client.
-                    limit.pause()
-                    delta = reader.delta(reply)
-                    if delta is not None:
-                        if self._first_at is None:
-                            self._first_at = self._start_time(reply, streamed)
-                        await self._sink(delta)
-                    limit.begin()
-                trailing = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
-        except TimeoutError:
-            raise DeadlineExceeded(_SILENT if streamed else _TOO_LONG) from None
-        finally:
-            replies.cancel()
-        await self._end(reader.last(*trailing))
+        wants_stream = self._generation.stream
+        # An engine may offer only streams, or only complete replies.
+        for is_streamed in (wants_stream, not wants_stream):
+            replies = engine.predict_stream(options) if is_streamed else engine.predict(options)
+            first = self._request.deadline - clock.monotonic()
+            stall, message = conf.cluster().stream_stall, _SILENT if is_streamed else _TOO_LONG
+            try:
+                async with aclosing(replies.within(first, stall, message)) as pieces:
+                    async for reply in pieces:
+                        if (delta := reader.delta(reply)) is not None:
+                            self._record_first(reply, delta, is_streamed)
+                            yield delta
+            except Unimplemented:
+                if is_streamed is not wants_stream:
+                    raise
+            else:
+                break
+        trailing = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
+        yield self._end(reader.last(*trailing))
 
-    def _start_time(self, reply: Reply, streamed: bool) -> float:
-        """Return the start time of the response.
+    def _record_first(self, reply: Reply, delta: TextDelta, is_streamed: bool) -> None:
+        """Record the start of the response.
 
         It is its first piece, or the end of prompt processing that the engine reports.
         """
+        if self._first_at is not None:
+            return
+        delta.prompt_tokens = reply.prompt_tokens
         now = clock.monotonic()
         if self._generation.stream:
             metrics.first_token(self._request.model, now - self._started_at)
-        if streamed:
-            return now
         prompt = reply.timing_prompt_processing / 1000
-        return self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
+        if is_streamed:
+            self._first_at = now
+        else:
+            self._first_at = self._called_at + (min(prompt, now - self._called_at) if prompt > 0 else 0.0)
 
-    async def _end(self, last: TextDelta) -> None:
+    def _end(self, last: TextDelta) -> TextDelta:
+        """Return the last delta of a choice with the durations of the response."""
         if last.usage is not None:
             metrics.tokens_used(
                 self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
@@ -388,4 +399,36 @@ class _Attempt:
         now = clock.monotonic()
         first = now if self._first_at is None else self._first_at
         durations = Durations(self._called_at - self._started_at, first - self._called_at, now - first)
-        await self._sink(replace(last, durations=durations))
+        return replace(last, durations=durations)
+
+
+async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
+    """Yield the deltas of several choices, up to `AT_ONCE` concurrently; the first failure ends all."""
+    pipe, waiting = Pipe(), iter(choices)
+
+    async def read_choices() -> None:
+        for choice in waiting:
+            async with aclosing(choice) as deltas:
+                async for delta in deltas:
+                    await pipe.put(delta)
+
+    readers = [asyncio.ensure_future(read_choices()) for _ in range(min(AT_ONCE, len(choices)))]
+
+    def close_pipe(ended: "asyncio.Future[Any]") -> None:
+        # Reads the exception too, so that asyncio logs none if the consumer has left.
+        if ended.cancelled() or ended.exception():
+            for reader in readers:
+                reader.cancel()
+        pipe.close()
+
+    end = asyncio.gather(*readers)
+    end.add_done_callback(close_pipe)
+    try:
+        while not pipe.ended:
+            for delta in await pipe.take():
+                yield delta
+        await end
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

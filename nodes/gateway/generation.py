@@ -1,11 +1,12 @@
 """The common model of all text generation dialects: one request, one stream of deltas.
 
 A dialect is pure functions without I/O: `parse` converts a request's fields to a `Generation`; `events` and
-`render_response` render deltas as bytes, incrementally or at once. `generate` converts a generation to engine
-calls and their replies to deltas.
+`render_response` render deltas as bytes, incrementally or at once. `generate.py` converts a generation to
+engine calls and their replies to deltas; a `Pipe` queues deltas for a slow client.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,6 +82,8 @@ class Generation:
     """This dialect's names for fields of OpenAI's chat that an engine may refuse."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response repeats."""
+    tool_namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name there of the functions that the client has sent in one, by their name here."""
 
     @property
     def choices(self) -> int:
@@ -137,6 +140,8 @@ class TextDelta:
     finish: str = ""
     usage: Usage | None = None
     durations: Durations | None = None
+    prompt_tokens: int = 0
+    """Of a response's first delta: tokens of its prompt, if the engine has reported them by then."""
 
     @property
     def size(self) -> int:
@@ -148,8 +153,50 @@ class TextDelta:
         return 64 + len(self.text) + len(self.reasoning) + tools + 200 * tokens
 
 
-Sink = Callable[[TextDelta], Awaitable[None]]
-"""Consumer of deltas; it may block the producer."""
+LARGEST_PIPE = 256 * 1024
+"""Approximate limit on the bytes of queued deltas; beyond it the engine is blocked."""
+
+
+class Pipe:
+    """A bounded queue of deltas from engines to a client, all on one event loop."""
+
+    def __init__(self) -> None:
+        self._queue: list[TextDelta] = []
+        self._size = 0
+        self._closed = False
+        self._ready, self._has_space = asyncio.Event(), asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """True if the pipe is closed and empty."""
+        return self._closed and not self._queue
+
+    async def put(self, delta: TextDelta) -> None:
+        """Add a delta; wait while the pipe is full."""
+        while self._size > LARGEST_PIPE:
+            self._has_space.clear()
+            await self._has_space.wait()
+        self._queue.append(delta)
+        self._size += delta.size
+        self._ready.set()
+
+    def close(self) -> None:
+        """Mark the end: no further delta follows the queued ones."""
+        self._closed = True
+        self._ready.set()
+
+    def nudge(self) -> None:
+        """Wake the reader without a delta."""
+        self._ready.set()
+
+    async def take(self) -> list[TextDelta]:
+        """Return all queued deltas; none if the pipe was closed or the reader was nudged."""
+        await self._ready.wait()
+        deltas, self._queue, self._size = self._queue, [], 0
+        if not self._closed:
+            self._ready.clear()
+        self._has_space.set()
+        return deltas
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,12 +94,16 @@ class PrefixRouter:
         if replica is None or request.is_prefix_cached is None:
             return
         place, chain, model = (replica.node_id, replica.index), request.chain, request.model
-        kept_away = request.is_prefix_cached and place != request.preferred
-        if kept_away:
+        cached = 0
+        if not request.is_prefix_cached:
+            outcome = "miss"
+        elif place == request.preferred:
+            outcome, cached = "hit", round(len(chain) * (request.cached_ratio or 0.0))
+        else:
+            outcome = "kept_away"
             self._pressure.record(model, clock.now())
             self._unreported.add(model)
-        cached_ratio = request.cached_ratio if request.is_prefix_cached and not kept_away else 0.0
-        metrics.prefix_picked(model, request.is_prefix_cached, kept_away, len(chain), cached_ratio or 0.0)
+        metrics.prefix_picked(model, outcome, len(chain), cached)
         if self._affinity.observe(model, chain, place, clock.monotonic()):
             self._publish(PrefixObserved(model, chain, *place))
 

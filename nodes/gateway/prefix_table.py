@@ -98,13 +98,14 @@ class _Owner:
         self.blocks += count
 
     def subtract(self, count: int, used_at: float, now: float, half_life: float) -> None:
-        """Subtract blocks that have a new owner or were dropped."""
+        """Subtract blocks that have a new owner, were used again or were dropped."""
         self.blocks -= count
+        if now != self.at:
+            self.weight *= _decay_factor(now - self.at, half_life)
+            self.at = now
         # Without blocks the weight is exactly 0, despite rounding errors.
-        weight = self.weight * _decay_factor(now - self.at, half_life)
-        weight -= count * _decay_factor(now - used_at, half_life)
-        self.weight = max(weight, 0.0) if self.blocks else 0.0
-        self.at = now
+        weight = self.weight - count * _decay_factor(now - used_at, half_life)
+        self.weight = weight if self.blocks and weight > 0 else 0.0
 
 
 def _decay_factor(age: float, half_life: float) -> float:
@@ -130,7 +131,8 @@ class _PrefixNode:
 class _Table:
     """The prefix tree of one model."""
 
-    def __init__(self, ttl: float, half_life: float) -> None:
+    def __init__(self, tables: "PrefixTables", ttl: float, half_life: float) -> None:
+        self._tables = tables
         self.nodes: dict[int, _PrefixNode] = {}
         """The node of each block."""
         self.size = 0
@@ -140,12 +142,16 @@ class _Table:
         """All nodes, the least recently used first; of one chain the last comes first."""
         self._ttl = ttl
         self._half_life = half_life
+        self._none_expires_before = 0.0
 
     def expire(self, now: float) -> None:
         """Drop expired nodes (R3.10)."""
+        if now < self._none_expires_before:
+            return
         while self._order:
             node = next(iter(self._order))
             if now - node.used_at <= self._ttl:
+                self._none_expires_before = node.used_at + self._ttl
                 return
             self._drop(node, len(node.blocks), now)
 
@@ -178,28 +184,32 @@ class _Table:
             depth, node = node.start, node.parent
         return None if node is None else Match(node.owner.place, depth)
 
-    def put(self, chain: Chain, depth: int, place: Slot, now: float) -> None:
-        """Make the replica the owner of every block (R3.9), of which the table has `depth`."""
+    def observe(self, chain: Chain, place: Slot, now: float) -> bool:
+        """Make the replica the owner of every block (R3.9); return False if it was that already."""
+        self.expire(now)
+        depth = self.depth(chain)
+        is_news = depth < len(chain) or self.match(chain, depth, now) != (place, depth)
         owner = self.owners.get(place)
         if owner is None:
             if len(self.owners) >= MOST_OWNERS:
-                return
+                return is_news
             owner = self.owners[place] = _Owner(place, now)
-        parent = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
+        node = self._split(self.nodes[chain[depth - 1]], depth) if depth else None
         owner.add(len(chain), now, self._half_life)
         # From the end to the beginning, so that the first blocks, which most prompts share, are dropped last.
         if depth < len(chain):
-            leaf = _PrefixNode(parent, depth, chain[depth:], owner, now)
-            self.nodes.update(dict.fromkeys(leaf.blocks, leaf))
-            self.size += len(leaf.blocks)
+            leaf = _PrefixNode(node, depth, chain[depth:], owner, now)
+            for block in leaf.blocks:
+                self.nodes[block] = leaf
+            self._resize(len(chain) - depth)
             self._order[leaf] = None
-        node = parent
         while node is not None:
             previous, used_at = node.owner, node.used_at
             node.owner, node.used_at = owner, now
             self._order.move_to_end(node)
             self._subtract(previous, len(node.blocks), used_at, now)
             node = node.parent
+        return is_news
 
     def forget(self, node: UUID, index: int) -> None:
         """Skip this replica's blocks from now on (R3.22); below 0, those of all its node's replicas."""
@@ -230,10 +240,14 @@ class _Table:
             if self.nodes.get(block) is node:
                 del self.nodes[block]
         node.blocks = node.blocks[:-count]
-        self.size -= count
+        self._resize(-count)
         if not node.blocks:
             del self._order[node]
         self._subtract(node.owner, count, node.used_at, now)
+
+    def _resize(self, count: int) -> None:
+        self.size += count
+        self._tables.size += count
 
     def _subtract(self, owner: _Owner, count: int, used_at: float, now: float) -> None:
         if owner.removed:
@@ -251,10 +265,11 @@ class PrefixTables:
         self._half_life = half_life
         self._most = most
         self._tables: dict[str, _Table] = {}
+        self.size = 0
+        """Number of blocks in all tables, including those of removed replicas."""
 
     def __len__(self) -> int:
-        """Return the number of blocks, including those of removed replicas."""
-        return sum(table.size for table in list(self._tables.values()))
+        return self.size
 
     def observe(self, model: str, chain: Chain, place: Slot, now: float) -> bool:
         """Record that the replica received this prompt (R3.9).
@@ -263,13 +278,14 @@ class PrefixTables:
         """
         if not chain:
             return False
-        table = self._tables.setdefault(model, _Table(self._ttl, self._half_life))
-        table.expire(now)
-        depth = table.depth(chain)
-        previous_match = table.match(chain, depth, now)
-        table.put(chain, depth, place, now)
-        self._shrink(now)
-        return previous_match != Match(place, len(chain))
+        table = self._tables.get(model)
+        if table is None:
+            table = self._tables[model] = _Table(self, self._ttl, self._half_life)
+        is_news = table.observe(chain, place, now)
+        if (excess := self.size - self._most) > 0:
+            # The model with the most blocks loses some.
+            max(self._tables.values(), key=lambda table: table.size).shrink(excess, now)
+        return is_news
 
     def match(self, model: str, chain: Chain, now: float) -> Match | None:
         """Return the replica that last received the longest cached prefix of this prompt (R3.11), or None."""
@@ -292,6 +308,7 @@ class PrefixTables:
     def clear(self) -> None:
         """Drop all blocks."""
         self._tables.clear()
+        self.size = 0
 
     def sweep(self, now: float) -> None:
         """Drop expired blocks and empty tables (R3.10)."""
@@ -299,9 +316,3 @@ class PrefixTables:
             table.expire(now)
             if not table.size:
                 del self._tables[model]
-
-    def _shrink(self, now: float) -> None:
-        """Drop blocks of the model with the most blocks until the limit holds."""
-        excess = len(self) - self._most
-        if excess > 0:
-            max(self._tables.values(), key=lambda table: table.size).shrink(excess, now)

@@ -7,7 +7,7 @@ depth of a body is checked before (`localai_cluster/kit/untrusted.py`).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from localai_cluster.kit.errors import InvalidInput
@@ -54,7 +54,7 @@ def check_grammar(grammar: str) -> None:
             )
 
 
-def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+def check(schemas: Sequence[tuple[Mapping[str, Any], str]]) -> None:
     """Raise InvalidInput, with the schema's field, unless every reference resolves and none is recursive."""
     steps = 0.0
     for schema, field in schemas:

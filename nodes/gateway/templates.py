@@ -54,6 +54,11 @@ class _Silent(Exception):
     """The process neither replied nor ended in time."""
 
 
+def has_tools(source: str) -> bool:
+    """Return True if the template has a place for tools."""
+    return "tools" in source
+
+
 async def render(source: str, conversation: Conversation) -> str:
     """Return the prompt that the template renders.
 

@@ -46,8 +46,9 @@ class NoticeSettings:
     """The settings that notices are about."""
 
     registration_token: str
-    api_key: str
+    api_keys: tuple[str, ...]
     allow_shared_token_nodes: bool
+    keyless_networks: tuple[str, ...] = ()
 
 
 def _notice(name: str, level: str, text: str, hint: str) -> Notice:
@@ -75,6 +76,7 @@ def active_notices(facts: ClusterFacts, settings: NoticeSettings, now: datetime)
         *_identity_notices(facts, settings),
         *_version_notices(facts),
         *_secret_notices(settings),
+        *_keyless_notices(settings),
     ]
 
 
@@ -164,10 +166,18 @@ def _version_notices(facts: ClusterFacts) -> list[Notice]:
     return [_notice("worker-versions", "warning", text, hint)]
 
 
+def _keyless_notices(settings: NoticeSettings) -> list[Notice]:
+    if not settings.keyless_networks:
+        return []
+    text = f"Programs in {', '.join(settings.keyless_networks)} may use the models without a key."
+    hint = "Name the smallest networks in CLUSTER_KEYLESS_NETWORKS, or give programs keys and unset it."
+    return [_notice("keyless-networks", "warning", text, hint)]
+
+
 def _secret_notices(settings: NoticeSettings) -> list[Notice]:
     secrets = (
-        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", settings.registration_token),
-        ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_key),
+        ("weak-token", "worker token", "LOCALAI_REGISTRATION_TOKEN", (settings.registration_token,)),
+        ("weak-key", "admin key", "LOCALAI_API_KEY", settings.api_keys),
     )
     return [
         _notice(
@@ -176,6 +186,6 @@ def _secret_notices(settings: NoticeSettings) -> list[Notice]:
             f"The {secret} is weak: short or easy to guess.",
             f"Set {setting} to a long random value, or let `make run` generate one.",
         )
-        for name, secret, setting, value in secrets
-        if value and weak_secret(value)
+        for name, secret, setting, values in secrets
+        if any(value and weak_secret(value) for value in values)
     ]

@@ -21,7 +21,8 @@ from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.placement.memory import Reservation
 from nodes.registry import actions
 from nodes.registry.node_rows import LabelsOf, version_skew_of
-from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
+from nodes.registry.shape import LIVE_NODE, fact_column
+from nodes.replicas.shape import LIVE_MODEL
 
 LiveNode = dict[str, Any]
 

@@ -288,7 +288,12 @@ def _change_messages(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
 
 def _notice_settings() -> NoticeSettings:
     cluster = conf.cluster()
-    return NoticeSettings(cluster.registration_token, cluster.api_key, cluster.allow_shared_token_nodes)
+    return NoticeSettings(
+        cluster.registration_token,
+        cluster.api_keys,
+        cluster.allow_shared_token_nodes,
+        tuple(map(str, cluster.keyless_networks)),
+    )
 
 
 def _text(message: dict[str, Any]) -> str:

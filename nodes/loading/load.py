@@ -31,9 +31,8 @@ from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.loading import load_attempts, load_placement, needs, node_options, staging
-from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.load_attempts import Attempt, attempt_id
+from nodes.loading import load_attempts, load_placement, load_request, node_options, staging
+from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone, attempt_id
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
@@ -96,7 +95,7 @@ class LoadModel:
 
     async def _place(self, work: Work, definition: Definition) -> tuple[Attempt, PendingEviction | None]:
         files = await self._definitions.sizes.of(definition)
-        need = needs.estimate_need(definition, files)
+        need = load_request.estimate_need(definition, files)
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )

@@ -17,8 +17,8 @@ from localai_cluster.kit import conf, errors, names
 from localai_cluster.web.shapes import Row
 from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions.folder import folder
-from nodes.loading import needs
-from nodes.loading.failures import refusals
+from nodes.loading import load_request
+from nodes.loading.load_attempts import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
 from nodes.loading.reason_shapes import (
@@ -180,7 +180,7 @@ async def needs_of(model_name: str) -> LoadNeeds | None:
     definition = await models.find(model_name)
     if definition is None:
         return None
-    need = needs.estimate_need(definition, await models.sizes.of(definition))
+    need = load_request.estimate_need(definition, await models.sizes.of(definition))
     return LoadNeeds(definition, need, await models.conflicting(definition))
 
 

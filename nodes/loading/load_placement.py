@@ -26,9 +26,8 @@ from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.load_snapshots import encode_load
 from nodes.decisions.snapshot_log import Sections
 from nodes.definitions.files import Definition
-from nodes.loading import load_attempts, needs
-from nodes.loading.failures import Cause, WorkerGone, refusals, refused_by_all
-from nodes.loading.load_attempts import retry_or_end
+from nodes.loading import load_attempts, load_request
+from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
 from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
 from nodes.models import ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
@@ -242,7 +241,8 @@ async def _no_node(
     if explanation.outcome == DecisionOutcome.REFUSED:
         outcome: Exception = refused_by_all(operation.payload)
     else:
-        payload = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
+        payload = {**operation.payload, LACKS_ROOM: lacks_room}
+        payload = load_request.need_into_payload(payload, question.view.need)
         payload = into_payload(payload, backoffs)
         outcome = retry_or_end(operation, explanation.sentence, seconds=seconds, payload=payload)
     is_abandoned = isinstance(outcome, Abandoned)

@@ -1,4 +1,4 @@
-"""Requests of loads: the payload of the operation `model_load`, its creation, and its progress deadline.
+"""Requests of loads: the payload of the operation `model_load`, its creation, need and progress deadline.
 
 A load with a waiting request is needed as long as the request waits. No request waits for a scale-up: it
 expires after the install and load limits (R2.24), and later while it makes progress, so bytes arrive or
@@ -9,13 +9,17 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf
+from nodes.definitions.files import Definition, load_options
+from nodes.definitions.sizes import ModelFiles
 from nodes.models.replica import load_key
-from nodes.placement import deadlines
+from nodes.placement import deadlines, memory
+from nodes.placement.choose import Need
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission
 from operations.models import Operation, Status
@@ -184,3 +188,44 @@ def load_on_other_node(model: str, node_id: UUID, operation_id: UUID | None) -> 
         return admission.admit(request, now=now).operation
     admission.need_until(operation_id, now + NEEDED_FOR)
     return Operation.objects.get(pk=operation_id)
+
+
+VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
+"""Payload keys of a waiting load's need: the first three in bytes, the last a boolean."""
+
+
+def estimate_need(definition: Definition, files: ModelFiles) -> Need:
+    """Return the need of a load (R2.40, R2.37)."""
+    options = load_options(definition)
+    vram = memory.estimate_vram(files.weights, files.header, options)
+    own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
+    return _need_of(vram, memory.required_disk(files.payload), files.payload, own_gpus=own_gpus)
+
+
+def need_into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
+    """Return the payload with the need of the load."""
+    return {**payload, VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
+
+
+def need_from_payload(payload: Mapping[str, Any]) -> Need:
+    """Parse the need in an operation's payload; no need before the first placement."""
+    return _need_of(
+        payload.get(VRAM, 0),
+        payload.get(DISK, 0),
+        payload.get(FILES, 0),
+        own_gpus=payload.get(OWN_GPUS, False),
+    )
+
+
+def _need_of(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
+    """Return the need; the operator's settings decide if a lack excludes a node (R2.32, R2.39)."""
+    settings = conf.cluster()
+    disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
+    return Need(
+        vram=vram,
+        vram_required=settings.vram_policy == "require",
+        disk=disk,
+        disk_required=settings.disk_headroom_check,
+        files=files,
+        own_gpus=own_gpus,
+    )

@@ -14,7 +14,7 @@ from uuid import UUID
 from localai_cluster.kit import conf
 from localai_cluster.messaging.messages import InstallReply
 from nodes.definitions.files import Definition, load_options
-from nodes.loading.failures import NodeRefused
+from nodes.loading.load_attempts import NodeRefused
 from nodes.models import BackendNode
 from nodes.replicas.slots import Slot
 

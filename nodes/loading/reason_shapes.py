@@ -24,7 +24,8 @@ from localai_cluster.web.shapes import (
 )
 from nodes.models import DecisionKind, PlacementOutcome
 from nodes.placement.explain import Explanation
-from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
+from nodes.registry.shape import NODE_STATUS
+from nodes.replicas.shape import REPLICA_STATE
 
 _BYTES = {"type": "integer", "format": "int64"}
 _ALL_BYTES = {"type": "array", "items": _BYTES}

@@ -1,25 +1,311 @@
-"""Reads files of the models folder and stores their hashes, in dedicated threads: the folder may hang.
+"""The files of a model in the models folder: which ones an engine on another machine needs, their content.
 
-A read from a mount whose server is down returns late or never. It must block neither the event loop, nor a
-thread that the database needs, nor the end of the process. The SHA-256 of a file is computed once, then
-looked up by its stamp, which has the size, both times and the inode: a replaced file has another stamp. The
-hash of a file that was written a moment ago is not stored: the file could change again within the same tick
-of its clock.
+The options of a definition name the files: the model's file, others beside it, and values in `Options` and
+`Overrides` (R2.57, worker.md §14). `plan_files` reads the folder; `FilePlan.engine_options` rewrites the
+options by the result of the transfer, without I/O. Nothing outside the models folder is sent: a path or link
+that leads out of it is not followed. The key of a file on a worker is `models/<model>/<path in the models
+folder>` (R2.58). The worker answers with the path on its own disk; without its relative part, that is the
+folder against which relative options resolve there.
+
+Files are read in dedicated threads, because the folder may hang: a read from a mount whose server is down
+returns late or never. It must block neither the event loop, nor a thread that the database needs, nor the end
+of the process. The SHA-256 of a file is computed once, then looked up by its stamp, which has the size, both
+times and the inode: a replaced file has another stamp. The hash of a file that was written a moment ago is
+not stored: the file could change again within the same tick of its clock.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import os
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote
 
-from localai_cluster.kit import clock, untrusted
-from nodes.loading.staging_plan import LocalFile
+from localai_cluster.kit import clock, names, untrusted
+from nodes.definitions.sizes import (
+    ADAPTERS,
+    MOST_FILES,
+    NAMED,
+    SIDES,
+    path_inside,
+    shards,
+    without_side_files,
+)
 from nodes.models import FileHash
 from operations.executor.work import in_thread
+
+_ROUTE = "/v1/files/"
+
+
+class NoKey(ValueError):
+    """A path that cannot have a key on a worker; the text gives the reason."""
+
+
+def key_of(model: str, relative: str) -> str:
+    """Return the key of the file at this path in the models folder; NoKey if it leads out of that folder.
+
+    A name that cannot be written into a header or a gRPC message has no key either.
+    """
+    parts = (*model.split("/"), *relative.split("/"))
+    if not {"", ".", ".."}.isdisjoint(parts):
+        raise NoKey("leads out of its folder")
+    if "\\" in model or "\\" in relative:
+        raise NoKey("has a backslash in its name")
+    for text in (model, relative):
+        if character := names.unprintable(text):
+            raise NoKey(f"has the character {character} in its name")
+    return "/".join(("models", *parts))
+
+
+def path_of(key: str) -> str:
+    """Return the URL path of this key, with every reserved character encoded."""
+    return _ROUTE + "/".join(quote(part, safe="") for part in key.split("/"))
+
+
+def root_of(local_path: str, relative: str) -> str:
+    """Return the model's folder on the worker by its path of one file; NoKey if they do not match."""
+    root = local_path.removesuffix("/" + relative)
+    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
+        raise NoKey(f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it")
+    return root
+
+
+MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
+_SCALES = "LoraScales"
+_UNCHANGED_IF_MISSING = "LoraBase"
+_VALUES = ("Options", "Overrides")
+"""Options whose entries `name:value` may name files; an entry itself is not rewritten."""
+
+
+class Unsendable(Exception):
+    """A file or folder of an option that cannot be sent to a worker; the text gives the reason."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """One file to send."""
+
+    relative: str
+    """Its path in the models folder, also used on the worker."""
+    path: Path
+    """Its resolved path, in the models folder too."""
+    size: int
+
+
+@dataclass(frozen=True)
+class NamedFiles:
+    """The target of one text in the options: a file, or a folder with all its files."""
+
+    option: str
+    text: str
+    relative: str
+    files: tuple[LocalFile, ...]
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The paths of the files without which the option is lost.
+
+        A checksum file in a folder is optional: our own worker takes none, because it would vouch for another
+        file.
+        """
+        paths = (file.relative for file in self.files)
+        return frozenset(path for path in paths if path == self.relative or not path.lower().endswith(SIDES))
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files to send for one model."""
+
+    options: Mapping[str, Any]
+    """The options of the definition."""
+    named: tuple[NamedFiles, ...] = ()
+    missing: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """By option and text: the reason why there is nothing to send."""
+
+    @cached_property
+    def files(self) -> dict[str, LocalFile]:
+        """Each file once, by its path in the folder; files of the model itself first."""
+        return {file.relative: file for target in self.named for file in target.files}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    def is_vital(self, relative: str) -> bool:
+        """Return True if the model cannot be loaded without this file."""
+        return any(target.option == MODEL_FILE and relative in target.needed for target in self.named)
+
+    def engine_options(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the options for an engine whose model files are in `root`, and a warning per lost option.
+
+        `failed` maps each file that was not sent to the reason; files of the model itself must not be among
+        them.
+        """
+        lost = dict(self.missing)
+        paths: dict[tuple[str, str], str] = {}
+        for target in self.named:
+            if reason := next((cause for relative, cause in failed.items() if relative in target.needed), ""):
+                lost[target.option, target.text] = reason
+            else:
+                paths[target.option, target.text] = f"{root}/{target.relative}"
+        options = _with_worker_paths(self.options, paths)
+        if root:
+            options[MODEL_PATH] = root
+        return options, [f"{option} {text}: {cause}" for (option, text), cause in sorted(lost.items())]
+
+
+def _with_worker_paths(options: Mapping[str, Any], paths: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    """Return the options with the worker's paths; options without a path there are removed."""
+    result = dict(options)
+    for name in NAMED:
+        path = paths.get((name, str(result.get(name, ""))))
+        if path is not None:
+            result[name] = path
+        elif name != _UNCHANGED_IF_MISSING:
+            result.pop(name, None)
+    if ADAPTERS in result:
+        candidates = [(index, paths.get((ADAPTERS, text))) for index, text in enumerate(result[ADAPTERS])]
+        adapters = [(index, path) for index, path in candidates if path is not None]
+        scales = result.get(_SCALES, ())
+        if len(scales) == len(result[ADAPTERS]):
+            result[_SCALES] = [scales[index] for index, _ in adapters]
+        result[ADAPTERS] = [path for _, path in adapters]
+    model = (MODEL_FILE, str(result.get("Model", "")))
+    if model in paths:
+        result[MODEL_FILE] = paths[model]
+    return result
+
+
+def plan_files(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
+    """Find the files that the options of the model `name` mean.
+
+    Raises Unsendable for the model's own file if it exists and must not leave the folder or cannot be read.
+    """
+    reader = _FolderReader(folder, name)
+    named: list[NamedFiles] = []
+    missing: dict[tuple[str, str], str] = {}
+    for option, text in _texts(options):
+        try:
+            target = reader.named(option, text)
+        except (Unsendable, OSError) as error:
+            problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            if option == MODEL_FILE:
+                raise Unsendable(f"the model's file {text} {problem}") from error
+            missing[option, text] = problem
+        else:
+            if target is not None:
+                named.append(target)
+            elif option not in _VALUES:
+                missing[option, text] = "is not in the models folder"
+    return FilePlan(options, tuple(named), missing)
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of option and text that may name files; the model first: others may lie beside it."""
+    yield MODEL_FILE, str(options.get("Model", ""))
+    for name in NAMED:
+        if options.get(name):
+            yield name, str(options[name])
+    for text in options.get(ADAPTERS, ()):
+        yield ADAPTERS, text
+    for name in _VALUES:
+        for entry in options.get(name, ()):
+            value = entry.partition(":")[2].strip()
+            if value:
+                yield name, value
+
+
+def _raise(error: OSError) -> None:
+    """Raise the error of `os.walk`: a folder that cannot be read is not an empty folder."""
+    raise error
+
+
+class _FolderReader:
+    """Reads the models folder for the options of one model."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self._folder, self._real_folder, self._model = folder, folder.resolve(), model
+        self._beside: list[Path] = []
+        """The model's own folder: values may be relative to it."""
+
+    def named(self, option: str, text: str) -> NamedFiles | None:
+        """Return the file or folder that the text names, None if there is none; raise Unsendable."""
+        for path in self._possible_paths(option, text):
+            if not os.path.lexists(path):
+                continue
+            relative = path.relative_to(self._folder).as_posix()
+            real = self._resolve_inside(path)
+            if option == MODEL_FILE:
+                self._beside = [path, path.parent] if real.is_dir() else [path.parent]
+            if not real.exists():
+                continue  # a link to nothing
+            return NamedFiles(option, text, relative, tuple(self._files(path, real)))
+        return None
+
+    def _possible_paths(self, option: str, text: str) -> Iterator[Path]:
+        """Yield the paths that the text may mean, in order, all of them below the folder."""
+        if "\0" in text:
+            return
+        if option not in _VALUES and not os.path.isabs(text):
+            path = path_inside(self._folder, text)
+            yield from () if path is None else (path,)
+            return
+        for base in (self._folder, *self._beside):
+            path = Path(os.path.normpath(base / text))
+            if path != self._folder and path.is_relative_to(self._folder):
+                yield path
+
+    def _resolve_inside(self, path: Path) -> Path:
+        """Resolve the path; raise Unsendable if it is outside of the folder, or the folder itself."""
+        try:
+            real = path.resolve()
+        except (OSError, RuntimeError) as error:
+            raise Unsendable("is a link that leads nowhere") from error
+        if real == self._real_folder or not real.is_relative_to(self._real_folder):
+            raise Unsendable("is a link that leads out of the models folder")
+        return real
+
+    def _files(self, path: Path, real: Path) -> Iterator[LocalFile]:
+        """Yield the file with its companion files, or all files below the folder."""
+        if not real.is_dir():
+            sidecars = [path.with_name(path.name + ".json")] if path.suffix == ".onnx" else []
+            parts = [part for part in (*shards(path), *sidecars) if part != path and part.exists()]
+            yield self._file(path)
+            yield from map(self._file, parts)
+            return
+        count = 0
+        for base, folders, filenames in os.walk(path, onerror=_raise):
+            folders.sort()
+            for name in without_side_files(filenames):
+                count += 1
+                if count > MOST_FILES:
+                    raise Unsendable(f"has more than {MOST_FILES} files")
+                yield self._file(Path(base, name))
+        if count == 0:
+            raise Unsendable("is an empty folder")
+
+    def _file(self, path: Path) -> LocalFile:
+        relative = path.relative_to(self._folder).as_posix()
+        real = self._resolve_inside(path)
+        try:
+            key_of(self._model, relative)
+            status = real.stat()
+        except NoKey as refusal:
+            raise Unsendable(f"{relative}: {refusal}") from refusal
+        except FileNotFoundError as error:
+            raise Unsendable(f"{relative}: is a link that leads nowhere") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise Unsendable(f"{relative}: is no regular file")
+        return LocalFile(relative, real, status.st_size)
+
 
 T = TypeVar("T")
 

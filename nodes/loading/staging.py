@@ -27,16 +27,16 @@ from nodes.commands.commands import unless
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
-from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
-from nodes.loading.load_attempts import Attempt
+from nodes.loading.load_attempts import Attempt, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_request import ProgressDeadline
-from nodes.loading.source_files import FileChanged, in_staging_thread
-from nodes.loading.staging_plan import (
+from nodes.loading.source_files import (
     MODEL_FILE,
+    FileChanged,
     FilePlan,
     LocalFile,
     NoKey,
     Unsendable,
+    in_staging_thread,
     key_of,
     plan_files,
     root_of,

@@ -20,8 +20,7 @@ import httpx
 
 from localai_cluster.kit import clock, names
 from localai_cluster.messaging.messages import human_bytes
-from nodes.loading.source_files import CHUNK, OpenedFile, hash_of
-from nodes.loading.staging_plan import LocalFile, path_of
+from nodes.loading.source_files import CHUNK, LocalFile, OpenedFile, hash_of, path_of
 from nodes.placement import deadlines
 from nodes.registry.dial_targets import reason_of
 from operations.executor.work import retry_delay

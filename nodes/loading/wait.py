@@ -21,7 +21,7 @@ from django.db import DatabaseError
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.kit import clock, conf
 from localai_cluster.kit.errors import ClusterError, Conflict, Unavailable
-from nodes.loading.failures import LoadFailed, refusals
+from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key

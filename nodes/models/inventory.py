@@ -178,6 +178,21 @@ class BackendOffer(models.Model):
         return self.name
 
 
+class GalleryCopy(models.Model):
+    """The last good copy of a gallery's index, for when it cannot be read."""
+
+    key = models.CharField(max_length=64, primary_key=True, help_text="SHA-256 of the gallery's URL")
+    text = models.BinaryField(help_text="the index, packed with zlib")
+    read_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "gallery_copies"
+        verbose_name, verbose_name_plural = "copy of a gallery", "copies of galleries"
+
+    def __str__(self) -> str:
+        return self.key
+
+
 class UpgradeCheck(models.Model):
     """The one row of the upgrade check.
 

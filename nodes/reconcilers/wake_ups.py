@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.metrics import passes
 from nodes.decisions import fleet_cache, fleet_queries
-from nodes.loading import load_request, needs
+from nodes.loading import load_request
 from nodes.loading.load_request import request_of
 from nodes.placement.choose import Candidate, Selector, find_refusal
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
@@ -79,7 +79,7 @@ def _could_take(
     now: datetime,
 ) -> bool:
     node_backoffs, request = backed_off_nodes(from_payload(operation.payload), now), request_of(operation)
-    need = needs.from_payload(operation.payload)
+    need = load_request.need_from_payload(operation.payload)
     return any(
         find_refusal(
             replace(node, taken=frozenset(taken_slots.get(node.id, ()))),

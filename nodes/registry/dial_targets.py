@@ -4,18 +4,20 @@ A worker names addresses when it registers and in its replies. If any host were 
 our requests to a machine that is not its node. So a reply's address must have the host of `address` or
 `http_address`, or a host that the operator lists for that node (CLUSTER_NODE_HOSTS). Any other address causes
 an error that names both, an event, and no connection. A host name may lead anywhere: what it resolves to is
-checked for every HTTP connection, and when an engine's address is accepted. HTTP clients follow no redirects
-and use no proxy of the environment.
+checked for every HTTP connection, and when an engine's address is accepted; a barred address is an event too.
+HTTP clients follow no redirects and use no proxy of the environment.
 
 Our worker's engines expect a token that the worker created at its start. Those of a stock worker expect the
 registration token, with which anyone can register, so no other node's engines receive it.
 """
 
 import asyncio
+import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -24,13 +26,16 @@ from uuid import UUID
 
 import httpx
 import psutil
-from django.db import transaction
+from channels.db import database_sync_to_async
+from django.db import DatabaseError, transaction
 
 from localai_cluster.accounts import actors
-from localai_cluster.kit import addresses, conf, errors, names
+from localai_cluster.kit import addresses, clock, conf, errors, names
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import timeline
 from nodes.registry.timeline import Entry
+
+log = logging.getLogger(__name__)
 
 CONNECT_LIMIT = 10.0
 """Seconds until an HTTP connection must be open."""
@@ -133,26 +138,28 @@ def accept(node_id: UUID, replied: str, *, now: datetime) -> Contact:
     if node is None:
         raise errors.NotFound(f"node {node_id} is no longer registered")
     if permitted(replied, name=node.name, registered=(node.address, node.http_address)):
-        _check_lookup(addresses.parse(replied), node.name)
+        try:
+            _check_lookup(addresses.parse(replied), node.name)
+        except AddressRefused as refusal:
+            _record_refusal(node, refusal.message, {"replied": replied}, now)
+            raise
         return Contact(replied, bearer(node.engine_token, node.weak_identity))
     shortened = names.plain(replied[:_MOST_SHOWN])
-    entry = Entry(
-        node.id,
-        node.name,
-        NodeEvent.Kind.ADDRESS_REFUSED,
-        actors.WORKER,
-        "a reply names another host",
-        node.status,
-        node.status,
-        {"replied": shortened, "registered": node.address},
-    )
-    # Counted, one row a minute: a worker must not be able to fill the timeline.
-    with transaction.atomic():
-        timeline.record_repeated(entry, at=now)
+    detail = {"replied": shortened, "registered": node.address}
+    _record_refusal(node, "a reply names another host", detail, now)
     raise AddressRefused(
         f"node {node.name} replied with the address {shortened!r}, but it registered {node.address!r}"
         " (see CLUSTER_NODE_HOSTS)"
     )
+
+
+def _record_refusal(node: BackendNode, cause: str, detail: Mapping[str, str], now: datetime) -> None:
+    log.warning("node %s: an address is refused: %s", node.name, cause)
+    kind, status = NodeEvent.Kind.ADDRESS_REFUSED, node.status
+    entry = Entry(node.id, node.name, kind, actors.WORKER, cause, status, status, detail)
+    # Counted, one row a minute: a worker must not be able to fill the timeline.
+    with transaction.atomic():
+        timeline.record_repeated(entry, at=now)
 
 
 def http_server(node_id: UUID) -> HttpServer:
@@ -244,12 +251,27 @@ async def open_socket(server: HttpServer) -> socket.socket:
 
 
 async def resolve(target: addresses.Address, name: str) -> list[str]:
-    """Return the IP addresses to which `target` of the node `name` leads; raise OSError or AddressRefused."""
+    """Return the IP addresses to which `target` of the node `name` leads.
+
+    Raises OSError, or AddressRefused after an event.
+    """
     if addresses.is_number(target.host):
         return [target.host]
     loop = asyncio.get_running_loop()
     lookup = partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
-    return _checked(target.host, await loop.run_in_executor(_LOOKUPS, lookup), name)
+    results = await loop.run_in_executor(_LOOKUPS, lookup)
+    try:
+        return _checked(target.host, results, name)
+    except AddressRefused as refusal:
+        with suppress(DatabaseError):
+            await database_sync_to_async(_record_barred)(name, str(target), refusal.message)
+        raise
+
+
+def _record_barred(name: str, address: str, cause: str) -> None:
+    node = BackendNode.objects.filter(name=name).first()
+    if node is not None:
+        _record_refusal(node, cause, {"registered": address}, clock.now())
 
 
 def _check_lookup(target: addresses.Address, name: str) -> None:

@@ -138,14 +138,8 @@ _TRIES = 3
 LISTS_AFTER = 3.0
 """Seconds until a registered worker listens on the bus and can answer an inventory request."""
 _PRESERVED_IF_EMPTY = (
-    "address",
-    "http_address",
-    "gpu_vendor",
-    "gpu_compute_capability",
-    "capability",
-    "total_vram",
-    "total_ram",
-    "available_ram",
+    *("address", "http_address", "gpu_vendor", "gpu_compute_capability", "capability"),
+    *("total_vram", "total_ram", "available_ram"),
 )
 
 
@@ -464,26 +458,21 @@ def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
         return False
     if registration.running_processes is None:
         return weak
-    address = _listed(row, registration)
-    return address is not None and _is_same(address, row.address)
+    return _lists(registration, row)
 
 
 def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> bool:
     """Return True if the worker's list proves that the engine does not run and will not start."""
     if registration.running_processes is None or engine_of(row).may_still_start(now):
         return False
-    address = _listed(row, registration)
-    return address is None or not _is_same(address, row.address)
+    return not _lists(registration, row)
 
 
-def _listed(row: NodeModel, registration: Registration) -> str | None:
-    """Return the address of the listed process with the key of the row, "" if it names none."""
+def _lists(registration: Registration, row: NodeModel) -> bool:
+    """Return True if the worker lists the process of the row; a list or a row may lack its address."""
     listed = {process.process_key: process.address for process in registration.running_processes or ()}
-    return listed.get(process_key(row.model_name, row.replica_index))
-
-
-def _is_same(listed: str, address: str) -> bool:
-    return not listed or not address or addresses.same(listed, address)
+    address = listed.get(process_key(row.model_name, row.replica_index))
+    return address is not None and (not address or not row.address or addresses.same(address, row.address))
 
 
 def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, Any]:
@@ -503,9 +492,6 @@ def _resource_columns(node: BackendNode, reported: Registration) -> dict[str, An
     available = reported.available_vram
     if node.vram_budget_manually_set:
         available = available or node.available_vram
-    columns |= {
-        "vram_budget": text,
-        "vram_budget_bytes": limit,
-        "available_vram": resources.cap_to_ceiling(available, limit),
-    }
+    columns |= {"vram_budget": text, "vram_budget_bytes": limit}
+    columns["available_vram"] = resources.cap_to_ceiling(available, limit)
     return columns

@@ -2,17 +2,16 @@
 
 A column that shows everywhere is one line of `FIELDS`. A field says in which views it is: the list, the node
 on its own, the live feed. In the live feed every key is always there; over REST a key is left out while its
-value is empty or null, where its line says so (`contract/http-api.md` §2.1, §2.3). Replicas, conflicts and
-events have their shapes here too. `node_rows.py` and `nodes/live/rows.py` read them.
+value is empty or null, where its line says so (`contract/http-api.md` §2.1, §2.3). Conflicts and events
+have their shapes here too, replicas in `nodes/replicas/shape.py`. `node_rows.py` and `nodes/live/rows.py`
+read them.
 """
 
 from dataclasses import replace
 
 from django.db.models import (
     Case,
-    CharField,
     Count,
-    DateTimeField,
     F,
     OuterRef,
     QuerySet,
@@ -22,7 +21,7 @@ from django.db.models import (
     When,
 )
 from django.db.models.expressions import Combinable
-from django.db.models.functions import Cast, Coalesce, Concat
+from django.db.models.functions import Coalesce
 
 from localai_cluster.web.shapes import (
     BYTES,
@@ -49,19 +48,14 @@ from nodes.models import (
     NodeModel,
     NodeStatus,
     NodeType,
-    OwnerKind,
-    Phase,
-    PhaseReason,
-    ReplicaState,
 )
+from nodes.replicas.shape import LIVE_MODEL, PHASE_REASON, REPLICA, REPLICA_STATE
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
 """The list's time of the last heartbeat of a node that was never heard."""
 
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
-REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
-PHASE_REASON = enum("PhaseReason", PhaseReason)
 CONFLICT_KIND = enum("ConflictKindEnum", NodeConflict.Mismatch)
 CONFLICT_STATE = enum("ConflictStateEnum", NodeConflict.State)
 EVENT_KIND = enum("EventKindEnum", NodeEvent.Kind)
@@ -194,83 +188,6 @@ GPU = Shape(
         field("free_vram", BYTES),
         field("reserved_vram", BYTES, "Of what is free, what loads will still take."),
         field("utilization", count(0, maximum=100), "Percent; null if it does not tell.", nullable=True),
-    ],
-)
-
-_IN_FLIGHT = column("in_flight", count(), "Requests that run on it.")
-_REPLICA = [
-    column("id", UUID),
-    column("model_name", TEXT),
-    column("replica_index", count()),
-    column("state", REPLICA_STATE.ref),
-    _IN_FLIGHT,
-    column("last_used", TIME),
-]
-_STOPPED_AT = Case(
-    When(phase=Phase.STOPPING, then=F("next_stop_at")),
-    When(phase__in=(Phase.DRAINING, Phase.TERMINATING), then=F("deadline")),
-    default=Value(None, DateTimeField()),
-)
-_LOADING_BY = Case(
-    When(
-        owner_fence__isnull=False,
-        then=Concat(Cast("owner_id", CharField()), Value(":"), Cast("owner_fence", CharField())),
-    ),
-    When(owner_kind=OwnerKind.OPERATION, then=Cast("owner_id", CharField())),
-    When(reason=PhaseReason.EVICTED, then=Value("eviction")),
-    When(reason=PhaseReason.REPLACED, then=Value("replaced")),
-    When(reason=PhaseReason.LOST, then=Value("lost")),
-    When(reason=PhaseReason.WRONG_MODEL, then=Value("another model")),
-    default=Value(""),
-    output_field=CharField(),
-)
-"""The owner of a replica, or why it goes without one, in the seed's words."""
-_STOP = [
-    column(
-        "cleanup_error",
-        TEXT,
-        "Why the last stop of an unloading replica failed.",
-        source=F("stop_error"),
-        optional=True,
-    ),
-    column(
-        "cleanup_next_retry_at",
-        TIME,
-        "When an unloading replica is stopped at the latest, or again.",
-        source=Time(_STOPPED_AT),
-        optional=True,
-        nullable=True,
-    ),
-]
-REPLICA = Shape(
-    "Replica",
-    "One replica (§2.3).",
-    [
-        *_REPLICA,
-        column("node_id", UUID),
-        column("address", TEXT),
-        column("loading_by", TEXT, source=_LOADING_BY, optional=True),
-        column("backend_type", TEXT, optional=True),
-        column("config_revision", TEXT, optional=True),
-        column("effective_options_hash", TEXT, optional=True),
-        *_STOP,
-        column("cleanup_attempts", count(), source=F("stop_attempts"), optional=True),
-        column("created_at", TIME),
-        column("updated_at", TIME),
-    ],
-)
-LIVE_MODEL = Shape(
-    "LiveModel",
-    "One replica on a node, in any state.",
-    [
-        *_REPLICA,
-        column("backend_type", TEXT),
-        column("created_at", TIME),
-        column(
-            "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
-        ),
-        column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
-        *_STOP,
     ],
 )
 

@@ -134,48 +134,79 @@ PLACES = """ranked AS (
 )"""
 """The replicas for the picks of each `ask`, spread by R1.78."""
 
+PROMPTS = """prompts AS MATERIALIZED (
+    SELECT a.ask, a.scope, a.n, r.id AS hot, r.load,
+           (sum(a.n) OVER (PARTITION BY a.scope, r.id ORDER BY a.ask))::int - a.n AS earlier
+      FROM asked a JOIN scopes s USING (scope) LEFT JOIN choices r
+           ON r.scope = a.scope AND r.node_id = a.node AND r.replica_index = a.index AND a.ratio >= s.match
+     WHERE s.by_prefix AND a.ratio IS NOT NULL
+), warm AS MATERIALIZED (
+    SELECT p.*, LEAST(p.n, GREATEST(g.most - p.load + 1 - p.earlier, 0)) AS own
+      FROM prompts p JOIN (
+               SELECT scope, floor(LEAST(least + abs, least * rel + 1))::int AS most
+                 FROM (
+                     SELECT s.scope, s.abs, s.rel, min(r.load + COALESCE(d.n, 0)) AS least
+                       FROM scopes s JOIN choices r USING (scope) LEFT JOIN (
+                                SELECT scope, hot AS id, sum(n) AS n FROM prompts GROUP BY scope, hot
+                            ) d USING (scope, id)
+                      WHERE s.by_prefix GROUP BY s.scope, s.abs, s.rel
+                 ) filled
+           ) g USING (scope)
+)"""
+"""The picks with a prompt: `hot` is the replica that had the beginning of their prompts, `own` the number
+that it takes.
+
+The least busy of these replicas comes first, so a pick meets a replica that is the least busy one, or the
+fewest requests of a replica are what it has after all picks of its own. Hence `most`."""
+
 WALK = """walk AS (
-    SELECT t.asks, t.hots, s.abs, s.rel, l.ids, l.loads, 0 AS turn, NULL::int AS k
+    SELECT t.asks, t.hots, t.counts, s.abs, s.rel, l.ids, l.loads, 1 AS turn, 0 AS given,
+           NULL::int AS ask, NULL::int AS k, NULL::int AS n, NULL::bool AS is_cached
       FROM scopes s CROSS JOIN LATERAL (
                SELECT array_agg(id ORDER BY weight, node_id, replica_index) AS ids,
-                      array_agg(load ORDER BY weight, node_id, replica_index) AS loads,
-                      array_agg(slot ORDER BY weight, node_id, replica_index) AS slots
+                      array_agg(load ORDER BY weight, node_id, replica_index) AS loads
                  FROM (
-                     SELECT r.*, r.node_id || '/' || r.replica_index AS slot, COALESCE(
+                     SELECT r.id, r.node_id, r.replica_index, r.load + COALESCE(
+                                (SELECT sum(own)::int FROM warm WHERE hot = r.id AND scope = s.scope), 0
+                            ) AS load, COALESCE(
                                 ($3::jsonb #>> ARRAY['weights', s.model, r.node_id || '/' || r.replica_index]
                             )::float8, 0) AS weight
                        FROM choices r WHERE r.scope = s.scope
                  ) r
            ) l CROSS JOIN LATERAL (
-               SELECT array_agg(a.ask ORDER BY a.ask) AS asks,
-                      array_agg(
-                          CASE WHEN a.ratio >= s.match
-                               THEN array_position(l.slots, a.node || '/' || a.index) END
-                          ORDER BY a.ask
-                      ) AS hots
-                 FROM asked a CROSS JOIN LATERAL generate_series(1, a.n)
-                WHERE a.scope = s.scope AND a.ratio IS NOT NULL
+               SELECT array_agg(ask ORDER BY ask) AS asks, array_agg(n - own ORDER BY ask) AS counts,
+                      array_agg(array_position(l.ids, hot) ORDER BY ask) AS hots
+                 FROM warm WHERE scope = s.scope AND n > own
            ) t
-     WHERE s.by_prefix
+     WHERE t.asks IS NOT NULL
      UNION ALL
-    SELECT asks, hots, abs, rel, ids, loads[:k - 1] || (loads[k] + 1) || loads[k + 1:], turn, k
+    SELECT asks, hots, counts, abs, rel, ids, loads[:k - 1] || (loads[k] + n) || loads[k + 1:],
+           turn + (given + n = counts[turn])::int,
+           CASE WHEN given + n = counts[turn] THEN 0 ELSE given + n END,
+           asks[turn], k, n, hots[turn] IS NOT NULL
       FROM (
-          SELECT w.asks, w.hots, w.abs, w.rel, w.ids, w.loads, w.turn + 1 AS turn,
-                 COALESCE(
-                     CASE WHEN w.loads[w.hots[w.turn + 1]] <= m.most THEN w.hots[w.turn + 1] END,
-                     (SELECT min(o.k)::int FROM unnest(w.loads) WITH ORDINALITY AS o(load, k)
-                       WHERE o.load <= m.most),
-                     1
-                 ) AS k
-            FROM walk w CROSS JOIN LATERAL (
-                     SELECT LEAST(min(load) + w.abs, min(load) * w.rel + 1) AS most
-                       FROM unnest(w.loads) AS load
-                 ) m
-           WHERE w.turn < cardinality(w.asks) OFFSET 0
+          SELECT c.*, CASE WHEN is_own OR loads[k] > least OR cardinality(array_positions(loads, least)) > 1
+                           THEN LEAST(counts[turn] - given, GREATEST(most - loads[k] + 1, 1)) ELSE 1 END AS n
+            FROM (
+                SELECT w.asks, w.hots, w.counts, w.abs, w.rel, w.ids, w.loads, w.turn, w.given, m.least,
+                       m.most, w.loads[w.hots[w.turn]] <= m.most AS is_own,
+                       CASE WHEN w.loads[w.hots[w.turn]] <= m.most THEN w.hots[w.turn]
+                            ELSE COALESCE((SELECT min(o.k)::int
+                                             FROM unnest(w.loads) WITH ORDINALITY AS o(load, k)
+                                            WHERE o.load <= m.most), 1) END AS k
+                  FROM walk w CROSS JOIN LATERAL (
+                           SELECT min(load) AS least,
+                                  floor(LEAST(min(load) + w.abs, min(load) * w.rel + 1))::int AS most
+                             FROM unnest(w.loads) AS load
+                       ) m
+                 WHERE w.turn <= cardinality(w.asks) OFFSET 0
+            ) c OFFSET 0
       ) step
 )"""
-"""The picks with a prompt, one step for each: `loads` are the requests of the replicas in the order of their
-weights, `hots` the place of each pick's own replica in that order, `k` the place that the step takes."""
+"""The other picks with a prompt, `n` of one ask in a step: `loads` are the requests of the replicas in the
+order of their weights, `hots` the place of each ask's own replica in that order, `k` the place that the step
+takes. Several picks take one place as long as they change no other choice: the place stays free enough, and
+the fewest requests of a replica stay what they are."""
 
 MOVED = """moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
@@ -196,11 +227,13 @@ MOVED = """moves AS MATERIALIZED (
 )"""
 
 EXCHANGE = f"""
-WITH RECURSIVE {OWNERS}, {ASKED}, {RELEASED}, {NEAREST}, {COUNTED}, {PLACES}, {WALK}, chosen AS MATERIALIZED (
+WITH RECURSIVE {OWNERS}, {ASKED}, {RELEASED}, {NEAREST}, {COUNTED}, {PLACES}, {PROMPTS}, {WALK},
+chosen AS MATERIALIZED (
     SELECT ask, id, count(*)::int AS n, NULL::bool AS is_cached FROM places WHERE place <= n GROUP BY ask, id
      UNION ALL
-    SELECT asks[turn], ids[k], count(*)::int, hots[turn] IS NOT NULL FROM walk
-     WHERE ids[k] IS NOT NULL GROUP BY 1, 2, 4
+    SELECT ask, hot, own, true FROM warm WHERE own > 0
+     UNION ALL
+    SELECT ask, ids[k], n, is_cached FROM walk WHERE k IS NOT NULL
 ), {MOVED}
 SELECT m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask,
        m.replica_index, c.is_cached
@@ -226,14 +259,15 @@ of these, and counted in:
   statement gives to each other.
 - A pick with a `ratio` has a prompt, of which that fraction was last given to the replica `index` on `node`.
   It gets this replica if the ratio is sufficient and the replica is not overloaded, else the replica with the
-  least weight that is not (R3.14). These picks of a scope follow each other in the order of their asks, and
-  each sees what the ones before it took, so the guard (R3.13) holds across all web processes. `thresholds`
+  least weight that is not (R3.14). These picks of a scope follow each other: first those that their own
+  replicas take, the least busy replica first, then the others in the order of their asks. Each sees what
+  the ones before it took, so the guard (R3.13) holds across all web processes. `thresholds`
   ({match, abs, rel}) are the cluster's, for rules without their own; `weights` map model and "node/index" to
   the weight of each replica that has one.
 - If the model's rule is `round_robin`, the picks with a ratio are spread by R1.78 as one ask, whose number
   is their scope.
 
-Returns one row for each replica chosen for an ask (id, node, model, address, how many, its node's
+Returns rows of the replicas chosen for each ask (id, node, model, address, how many, its node's
 `weak_identity` and `engine_token`, ask, index, true if a replica with a sufficient ratio was there (R3.18) or
 null without a ratio) and one for each valid key (null, null, hash, user's name, user's id, whether an admin,
 and nulls).
@@ -243,8 +277,8 @@ after that pass the insert fails on the missing process.
 
 Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
 `OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
-before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared. Most
-of what a statement with a ratio costs beyond one without is the walk: one step for each such pick."""
+before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared. Picks
+with a ratio that their own replicas take are counted together; the walk has a step for some of the others."""
 
 ANNOUNCE = """
 INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)

@@ -16,7 +16,6 @@ import msgspec
 
 from localai_cluster.kit import errors, names, untrusted
 from localai_cluster.kit.env import Environment
-from nodes.definitions.files import PlainLoader
 from nodes.models import RoutePolicy, selectors
 
 LONGEST_MODEL = 255
@@ -140,7 +139,7 @@ def _file(path: Path) -> Any:
         content = untrusted.read_file(path, LARGEST)
         if len(content) > LARGEST:
             raise ValueError(f"{path} is larger than {LARGEST} bytes")
-        return untrusted.load_yaml(content.decode("utf-8"), PlainLoader)
+        return untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

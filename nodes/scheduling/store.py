@@ -9,15 +9,17 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
+from dataclasses import fields
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import Count, F, Model, OuterRef, QuerySet, Subquery
+from django.db.models import Count, F, Model, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit import names
+from localai_cluster.kit.errors import Conflict
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
 from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.scheduling.rules import Rule, check_rule
@@ -134,6 +136,34 @@ def delete_rule(model_name: str, now: datetime) -> bool:
         _rules_of(model_name).delete()
         _publish_change("scheduling_rule.deleted", str(rule_id), model_name, "", now)
     return True
+
+
+def pinned_models() -> set[str]:
+    """Return the models whose rule keeps at least one replica."""
+    keeps = Q(min_replicas__gt=0) | Q(spread_all=True)
+    return set(ModelSchedulingConfig.objects.filter(keeps).values_list("model_name", flat=True))
+
+
+def set_pinned(model_name: str, pinned: bool, now: datetime) -> None:
+    """Keep at least one replica of the model, or no longer; the rest of its rule stays.
+
+    A rule that says nothing else any more is deleted. Raises Conflict for a rule that wants a replica on
+    every node.
+    """
+    with transaction.atomic():
+        row = _rules_of(model_name).select_for_update().first() or ModelSchedulingConfig(
+            model_name=model_name
+        )
+        if row.spread_all and not pinned:
+            raise Conflict("its scheduling rule wants a replica on every matching node; change the rule")
+        if row.spread_all or (row.min_replicas > 0) is pinned:
+            return
+        row.min_replicas = 1 if pinned else 0
+        rule = Rule(**{column.name: getattr(row, column.name) for column in fields(Rule)})
+        if any(rule.given.values()):
+            set_rule(rule, now)
+        else:
+            delete_rule(model_name, now)
 
 
 def find_rule(model_name: str) -> Row | None:

@@ -29,9 +29,9 @@ class Shared:
         """Where server processes serve their figures."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared() -> Iterator[Shared]:
-    """Started by the first test that asks."""
+    """Started by the first test that asks; idle, it would cost other tests a tenth of a processor."""
     tasks = f"127.0.0.1:{free_port()}"
     with running_cluster(LOCALAI_METRICS_TOKEN=SCRAPER, CLUSTER_TASKS_METRICS_ADDRESS=tasks) as cluster:
         yield Shared(cluster)

@@ -154,12 +154,12 @@ def test_every_setting_is_documented_and_read(
 ) -> None:
     """By docs/configuration.md or the worker's own table; with these values the programs accept them all."""
     known = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
-    worker = {name for setting in config.SETTINGS for name in setting.environment}
+    worker = {name for setting in config.SETTINGS for name in setting.names}
     for name in environment:
         assert name.removesuffix("_FILE") in (worker if where.endswith("worker") else known), name
     settings = with_files(environment, tmp_path)
     if where.endswith("worker"):
-        given = {one.key: first(settings, one.environment) for one in config.SETTINGS}
+        given = {one.key: first(settings, one.names) for one in config.SETTINGS}
         assert config.build(given, settings).registration_token.startswith("a-long")
     else:
         checked = whole.run("localai-cluster-manage", "check", **settings)
@@ -211,8 +211,10 @@ def test_volumes_and_secrets_of_the_compose_file_are_declared() -> None:
 def test_the_keys_of_the_bus_are_made_where_the_compose_file_expects_them(
     whole: Installed, tmp_path: Path
 ) -> None:
-    """The command of docs/operating.md makes what NATS and the secrets mount."""
-    (line,) = re.findall(r"localai-cluster-manage (nats_config .*)", (ROOT / "docs/operating.md").read_text())
+    """The command of docs/operating/install.md makes what NATS and the secrets mount."""
+    (line,) = re.findall(
+        r"localai-cluster-manage (nats_config .*)", (ROOT / "docs/operating/install.md").read_text()
+    )
     command = [word.replace("examples/containers", str(tmp_path)) for word in shlex.split(line)]
     done = whole.run("localai-cluster-manage", *command)
     assert done.returncode == 0, done.stderr

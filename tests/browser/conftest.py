@@ -19,6 +19,8 @@ from tests.support.cluster import ROOT
 
 PICTURES = ROOT / "build" / "browser"
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars"]
+CROWD_PACE = "0.2"
+"""Slower than in life: the controller and every open page react to each change of five hundred nodes."""
 PATIENCE = 60_000
 """Milliseconds that an expectation waits: on a busy machine everything takes its time."""
 
@@ -61,7 +63,10 @@ def fleet(chromium: Browser) -> Iterator[Fleet]:
 @pytest.fixture(scope="package")
 def crowd(chromium: Browser) -> Iterator[Fleet]:
     """A cluster of five hundred seeded nodes, hostile names among them, with twenty moving operations."""
-    with running_fleet(webs=1, workers=()) as running, seeded(running.cluster, 500, 20, 7_200):
+    with (
+        running_fleet(webs=1, workers=()) as running,
+        seeded(running.cluster, 500, 20, 7_200, "--pace", CROWD_PACE),
+    ):
         yield running
 
 

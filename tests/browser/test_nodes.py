@@ -1,4 +1,4 @@
-"""The list of nodes: who waits, what is filtered, what is done to many, and names that mean harm."""
+"""The list of nodes: one that waits for approval, what is done to many, a question that is cancelled."""
 
 import re
 from collections.abc import Iterator
@@ -6,26 +6,16 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
 from tests.browser.test_operations import AT_ONCE
-from tests.support.seeding import hostile
-
-DRAWN_AT_MOST = 120
-"""Rows of five hundred that are in the document at once."""
 
 
 def row_of(page: Page, name: str) -> Locator:
     """The row of the node with this name."""
     link = page.get_by_role("link", name=name, exact=True)
     return page.get_by_role("row").filter(has=link)
-
-
-def filter_by(page: Page, text: str) -> None:
-    """Types into the box."""
-    page.get_by_role("searchbox", name="Filter nodes").fill(text)
 
 
 @pytest.fixture
@@ -102,74 +92,3 @@ def test_cancelling_the_question_does_nothing(screen: Screen, fleet: Fleet) -> N
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
     expect(row_of(page, "slow")).to_contain_text("healthy")
-
-
-@pytest.mark.rule("UI-3.6", "UW3")
-def test_the_filter_is_in_the_address_and_comes_back_with_it(packed: Screen) -> None:
-    page = packed.go("/app/nodes")
-    filter_by(page, "gpu-a100")
-    page.get_by_role("group", name="State").get_by_role("button", name=re.compile("draining")).click()
-    expect(page).to_have_url(re.compile(r"q=gpu-a100.*state=draining|state=draining.*q=gpu-a100"))
-    shown = page.get_by_role("grid", name="Nodes")
-    expect(shown.get_by_role("row").nth(1)).to_contain_text("gpu-a100")
-    count = shown.get_attribute("aria-rowcount")
-    page.reload()
-    expect(page.get_by_role("searchbox", name="Filter nodes")).to_have_value("gpu-a100")
-    expect(shown).to_have_attribute("aria-rowcount", str(count))
-    filter_by(page, "nothing is called that")
-    expect(page.get_by_text("No matching nodes")).to_be_visible()
-    page.get_by_role("button", name="Clear filters").first.click()
-    expect(shown).to_have_attribute("aria-rowcount", "501")
-
-
-@pytest.mark.rule("UI-3.3", "UW2", "E30")
-def test_five_hundred_nodes_are_sorted_and_scrolled_with_few_rows_drawn(packed: Screen) -> None:
-    page = packed.go("/app/nodes?sort=name")
-    grid = page.get_by_role("grid", name="Nodes")
-    expect(grid).to_have_attribute("aria-rowcount", "501")
-    expect(page.get_by_test_id("pulse")).to_contain_text("500 nodes")
-    page.get_by_role("columnheader", name="Name").get_by_role("button").click()
-    expect(page.get_by_role("columnheader", name="Name")).to_have_attribute(
-        "aria-sort", re.compile("ascending|descending")
-    )
-    assert page.get_by_role("row").count() < DRAWN_AT_MOST
-    page.evaluate("window.scrollTo(0, document.documentElement.scrollHeight)")
-    expect(grid.locator('[aria-rowindex="501"]')).to_be_visible()
-    assert page.get_by_role("row").count() < DRAWN_AT_MOST
-
-
-@pytest.mark.rule("UW18")
-def test_conflicts_are_on_top_and_decided_there(packed: Screen) -> None:
-    page = packed.go("/app/nodes")
-    heading = page.get_by_role("heading", name="2 identity conflicts to resolve")
-    expect(heading).to_be_visible()
-    page.get_by_role("button", name="Review 2 identity conflicts").click()
-    first = page.locator('[data-testid^="conflict-"]').first
-    expect(first).to_contain_text("192.0.2.66")
-    expect(first).to_contain_text("another secret claims this name")
-    first.get_by_role("button", name=re.compile("^Refuse the claim")).click()
-    question = page.get_by_role("alertdialog")
-    expect(question).to_contain_text("The node keeps its identity")
-    question.get_by_role("button", name="Refuse").click()
-    expect(page.get_by_role("heading", name="1 identity conflict to resolve")).to_be_visible()
-
-
-@pytest.mark.rule("UI-9.12", "UI-9.10")
-@pytest.mark.parametrize("narrow", [False, True], ids=["1400", "390"])
-def test_hostile_names_are_text_and_break_no_layout(
-    window: Opener, crowd: Fleet, crowd_session: Cookies, narrow: bool
-) -> None:
-    screen = window(crowd.webs[0].url, crowd_session, narrow=narrow)
-    page = screen.go("/app/nodes")
-    for name in hostile.NAMES:
-        # The box takes a quoted text, but no quotation mark in it.
-        filter_by(page, f'name:"{max(name.split(chr(34)), key=len)}"')
-        link = page.get_by_role("link", name=name, exact=True)
-        expect(page.get_by_text("1 of 500 nodes")).to_be_visible()
-        expect(page.get_by_text("Loading the conflicts…")).to_have_count(0)
-        assert not checks.sideways(page), name
-        link.click()
-        expect(page.get_by_role("heading", level=1)).to_have_text(name)
-        assert not checks.sideways(page), name
-        page.go_back()
-    assert page.evaluate("typeof window.alerted") == "undefined"

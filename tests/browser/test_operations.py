@@ -14,6 +14,12 @@ from tests.conftest import eventually
 
 AT_ONCE = 10_000
 """Milliseconds within which one browser sees what another one did: one second where nothing else runs."""
+_LISTEN = """() => {
+  window.announced = [];
+  const region = document.querySelector("[data-testid=announcer]");
+  new MutationObserver(() => window.announced.push(region.textContent)).observe(region,
+    { childList: true, characterData: true, subtree: true });
+}"""
 
 
 def strip_of(page: Page) -> Locator:
@@ -96,3 +102,13 @@ def test_a_load_that_a_request_started_shows(screen: Screen, only_slow: Fleet) -
     asked.join(60)
     strip_says(page, "Loaded model echo")
     expect(strip_of(page)).to_have_count(0)
+
+
+@pytest.mark.rule("UI-9.9")
+def test_ends_are_announced_and_ticks_are_not(screen: Screen, settled: Fleet) -> None:
+    page = screen.go("/app/nodes")
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    page.evaluate(_LISTEN)
+    settled.install("slow", "quick")
+    expect(page.get_by_test_id("announcer")).to_have_text("Installed backend quick on slow")
+    assert page.evaluate("window.announced") == ["Installed backend quick on slow"]

@@ -1,4 +1,4 @@
-"""What a page leaves alone: the network, rows that did not change, its width, the height of a row."""
+"""What a page leaves alone: the network while its feed is up, and its width."""
 
 import functools
 import json
@@ -13,35 +13,13 @@ from localai_cluster.kit import clock
 from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
-from tests.browser.screen import Screen
-from tests.browser.test_nodes import row_of
 from tests.conftest import eventually
 
 BEAT_MS = 90_000
 """The feed says that it is alive every five seconds."""
-MANY = 10
-"""Changes in other rows, which come with the beats of their nodes."""
-PANEL = 120
-"""Pixels that the reference spends on a node."""
 LONG_NAME, LONG_ERROR = "a" * 200, "e" * 2_000
 _PAGES = ("/app/nodes", "/app/activity")
 
-_WATCH_ROW = """(row) => {
-  const name = row.querySelector(".node-name");
-  getSelection().selectAllChildren(name);
-  window.here = [];
-  window.elsewhere = 0;
-  const watched = { childList: true, characterData: true, attributes: true, subtree: true };
-  new MutationObserver((list) => {
-    for (const { target } of list) {
-      const element = target instanceof Element ? target : target.parentElement;
-      // The age of the last beat is the one thing that grows older by itself.
-      if (element.closest(".cell.beat") !== null) continue;
-      if (row.contains(element)) window.here.push(element.outerHTML);
-      else window.elsewhere += 1;
-    }
-  }).observe(row.parentElement, watched);
-}"""
 _NAME = """(strip) => {
   const name = strip.querySelector(".strip-name");
   const probe = name.appendChild(document.createElement("span"));
@@ -89,32 +67,6 @@ def test_an_open_page_asks_for_nothing_while_its_feed_is_up(
     two_beats(opened.value)
     # Code of the page that is fetched ahead is no question about the cluster.
     assert [one for one in asked if "/static/ui/" not in one] == []
-
-
-@pytest.mark.rule("UI-0.9", "E66")
-def test_a_row_that_did_not_change_is_left_alone_and_so_is_its_selection(
-    packed: Screen, crowd: Fleet
-) -> None:
-    offline = next(node["name"] for node in crowd.get("/api/nodes").json() if node["status"] == "offline")
-    page = live(packed.go(f"/app/nodes?q=name:{offline} name:-01&state=offline,healthy&sort=state"))
-    row = row_of(page, offline)
-    row.scroll_into_view_if_needed()
-    row.evaluate(_WATCH_ROW)
-    eventually(lambda: page.evaluate("window.elsewhere") > MANY, what="other rows have changed")
-    assert page.evaluate("window.here") == []
-    assert page.evaluate("getSelection().toString()") == offline
-
-
-@pytest.mark.rule("UI-3.16", "UW2")
-def test_a_screen_shows_more_nodes_than_panels_would(packed: Screen) -> None:
-    page = live(packed.go("/app/nodes?state=healthy"))
-    grid = page.get_by_role("grid", name="Nodes")
-    grid.evaluate("(element) => element.scrollIntoView()")
-    row = grid.get_by_role("row").nth(10)
-    expect(row).to_be_in_viewport()
-    box = row.bounding_box()
-    assert box is not None
-    assert box["height"] < PANEL / 2
 
 
 def with_failure(socket: WebSocketRoute) -> None:

@@ -9,16 +9,8 @@ from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
-from tests.browser.test_nodes import row_of
 from tests.browser.test_operations import strip_of, strip_says
 
-_SELECT = """() => {
-  const heading = document.querySelector("h1");
-  getSelection().selectAllChildren(heading);
-  window.changed = 0;
-  new MutationObserver((list) => { window.changed += list.length; }).observe(heading,
-    { childList: true, characterData: true, subtree: true });
-}"""
 _SHARE = """(element) => element.querySelector(".strip-name").getBoundingClientRect().width / innerWidth"""
 
 
@@ -49,33 +41,6 @@ def test_the_navigation_counts_the_healthy_the_live_and_the_failed(screen: Scree
     expect(links.get_by_role("link", name=re.compile("1 operation running"))).to_be_visible()
     settled.install("failing", "doomed")
     expect(links.get_by_role("link", name=re.compile("1 failed operation"))).to_be_visible()
-
-
-@pytest.mark.rule("UI-0.9", "E66")
-def test_a_selection_of_text_survives_what_moves_around_it(packed: Screen) -> None:
-    page = live(packed.go("/app/nodes"))
-    page.evaluate(_SELECT)
-    before = strip_of(page).text_content()
-    expect(strip_of(page)).not_to_have_text(str(before))
-    assert page.evaluate("getSelection().toString()").strip() == "Nodes"
-    assert page.evaluate("window.changed") == 0
-
-
-@pytest.mark.rule("UI-0.15")
-def test_a_popover_stays_on_the_screen_and_closes_by_escape(
-    window: Opener, crowd: Fleet, crowd_session: Cookies
-) -> None:
-    page = live(window(crowd.webs[0].url, crowd_session, narrow=True).go("/app/nodes"))
-    opener = page.get_by_role("button", name=re.compile("^Label"))
-    opener.click()
-    popover = page.get_by_role("dialog", name="Label")
-    box = popover.bounding_box()
-    assert box is not None
-    assert box["x"] >= 0
-    assert box["x"] + box["width"] <= 390
-    page.keyboard.press("Escape")
-    expect(popover).to_have_count(0)
-    expect(opener).to_be_focused()
 
 
 @pytest.mark.rule("UI-0.20")
@@ -109,37 +74,3 @@ def test_a_page_without_a_feed_says_so_instead_of_waiting_for_ever(screen: Scree
     screen.page.route_web_socket(re.compile("/ws/feed"), lambda socket: socket.close(code=1012))
     page = screen.go("/app/nodes")
     expect(page.get_by_text("The live feed is unreachable")).to_be_visible()
-
-
-@pytest.mark.rule("UI-3.5", "UI-3.10", "UI-3.12")
-def test_rows_say_in_words_how_a_node_is_and_what_it_has(packed: Screen) -> None:
-    page = live(packed.go("/app/nodes?q=gpu-&state=unhealthy"))
-    first = page.get_by_role("grid", name="Nodes").get_by_role("row").nth(1)
-    expect(first).to_contain_text("unhealthy")
-    expect(first).to_contain_text("its engines do not answer")
-    expect(first.get_by_role("img", name=re.compile("^VRAM: .* of "))).to_be_visible()
-    expect(first).to_contain_text("used of")
-    counts = page.get_by_role("group", name="State")
-    for word in ("pending", "offline", "unhealthy", "draining", "healthy"):
-        expect(counts.get_by_role("button", name=re.compile(rf"^{word} \d+$"))).to_be_visible()
-
-
-@pytest.mark.rule("UI-4.2", "UI-4.7", "UI-4.10", "E34")
-def test_a_node_shows_what_it_reported_runs_and_has(packed: Screen, crowd: Fleet) -> None:
-    found = [node for node in crowd.get("/api/nodes").json() if node["status"] == "healthy"]
-    busy = max(found, key=lambda node: node["model_count"])
-    page = live(packed.go(f"/app/nodes/{busy['id']}"))
-    replicas = page.get_by_role("region", name="Replicas")
-    expect(replicas.get_by_text("loaded")).to_have_count(busy["model_count"])
-    expect(replicas).to_contain_text("in flight")
-    expect(page.get_by_role("region", name="Memory")).to_contain_text("RAM used")
-    expect(page.get_by_role("region", name="Installed backends")).to_contain_text("Reported by the worker")
-
-
-@pytest.mark.rule("UI-3.11", "UI-4.1")
-def test_a_press_on_a_row_opens_it_and_the_way_back_keeps_the_filter(packed: Screen) -> None:
-    page = live(packed.go("/app/nodes?q=gpu-a100-112"))
-    row_of(page, "gpu-a100-112").get_by_role("gridcell").nth(4).click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("gpu-a100-112")
-    page.go_back()
-    expect(page.get_by_role("searchbox", name="Filter nodes")).to_have_value("gpu-a100-112")

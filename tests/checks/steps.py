@@ -64,6 +64,7 @@ LINT = (
     Step("clock", module("tests.checks.clock")),
     Step("points", module("tests.checks.points")),
     Step("replicas", module("tests.checks.replicas")),
+    Step("settings", module("tests.checks.settings")),
     Step("format", ("ruff", "format", "--check", ".")),
     Step("lint", ("ruff", "check", ".")),
 )

@@ -62,7 +62,7 @@ NOT_COMPARED = frozenset({"message", "available_ram", "available_disk"})
 ADDED = frozenset(
     {"weak_identity", "approval", "drain", "identity", "revision", "overrides", "label_sources", "inventory"}
     | {"worker_version", "version_skew", "joined", "gpus"}
-    | {"field", "nats_jwt", "nats_user_seed", "nats_url"}
+    | {"field", "fingerprint", "nats_jwt", "nats_user_seed", "nats_url"}
 )
 """Keys that only ours has (D-MORE-FIELDS)."""
 

@@ -1,6 +1,7 @@
 """What worker and bus tests share: a real NATS server on a free port, and waiting on conditions."""
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -113,6 +114,8 @@ class StubControlPlane(HttpServer):
         super().__init__()
         self.refusals: list[int] = []
         self.node_id = "node.a 1*b"
+        self.is_stock = False
+        """Whether it knows no secrets of nodes, as a stock frontend."""
         self.status = "healthy"
         self.heartbeat_status = 200
         self.rotating = False
@@ -129,9 +132,14 @@ class StubControlPlane(HttpServer):
         if call.path.endswith("/register"):
             if self.refusals:
                 return self.refusals.pop(0), {"error": {"message": "not now"}}
-            return 201, {"id": self.node_id, "name": call.body["name"], "status": self.status} | (
-                self.credentials()
-            )
+            fingerprint = hashlib.sha256(call.headers["x-localai-node-secret"].encode()).hexdigest()
+            proof = {} if self.is_stock else {"fingerprint": fingerprint}
+            facts = {"id": self.node_id, "name": call.body["name"], "status": self.status}
+            return 201, facts | proof | self.credentials()
+        if self.is_stock == (len(call.headers.get("authorization", "")) == len("Bearer ") + 64):
+            return 401, {
+                "error": "invalid registration token" if self.is_stock else "invalid node credential"
+            }
         if call.path.endswith("/heartbeat"):
             if self.rotating:
                 return 401, {"error": "an admin wants this secret replaced", "rotate": True}

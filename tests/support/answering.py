@@ -30,7 +30,9 @@ Scenario = Callable[[hot.Client, Any], Awaitable[Any]]
 def definitions(tmp_path: Path, settings: Settings) -> Path:
     """A models folder with `m`; requests wait two seconds for a load."""
     (tmp_path / "m.yaml").write_text(DEFINITION)
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
+    settings.CLUSTER = dataclasses.replace(
+        settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0, ollama_load_wait=2.0
+    )
     return tmp_path
 
 

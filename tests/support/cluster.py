@@ -216,14 +216,13 @@ class Cluster:
         found: list[dict[str, Any]] = self.get(web, "/api/nodes").json()
         return next((node for node in found if node["name"] == name), None)
 
-    # Without `verify=False`, httpx reads all certificate authorities for each request.
     def get(self, web: Process, path: str) -> httpx.Response:
         """GET as admin."""
-        return httpx.get(web.url + path, headers=ADMIN, timeout=120, verify=False)
+        return call("GET", web.url + path, headers=ADMIN, timeout=120)
 
     def post(self, web: Process, path: str, body: Any = None, *, timeout: float = 120) -> httpx.Response:
         """POST as admin."""
-        return httpx.post(web.url + path, headers=ADMIN, json=body, timeout=timeout, verify=False)
+        return call("POST", web.url + path, headers=ADMIN, json=body, timeout=timeout)
 
     def embed(
         self, web: Process, text: Any = "a cat", *, model: str = "echo", timeout: float = 120
@@ -246,6 +245,17 @@ class Cluster:
         self.guardian.close()
 
 
+_TRANSPORT = httpx.HTTPTransport(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+def call(method: str, url: str, **options: Any) -> httpx.Response:
+    """Send one request by a connection of its own.
+
+    httpx's own functions read the proxies and make a TLS context for each request.
+    """
+    return httpx.Client(transport=_TRANSPORT, trust_env=False).request(method, url, **options)
+
+
 def is_whole(process: Process) -> bool:
     """Whether all processes of a django-q2 cluster are there; fails at once if it ended."""
     assert process.alive, process.story()
@@ -256,7 +266,7 @@ def is_ready(process: Process) -> bool:
     """Whether the web process answers /readyz with 200; fails at once if it ended."""
     assert process.alive, process.story()
     try:
-        return httpx.get(f"{process.url}/readyz", timeout=30, verify=False).status_code == 200
+        return call("GET", f"{process.url}/readyz", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 

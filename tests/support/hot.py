@@ -203,7 +203,7 @@ def _reply(sent: list[Mapping[str, Any]]) -> Reply:
     start, *parts = sent
     headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
     whole = b"".join(part["body"] for part in parts)
-    plain = headers.get("content-type", "").startswith("text/")
+    plain = headers.get("content-type", "").startswith(("text/", "application/x-ndjson"))
     return Reply(start["status"], headers, whole.decode() if plain else json.loads(whole))
 
 

@@ -71,15 +71,58 @@ class _Bare(FastPostgres):
         EmbeddedPostgres.prepare(self)
 
 
-@lru_cache(maxsize=1)
-def _statement() -> str:
+def reset(link: psycopg.Connection[Any]) -> None:
+    """Give a pooled connection the state of a new one: no locks, no channels, no settings."""
+    link.execute("DISCARD ALL")
+
+
+class Cleaner:
+    """The connection that empties the tables after each test of this process.
+
+    A connection of the test would read the whole catalogue and plan every deletion again.
+    """
+
+    def __init__(self) -> None:
+        self._link: psycopg.Connection[Any] | None = None
+
+    def run(self) -> None:
+        """Empty the tables; connect again if a test has ended the server or its connections."""
+        try:
+            self._opened().execute("SELECT pg_temp.empty_tables()")
+        except psycopg.OperationalError:
+            self.close()
+            self._opened().execute("SELECT pg_temp.empty_tables()")
+
+    def close(self) -> None:
+        """End the connection; the next run opens another one."""
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def _opened(self) -> psycopg.Connection[Any]:
+        settings = connection.settings_dict
+        if self._link is None or self._link.closed or self._link.info.dbname != settings["NAME"]:
+            self.close()
+            named = {"dbname": settings["NAME"], "user": settings["USER"], "host": settings["HOST"]}
+            self._link = psycopg.connect(**named, autocommit=True, application_name="empty-tables")
+            self._link.execute("SET session_replication_role = replica")
+            self._link.execute(_function())
+        return self._link
+
+
+cleaner = Cleaner()
+
+
+def _function() -> str:
     tables = [name for name in connection.introspection.table_names() if name not in KEPT]
-    names = ", ".join(f"'{name}'" for name in tables)
+    steps = (
+        f'DELETE FROM "{name}"; GET DIAGNOSTICS gone = ROW_COUNT;'
+        f' IF gone > {_MANY} THEN TRUNCATE "{name}" CASCADE; END IF;'
+        for name in tables
+    )
     return (
-        f"DO $$ DECLARE name text; gone bigint; BEGIN FOREACH name IN ARRAY ARRAY[{names}] LOOP"
-        " EXECUTE format('DELETE FROM %I', name); GET DIAGNOSTICS gone = ROW_COUNT;"
-        f" IF gone > {_MANY} THEN EXECUTE format('TRUNCATE %I CASCADE', name); END IF;"
-        " END LOOP; END $$"
+        "CREATE FUNCTION pg_temp.empty_tables() RETURNS void LANGUAGE plpgsql AS"
+        f" $$ DECLARE gone bigint; BEGIN {' '.join(steps)} END $$"
     )
 
 
@@ -89,8 +132,5 @@ def empty_tables(*_: Any) -> None:
     Django's `flush` truncates every table and makes its content types and permissions again, which takes a
     hundred times as long for the few rows of a test.
     """
-    statement = _statement()
-    with connection.cursor() as cursor:
-        cursor.execute("SET session_replication_role = replica")
-        cursor.execute(statement)
-        cursor.execute("SET session_replication_role = DEFAULT")
+    connection.close()  # it may hold a lock
+    cleaner.run()

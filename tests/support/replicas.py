@@ -9,6 +9,7 @@ from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phas
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
+from nodes.replicas.states import WITHOUT_ENGINE
 
 _OF_STATE = {
     "loading": Phase.RESERVED,
@@ -63,7 +64,7 @@ def columns(
         life |= {"next_stop_at": now + SOON}
     if phase == Phase.STARTING:
         life |= {"started_at": now}
-    if phase in (Phase.RESERVED, Phase.STAGING):
+    if phase in WITHOUT_ENGINE:
         fields.pop("address", None)
     return life | fields
 

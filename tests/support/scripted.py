@@ -94,6 +94,8 @@ class Scripted(_Servicer):
     open: int = 0
     sent: int = 0
     proxy: "Cuttable | None" = None
+    embeds: Refusal | None = None
+    """How a call for an embedding ends, if it fails."""
 
     async def Health(self, request: HealthMessage, context: Any) -> Reply:
         return Reply(message=b"OK")
@@ -154,6 +156,8 @@ class Scripted(_Servicer):
 
     async def Embedding(self, request: PredictOptions, context: Any) -> EmbeddingResult:
         self.asked.append(request)
+        if self.embeds is not None:
+            await context.abort(self.embeds.status, self.embeds.text)
         return EmbeddingResult(embeddings=[float(len(request.EmbeddingTokens)), 1.0], prompt_tokens=3)
 
     async def TokenizeString(self, request: PredictOptions, context: Any) -> TokenizationResponse:

@@ -53,7 +53,7 @@ def worker(script: Script | None = None) -> Iterator[Served]:
 
     async def real() -> None:
         files = FileServer(served.folders)
-        application = WorkerApplication(lambda: "", served.rings, files, ENGINE_TOKEN, "")
+        application = WorkerApplication(lambda: "", served.rings, files, lambda: ENGINE_TOKEN, "")
         async with files.running(), serving(served.listener, application):
             begun.set()
             await stop.wait()

@@ -17,7 +17,16 @@ import psutil
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
-from tests.wire.servers import PASSWORD, TOKEN, USER, ControlPlane, NatsServer, free_ports, until
+from tests.wire.servers import (
+    PASSWORD,
+    TOKEN,
+    USER,
+    ControlPlane,
+    NatsServer,
+    StockFrontend,
+    free_ports,
+    until,
+)
 
 OK = b"\x0a\x02OK"
 """A gRPC `Reply` whose `message` is `OK`."""
@@ -30,27 +39,43 @@ LIMIT = 120.0
 class Node:
     """A worker and what it talks to. `WIRE_WORKER` is another command than our worker's."""
 
-    def __init__(self, folder: Path, server: NatsServer, ports: int = PORTS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        server: NatsServer,
+        ports: int = PORTS,
+        frontend: ControlPlane | StockFrontend | None = None,
+    ) -> None:
         self.folder = folder
         self.backends = folder / "backends"
         self.models = folder / "models"
         self.sources = folder / "sources"
         for path in (self.backends, self.models, self.sources):
             path.mkdir(parents=True)
-        self.control_plane = ControlPlane()
+        self.frontend = frontend or ControlPlane()
         self.base = free_base(ports)
         self.last_port = self.base + ports - 1
         self.process: subprocess.Popen[bytes] | None = None
         self.nats = Client()
         self._server = server
 
+    @property
+    def control_plane(self) -> ControlPlane:
+        """The frontend, where a test needs more than a stock one offers."""
+        assert isinstance(self.frontend, ControlPlane)
+        return self.frontend
+
     async def start(self, **more: str) -> None:
         """Starts everything and waits until the worker answers."""
-        await self.control_plane.start()
+        await self.begin(**more)
+        await until(self.answers, "the worker answers", 30)
+
+    async def begin(self, **more: str) -> None:
+        """Starts everything."""
+        await self.frontend.start()
         url = f"nats://127.0.0.1:{self._server.port}"
         await self.nats.connect(url, user=USER, password=PASSWORD)
         self._launch(self._environment() | more)
-        await until(self._answers, "the worker answers", 30)
 
     async def kill_and_start(self) -> None:
         """Ends the worker without a word and starts it again with the same folders."""
@@ -60,7 +85,7 @@ class Node:
         registered = len(self.control_plane.seen("/register"))
         self._launch(self._environment())
         await until(lambda: len(self.control_plane.seen("/register")) > registered, "it registers again", 30)
-        await until(self._answers, "the worker answers", 30)
+        await until(self.answers, "the worker answers", 30)
 
     def _launch(self, environment: dict[str, str]) -> None:
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
@@ -75,7 +100,7 @@ class Node:
             "PATH": os.environ["PATH"],
             "HOME": os.environ.get("HOME", "/"),
             "PYTHONPATH": str(root),
-            "LOCALAI_REGISTER_TO": self.control_plane.url,
+            "LOCALAI_REGISTER_TO": self.frontend.url,
             "LOCALAI_NATS_URL": self._server.url,
             "LOCALAI_REGISTRATION_TOKEN": TOKEN,
             "LOCALAI_NODE_NAME": self.folder.name,
@@ -88,7 +113,8 @@ class Node:
             "LOCALAI_WORKER_SOURCE_ROOTS": str(self.sources),
         }
 
-    async def _answers(self) -> bool:
+    async def answers(self) -> bool:
+        """Whether it answers on the bus now."""
         assert self.process
         assert self.process.poll() is None, (self.folder / "worker.log").read_text()
         with contextlib.suppress(NoRespondersError):
@@ -106,11 +132,11 @@ class Node:
                     if str(self.folder) in " ".join(psutil.Process(note["pid"]).cmdline()):
                         os.kill(note["pid"], 9)
         await self.nats.close()
-        await self.control_plane.stop()
+        await self.frontend.stop()
 
     def subject(self, command: str) -> str:
         """The subject of a command, with the node id as nats.md §1.1 has it."""
-        return f"nodes.{self.control_plane.node_id.translate(str.maketrans('.*> ', '----'))}.{command}"
+        return f"nodes.{self.frontend.node_id.translate(str.maketrans('.*> ', '----'))}.{command}"
 
     async def ask(self, command: str, request: Any) -> dict[str, Any]:
         """The reply to a command; `request` is encoded unless it is bytes."""
@@ -195,14 +221,19 @@ class Node:
         return [note["pid"] for note in self.notes(source, "started") if alive(note["pid"])]
 
     @property
+    def said(self) -> str:
+        """Its output so far."""
+        return (self.folder / "worker.log").read_text()
+
+    @property
     def http(self) -> str:
         """Where its HTTP server listens."""
         return f"127.0.0.1:{self.base - 1}"
 
     @property
     def engine_token(self) -> str:
-        """What calls to its engines carry: our worker names a token of its own when it registers."""
-        return str(self.control_plane.seen("/register")[-1].body.get("engine_token") or TOKEN)
+        """What calls to its engines carry."""
+        return self.frontend.access_token
 
     async def healthy(self, address: str, token: str | None = None) -> bool:
         """Whether the engine at `address` calls itself ready to one with this token."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ import ssl
 import subprocess
 import sysconfig
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 
 PATIENCE = 6
 """How many times as long everything may take on a machine that has something else to do."""
+CREDENTIALS = Path(__file__).parent / "user.creds"
+"""JWT and seed of a user whom no server knows; they do not expire. An open server takes everybody."""
 USER, PASSWORD, TOKEN = "wire", "p@ss:w/rd", "registration-token"
 
 
@@ -33,6 +37,16 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 15.0) 
             return value
         assert time.monotonic() < deadline, f"not within {PATIENCE * seconds} s: {what}"
         await asyncio.sleep(0.02)
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.2"
+        return str(probe.getsockname()[0])
 
 
 def free_ports(count: int) -> int:
@@ -52,21 +66,31 @@ def free_ports(count: int) -> int:
 
 
 class NatsServer:
-    """A server with one user. `WIRE_NATS_SERVER` names another executable."""
+    """A server with one user, or open to everybody. `WIRE_NATS_SERVER` names another executable."""
 
-    def __init__(self, folder: Path) -> None:
-        self.port = free_ports(1)
-        self.url = f"nats://{USER}:p%40ss%3Aw%2Frd@127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, *, is_open: bool = False) -> None:
+        self.port = free_ports(2)
+        self.monitor = f"127.0.0.1:{self.port + 1}"
+        login = "" if is_open else f"{USER}:p%40ss%3Aw%2Frd@"
+        self.url = f"nats://{login}127.0.0.1:{self.port}"
+        self._is_open = is_open
         self._config = folder / "nats.conf"
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        user = f'user: "{USER}", password: "{PASSWORD}"'
-        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\nauthorization {{ {user} }}\n')
+        user = "" if self._is_open else f'authorization {{ user: "{USER}", password: "{PASSWORD}" }}'
+        addresses = f'listen: "127.0.0.1:{self.port}"\nhttp: "{self.monitor}"'
+        self._config.write_text(f"{addresses}\n{user}\n")
         beside = Path(sysconfig.get_path("scripts"), "nats-server")
         program = os.environ.get("WIRE_NATS_SERVER") or shutil.which(beside) or "nats-server"
         self._launch(program)
         await until(self._listens, "nats-server listens")
+
+    async def subscriptions(self) -> list[str]:
+        """Every subject that somebody listens to."""
+        answer = await ask(self.monitor, "GET", "/connz?subs=1", "")
+        links = json.loads(answer.body)["connections"]
+        return [subject for link in links for subject in link.get("subscriptions_list", [])]
 
     def _launch(self, program: str) -> None:
         null = subprocess.DEVNULL
@@ -84,13 +108,14 @@ class NatsServer:
 
 @dataclass
 class Call:
-    """One HTTP request as the server saw it; `at` on the monotonic clock."""
+    """One HTTP request as the server saw it; `at` on the monotonic clock, `status` of the answer."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: Any
     at: float
+    status: int = 0
 
 
 class HttpServer:
@@ -127,6 +152,7 @@ class HttpServer:
                 call = await self._read(reader)
                 self.calls.append(call)
                 status, text = self.answer(call)
+                call.status = status
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
@@ -145,15 +171,25 @@ class HttpServer:
 
 
 class ControlPlane(HttpServer):
-    """Answers the routes a worker calls, and serves `files` under `/files/`."""
+    """Answers the routes a worker calls, and serves `files` under `/files/`.
+
+    It recognises a node's own secret, as LocalAI Cluster does, if the worker sends one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.url = f"http://127.0.0.1:{self.port}"
         self.node_id = "node.a 1*b"
         self.files: dict[str, bytes] = {}
+        self.refusals: list[int] = []
+        """The statuses of the next registrations; then they are accepted."""
         self.in_flight: list[int] = []
         """What the next polls of the node's models say; then none."""
+
+    @property
+    def access_token(self) -> str:
+        """What it sends to files, logs and engines: our worker names a token of its own."""
+        return str(self.seen("/register")[-1].body.get("engine_token") or TOKEN)
 
     def serve(self, name: str, content: bytes) -> str:
         """The address under which a worker can download `content`."""
@@ -165,11 +201,104 @@ class ControlPlane(HttpServer):
             content = self.files.get(call.path.removeprefix("/files/"))
             return (404, b"") if content is None else (200, content)
         status, body = 200, {"message": "ok"}
+        if call.path.endswith("/register") and self.refusals:
+            return self.refusals.pop(0), b'{"error": "not now"}'
         if call.path.endswith("/register"):
             status, body = 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy"}
+            if secret := call.headers.get("x-localai-node-secret"):
+                body["fingerprint"] = hashlib.sha256(secret.encode()).hexdigest()
         elif call.path.endswith("/models"):
             return 200, json.dumps([{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]).encode()
         return status, json.dumps(body).encode()
+
+
+NEVER = "0001-01-01T00:00:00Z"
+
+
+class StockFrontend(HttpServer):
+    """A stock frontend for one worker: statuses, envelopes and effects as they were recorded.
+
+    A registration deletes the node's replicas, and so does a drain. Nothing is known of secrets.
+    """
+
+    def __init__(self, *, auto_approve: bool = True, token: str = TOKEN) -> None:
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.token = token
+        self.node_id = ""
+        self.status = ""
+        self.replicas: list[dict[str, Any]] = []
+        self.gives_credentials = False
+        self._auto_approve = auto_approve
+
+    def approve(self) -> None:
+        """What an administrator does."""
+        self.status = "healthy"
+
+    def forget(self) -> None:
+        """Remove the node."""
+        self.node_id, self.status, self.replicas = "", "", []
+
+    def answer(self, call: Call) -> tuple[int, bytes]:
+        status, body = self._refusal(call) or self._answer(call)
+        return status, json.dumps(body).encode()
+
+    def _refusal(self, call: Call) -> tuple[int, Any] | None:
+        """The check of the header comes first and has a flat envelope."""
+        scheme, _, bearer = call.headers.get("authorization", "").partition(" ")
+        if not self.token:
+            return None
+        if scheme != "Bearer":
+            return 401, {"error": "missing or invalid Authorization header"}
+        return None if bearer == self.token else (401, {"error": "invalid registration token"})
+
+    def _answer(self, call: Call) -> tuple[int, Any]:
+        if call.path == "/api/node/register" and call.method == "POST":
+            return self._register(call.body)
+        parts = call.path.strip("/").split("/")
+        node_id, action = (parts[2], parts[3]) if len(parts) == 4 else ("", "")
+        if (call.method, action) == ("GET", "models"):
+            return 200, self.replicas if node_id == self.node_id else []
+        if call.method != "POST" or action not in ("heartbeat", "drain", "resume", "deregister"):
+            return 404, error(404, "Not Found")
+        if not node_id or node_id != self.node_id:
+            return 404, error(404, "node not found")
+        return 200, {"message": self._act(action)}
+
+    def _register(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.token and body.get("token") != self.token:
+            wrong = "invalid registration token" if body.get("token") else "registration token required"
+            return 401, error(401, wrong)
+        is_new = not self.node_id
+        if is_new:
+            self.node_id = str(uuid.uuid4())
+        if self.status != "pending" or self._auto_approve:
+            self.status = "healthy" if self._auto_approve or not is_new else "pending"
+        self.replicas = []
+        made = "2026-11-21T00:09:05.820188502Z" if is_new else NEVER
+        facts = {"id": self.node_id, "name": body["name"], "node_type": "backend", "status": self.status}
+        if self.gives_credentials and self.status != "pending":
+            jwt, seed = CREDENTIALS.read_text().split()
+            facts |= {"nats_jwt": jwt, "nats_user_seed": seed}
+        return 201, {"created_at": made, **facts}
+
+    def _act(self, action: str) -> str:
+        if action == "heartbeat":
+            return "heartbeat received"
+        self.status = {"drain": "draining", "resume": "healthy", "deregister": "offline"}[action]
+        if action != "resume":
+            self.replicas = []
+        return "node resumed" if action == "resume" else f"node set to {self.status}"
+
+    @property
+    def access_token(self) -> str:
+        """What it sends to files, logs and engines of a worker."""
+        return self.token
+
+
+def error(code: int, message: str) -> dict[str, Any]:
+    """The nested envelope."""
+    return {"error": {"code": code, "message": message, "type": "node_error"}}
 
 
 async def get(address: str, path: str, token: str) -> tuple[int, Any]:

@@ -78,7 +78,7 @@ class Engine:
     async def free(self) -> None:
         """Gives the model's memory back."""
 
-    async def embed(self, text: str) -> pb.EmbeddingResult:
+    async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
         """The vector of a text."""
         raise Unsupported
 
@@ -152,7 +152,7 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
         await self._check(request, context)
         if request.EmbeddingTokens:
             return await self.engine.embed_tokens(list(request.EmbeddingTokens))
-        return await self.engine.embed(request.Embeddings)
+        return await self.engine.embed(request.Embeddings, whole=request.Metadata.get("truncate") == "false")
 
     async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
         await self._check(request, context)

@@ -55,7 +55,7 @@ class Echo(Engine):
         if "refuse_load" in self.options:
             raise LoadRefused(self.options["refuse_load"] or "refused as asked")
 
-    async def embed(self, text: str) -> pb.EmbeddingResult:
+    async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
         self.calls["embedding_calls"] += 1
         if self.delay:
             await asyncio.sleep(self.delay)

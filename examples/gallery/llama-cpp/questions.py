@@ -175,7 +175,11 @@ def _tools(body: Body, options: pb.PredictOptions, facts: Facts) -> list[Tool]:
         wanted = [name] if name else list(tools)
         body["messages"] = _shown(body["messages"], [one for one in listed if _tool(one).name in wanted])
         return [tools[name] for name in wanted]
-    if kind == "auto" and facts.tools:
+    if kind == "auto":
+        if not facts.tools:
+            raise Invalid(
+                "Tools: the template of this model has no place for them; it can only be made to call one"
+            )
         body["tools"] = listed
     return []
 
@@ -228,9 +232,38 @@ def _grammar(text: str) -> str:
     return _checked(text) if text.startswith("%llguidance") else text
 
 
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
+_NAMED = ("properties", "$defs", "definitions")
+_INSIDE = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
+
+
+def _closed(part: Any) -> Any:
+    """The schema, whose objects with named properties have no others unless it says so.
+
+    A small model would invent some. What combines several schemas stays as it is: each would shut out the
+    properties of the others.
+    """
+    if isinstance(part, list):
+        return [_closed(one) for one in part]
+    if not isinstance(part, Mapping):
+        return part
+    closed = dict(part)
+    for name in _NAMED:
+        if isinstance(part.get(name), Mapping):
+            closed[name] = {key: _closed(value) for key, value in part[name].items()}
+    combines = any(name in part for name in _COMBINING)
+    has_properties = bool(part.get("properties"))
+    for name in _INSIDE:
+        if name in part and not (has_properties and name in _COMBINING):
+            closed[name] = _closed(part[name])
+    if has_properties and not combines and "patternProperties" not in part:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
 def _of_schema(schema: Mapping[str, Any]) -> str:
     # Free to write spaces, a small model may write nothing else until its tokens are spent.
-    compact = {**schema, "x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
+    compact = {**_closed(schema), "x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
     return _checked(f"%llguidance {{}}\nstart: %json {json.dumps(compact)}")
 
 

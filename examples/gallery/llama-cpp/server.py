@@ -79,7 +79,7 @@ class LlamaCpp(Engine):
         except (ValueError, KeyError):
             raise Failed("the model chose no tool") from None
 
-    async def embed(self, text: str) -> pb.EmbeddingResult:
+    async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
         return await self.embed_tokens(text)
 
     async def embed_tokens(self, tokens: list[int] | str) -> pb.EmbeddingResult:

@@ -32,8 +32,12 @@ class MiniLM(Engine):
     async def free(self) -> None:
         self.model = None
 
-    async def embed(self, text: str) -> pb.EmbeddingResult:
+    async def embed(self, text: str, *, whole: bool = False) -> pb.EmbeddingResult:
         model = self._model()
+        if whole and model.is_cut(text):
+            raise Invalid(
+                f"Embeddings: the text is longer than the {MAX_TOKENS} tokens that this model reads"
+            )
         return await self._run(model.embed, model.tokens(text))
 
     async def embed_tokens(self, tokens: list[int]) -> pb.EmbeddingResult:
@@ -78,6 +82,10 @@ class Loaded:
     def tokens(self, text: str) -> list[int]:
         """Token ids, the two special ones included."""
         return list(self.tokenizer.encode(text).ids)
+
+    def is_cut(self, text: str) -> bool:
+        """Whether the model would read only the beginning of the text."""
+        return bool(self.tokenizer.encode(text).overflowing)
 
     def embed(self, ids: list[int]) -> pb.EmbeddingResult:
         """The mean of the token vectors, brought to length one."""

@@ -11,7 +11,6 @@ until their workers report here.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +34,13 @@ JOINING = 10
 """How many machines may join with the line that `make run` prints."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the environment says."""
-
-    password: str
-    generated: bool
-    node: str
-    secret: str
-    copied: bool
-    join_command: str
-    rules: list[Rule]
-
-
-def settings() -> Settings:
-    """Read them; CommandError names a wrong one."""
+def settings() -> tuple[conf.Bootstrap, list[Rule]]:
+    """Read the settings and rules; CommandError names a wrong one."""
     environment = Environment(os.environ)
-    found = Settings(
-        password=environment.secret("CLUSTER_ADMIN_PASSWORD"),
-        generated=environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED"),
-        node=environment.text("CLUSTER_ENROL_NODE"),
-        secret=environment.secret("CLUSTER_ENROL_SECRET"),
-        copied=environment.boolean("CLUSTER_DATA_COPIED"),
-        join_command=environment.text("CLUSTER_JOIN_COMMAND_FILE"),
-        rules=rules.rules_from_settings(environment),
-    )
+    bootstrap, scheduling = environment.read(conf.Bootstrap), rules.rules_from_settings(environment)
     for problem in environment.problems:
         raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
-    return found
+    return bootstrap, scheduling
 
 
 class Command(BaseCommand):
@@ -76,7 +54,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Does all of it; skips a part whose settings are missing."""
-        wanted = settings()
+        wanted, scheduling = settings()
         if options["check"]:
             return
         if wanted.copied:
@@ -84,8 +62,8 @@ class Command(BaseCommand):
             lifecycle.mark_all_silent(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
         self._admin(wanted.password, generated=wanted.generated)
         self._node(wanted.node, wanted.secret)
-        if wanted.rules:
-            self.stdout.write(f"scheduling rules set: {store.replace_rules(wanted.rules, clock.now())}")
+        if scheduling:
+            self.stdout.write(f"scheduling rules set: {store.replace_rules(scheduling, clock.now())}")
         if wanted.join_command and (url := conf.cluster().public_url):
             self._join_command(Path(wanted.join_command), url)
 

@@ -21,7 +21,7 @@ from localai_cluster.accounts.command_line import (
     table,
     verb_adder,
 )
-from localai_cluster.kit import clock, conf, env, errors
+from localai_cluster.kit import addresses, clock, conf, errors
 from localai_cluster.kit.env import parse_duration
 from nodes.api import join
 from nodes.backends import node_stop
@@ -295,7 +295,7 @@ def make_join_token(options: Options) -> str:
     if not url:
         raise CommandError("the server's URL is unknown: set CLUSTER_PUBLIC_URL, or give --url")
     try:
-        url = env.parse_base_url(url)
+        url = addresses.parse_base_url(url)
     except ValueError as error:
         raise CommandError(f"--url is {error}") from error
     token, plain = joining.make(

@@ -23,6 +23,8 @@ describe("the filter", () => {
     const load = install("a", { kind: "model_load", isBackend: false, taskType: "staging" });
     expect(["models", "backends", "cluster"].map((show) => shows(show as "models", load))).toEqual([true, false, true]);
     expect(["models", "backends", "cluster"].map((show) => shows(show as "models", install("a")))).toEqual([false, true, true]);
+    const stop = install("a", { kind: "node_stop", isBackend: false });
+    expect(["models", "backends", "cluster"].map((show) => shows(show as "models", stop))).toEqual([false, false, true]);
   });
 });
 

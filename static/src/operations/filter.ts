@@ -1,6 +1,5 @@
 // Which operations the Activity page shows: the choice is in the address. Pure.
 import type { Operation } from "../live/messages";
-import { isOfNodes } from "./words";
 
 export type Show = "all" | "models" | "backends" | "cluster";
 
@@ -47,7 +46,7 @@ export function finds(q: string, operation: Operation): boolean {
 
 /** Cluster: what happens on a node of its own, the loading of models too. */
 export function shows(show: Show, operation: Operation): boolean {
-  if (show === "models") return !operation.isBackend && !isOfNodes(operation);
+  if (show === "models") return !operation.isBackend && !operation.kind.startsWith("node_");
   if (show === "backends") return operation.isBackend;
   if (show === "cluster") {
     const onNode = (operation.nodeID ?? "") !== "" || (operation.nodes ?? []).length > 0;

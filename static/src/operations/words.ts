@@ -49,58 +49,60 @@ export function rests(state: State): boolean {
   return state === "waiting" || state === "retrying" || state === "overdue";
 }
 
-/** The kinds that History can be filtered by. */
-export const KINDS: readonly (readonly [kind: string, label: string])[] = [
-  ["backend_install", "Backend install"],
-  ["backend_upgrade", "Backend upgrade"],
-  ["backend_delete", "Backend removal"],
-  ["model_load", "Model load"],
-  ["model_unload", "Model unload"],
-  ["model_delete", "Model removal"],
-  ["node_stop", "Node stop"],
-  ["node_approve", "Approve nodes"],
-  ["node_reject", "Reject nodes"],
-  ["node_drain", "Drain nodes"],
-  ["node_resume", "Resume nodes"],
-  ["node_label", "Label nodes"],
-  ["node_remove", "Remove nodes"],
-];
-
-/** Whether it is a verb over many nodes, whose name says how many. */
-export function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
-  return kind in OF_NODES;
-}
-
-export function noun(kind: Pick<Kind, "kind" | "isBackend">): string {
-  if (kind.kind === "node_stop") return "node";
-  return isOfNodes(kind) ? "" : kind.isBackend ? "backend" : "model";
-}
-
 interface Verb {
   do: string;
   doing: string;
   done: string;
 }
 
-const OF_NODES: Readonly<Record<string, Verb>> = {
-  node_approve: { do: "approve", doing: "Approving", done: "Approved" },
-  node_reject: { do: "reject", doing: "Rejecting", done: "Rejected" },
-  node_drain: { do: "drain", doing: "Draining", done: "Set to draining:" },
-  node_resume: { do: "resume", doing: "Resuming", done: "Resumed" },
-  node_label: { do: "label", doing: "Labelling", done: "Labelled" },
-  node_remove: { do: "remove", doing: "Removing", done: "Removed" },
+interface Words extends Verb {
+  /** In the filter of History. */
+  label: string;
+  /** "" for an action over many nodes: the operation's name says how many. */
+  noun: string;
+}
+
+const REMOVE: Verb = { do: "remove", doing: "Removing", done: "Removed" };
+const LOAD: Verb = { do: "load", doing: "Loading", done: "Loaded" };
+const UPGRADE: Verb = { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
+const INSTALL: Verb = { do: "install", doing: "Installing", done: "Installed" };
+
+/** One line for each kind of operation. */
+const WORDS: Readonly<Record<string, Words>> = {
+  backend_install: { label: "Backend install", noun: "backend", ...INSTALL },
+  backend_upgrade: { label: "Backend upgrade", noun: "backend", ...UPGRADE },
+  backend_delete: { label: "Backend removal", noun: "backend", ...REMOVE },
+  model_load: { label: "Model load", noun: "model", ...LOAD },
+  model_unload: { label: "Model unload", noun: "model", do: "unload", doing: "Unloading", done: "Unloaded" },
+  model_delete: { label: "Model removal", noun: "model", ...REMOVE },
+  node_stop: { label: "Node stop", noun: "node", do: "stop", doing: "Stopping", done: "Stopped" },
+  node_approve: { label: "Approve nodes", noun: "", do: "approve", doing: "Approving", done: "Approved" },
+  node_reject: { label: "Reject nodes", noun: "", do: "reject", doing: "Rejecting", done: "Rejected" },
+  node_drain: { label: "Drain nodes", noun: "", do: "drain", doing: "Draining", done: "Set to draining:" },
+  node_resume: { label: "Resume nodes", noun: "", do: "resume", doing: "Resuming", done: "Resumed" },
+  node_label: { label: "Label nodes", noun: "", do: "label", doing: "Labelling", done: "Labelled" },
+  node_remove: { label: "Remove nodes", noun: "", ...REMOVE },
 };
 
+/** The kinds that History can be filtered by. */
+export const KINDS: readonly (readonly [kind: string, label: string])[] = Object.entries(WORDS).map(([kind, { label }]) => [kind, label]);
+
+/** Whether it is an action over many nodes, whose name says how many. */
+function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
+  return WORDS[kind]?.noun === "";
+}
+
+export function noun({ kind, isBackend }: Pick<Kind, "kind" | "isBackend">): string {
+  return WORDS[kind]?.noun ?? (isBackend ? "backend" : "model");
+}
+
 function verb({ kind, isDeletion, taskType }: Kind): Verb {
-  const ofNodes = OF_NODES[kind];
-  if (ofNodes !== undefined) return ofNodes;
-  if (isDeletion || kind.endsWith("_delete")) return { do: "remove", doing: "Removing", done: "Removed" };
-  if (kind === "node_stop") return { do: "stop", doing: "Stopping", done: "Stopped" };
-  if (kind === "model_unload") return { do: "unload", doing: "Unloading", done: "Unloaded" };
-  // The record knows two types of task; the kind says more.
-  if (taskType === "staging" || kind === "model_load") return { do: "load", doing: "Loading", done: "Loaded" };
-  if (taskType === "upgrade" || kind.endsWith("_upgrade")) return { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
-  return { do: "install", doing: "Installing", done: "Installed" };
+  const words = WORDS[kind];
+  if (words !== undefined) return words;
+  // A kind of a later server: the type of its task says something.
+  if (isDeletion) return REMOVE;
+  if (taskType === "staging") return LOAD;
+  return taskType === "upgrade" ? UPGRADE : INSTALL;
 }
 
 /** What was asked for, without a name: "Install backend". */

@@ -13,7 +13,7 @@ from random import Random
 import django
 
 MOVES_A_SECOND = 4
-"""Each move takes a quarter of the operations, so that each of them ticks once a second."""
+"""Each move takes a quarter of the operations, so that each of them ticks once a second at the usual pace."""
 PLACES = 120
 
 
@@ -23,6 +23,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=300)
     parser.add_argument("--operations", type=int, default=0, help="operations that move")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long everything keeps moving")
+    parser.add_argument(
+        "--pace", type=float, default=1.0, help="how fast everything moves; 0.5 is half as fast"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--tame", action="store_true", help="no hostile names, for pictures")
     parser.add_argument("--force", action="store_true", help="write beside nodes that are there")
@@ -52,14 +55,14 @@ def main() -> int:
         work.begin(lane, random, clock.now())
     print(f"seeded {len(ids)} nodes and {len(lanes)} operations", flush=True)
 
-    began, turn = clock.monotonic(), 0
+    began, turn, moves_a_second = clock.monotonic(), 0, MOVES_A_SECOND * asked.pace
     while not stop.is_set() and (left := asked.seconds - (clock.monotonic() - began)) > 0:
         if turn % MOVES_A_SECOND == 0:
             nodes.beat(ids, turn // MOVES_A_SECOND, clock.now())
         for lane in lanes[turn % MOVES_A_SECOND :: MOVES_A_SECOND]:
             work.move(lane, random, clock.now())
         turn += 1
-        stop.wait(min(left, max(0.0, began + turn / MOVES_A_SECOND - clock.monotonic())))
+        stop.wait(min(left, max(0.0, began + turn / moves_a_second - clock.monotonic())))
     return 0
 
 

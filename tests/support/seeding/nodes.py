@@ -25,7 +25,7 @@ from tests.support.seeding import hostile
 GIB = 1024**3
 ANNA = Actor(ActorKind.USER, "anna")
 FAR = timedelta(days=30)
-"""No one asks a worker that does not exist for its backends."""
+"""No one asks a worker that does not exist for its backends, or whether its file port answers."""
 BEAT_EVERY = 10
 """Seconds between two beats of one node."""
 OTHER_SECRET = "c" * 64
@@ -107,6 +107,7 @@ def _row(number: int, name: str, kind: Hardware, random: Random, now: datetime) 
         max_replicas_per_model=1 + number % 3,
         inventory_at=now,
         inventory_due_at=now + FAR,
+        file_port_next_check_at=now + FAR,
         revision=1,
     )
 

@@ -42,6 +42,9 @@ class MemoryIdentity(NodeIdentity):
     def __init__(self) -> None:
         self.secret, self.successor = secrets.token_hex(32), ""
 
+    def record_acceptance(self, url: str) -> None:
+        """Nothing: it meets servers of ours only."""
+
     def prepare(self) -> str:
         """The secret that comes next."""
         self.successor = self.successor or secrets.token_hex(32)

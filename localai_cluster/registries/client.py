@@ -1,0 +1,319 @@
+"""Client of a registry (OCI distribution): tokens, manifests and layers.
+
+A request without access is answered with a challenge; the client gets a token for it and repeats the request
+once. Redirects are followed without any credential, and never from HTTPS to plain HTTP. Bodies are bounded,
+and a manifest is checked against its digest.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from localai_cluster.kit import clock, untrusted
+from localai_cluster.registries.access import Access, RegistryError
+from localai_cluster.registries.references import ImageReference
+
+HEADERS_LIMIT = 120.0
+"""Seconds until the headers of a response."""
+BODY_LIMIT = 60.0
+"""Seconds for the body of a manifest or a token."""
+MANIFEST_BYTES = 4 * 1024 * 1024
+TOKEN_BYTES = 256 * 1024
+MOST_LAYERS = 512
+MOST_BUILDS = 50
+_MOST_REDIRECTS = 5
+_TOKEN_LIFETIME, _MOST_LIFETIME = 60.0, 3600.0
+"""Seconds: the default of the protocol, and the longest time for which a token is kept."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_CHALLENGE = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_REDIRECTS = (301, 302, 303, 307, 308)
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+_MANIFESTS = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "i686": "386", "armv7l": "arm"}
+
+
+class _Platform(msgspec.Struct, frozen=True):
+    os: str = ""
+    architecture: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.os}/{self.architecture}"
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """A manifest or a layer, by its digest; `size` in bytes."""
+
+    digest: str
+    size: int = 0
+    platform: _Platform | None = None
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    manifests: list[Descriptor] | None = None
+    layers: list[Descriptor] | None = None
+
+
+class _Token(msgspec.Struct, frozen=True):
+    token: str = ""
+    access_token: str = ""
+    expires_in: float = _TOKEN_LIFETIME
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image for one platform: the digest of its manifest, and its layers, the lowest first."""
+
+    digest: str
+    layers: tuple[Descriptor, ...]
+
+
+@dataclass(frozen=True)
+class _CachedToken:
+    text: str
+    good_until: float
+
+
+def this_platform() -> _Platform:
+    """Return the platform of this machine, in the names of OCI."""
+    machine = platform.machine().lower()
+    return _Platform(platform.system().lower(), _ARCHITECTURES.get(machine, machine))
+
+
+class Registries:
+    """Reads images. `client` must not follow redirects by itself."""
+
+    def __init__(self, client: httpx.AsyncClient, access: Access) -> None:
+        self._client = client
+        self._access = access
+        self._tokens: dict[tuple[str, str], _CachedToken] = {}
+
+    async def image(self, reference: ImageReference, wanted: _Platform | None = None) -> Image:
+        """Return the image for a platform, by default this machine's. Raise RegistryError."""
+        wanted = wanted or this_platform()
+        digest, manifest = await self._manifest(reference, reference.version)
+        if manifest.manifests is not None:
+            chosen = _choose(manifest.manifests, wanted, reference)
+            digest, manifest = await self._manifest(reference, chosen)
+        if not manifest.layers:
+            raise RegistryError(f"{reference} is not an image: its manifest has no layers")
+        if len(manifest.layers) > MOST_LAYERS:
+            raise RegistryError(f"{reference} has more than {MOST_LAYERS} layers")
+        for layer in manifest.layers:
+            if not _DIGEST.fullmatch(layer.digest) or layer.size < 0:
+                raise RegistryError(f"{reference} has a layer without a sha256 digest or a size")
+        return Image(digest, tuple(manifest.layers))
+
+    async def digests(self, reference: ImageReference) -> tuple[str, ...]:
+        """Return the digest of an image, then those of its builds for single platforms.
+
+        Raise RegistryError.
+        """
+        digest, manifest = await self._manifest(reference, reference.version)
+        builds = [build.digest for build in manifest.manifests or () if _DIGEST.fullmatch(build.digest)]
+        return (digest, *builds[:MOST_BUILDS])
+
+    async def open_layer(
+        self, reference: ImageReference, digest: str, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        """Open a layer's response with status 200, 206 or 416; the caller closes it.
+
+        Every call asks the registry, so a signed address that has expired is replaced by a fresh one. Raise
+        RegistryError.
+        """
+        return await self._open(reference, f"blobs/{digest}", headers)
+
+    async def _manifest(self, reference: ImageReference, version: str) -> tuple[str, _Manifest]:
+        response = await self._open(
+            reference, f"manifests/{version}", {"Accept": ", ".join((*_INDEXES, *_MANIFESTS))}
+        )
+        body = await _read(response, MANIFEST_BYTES, str(reference))
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        if version.startswith("sha256:") and not hmac.compare_digest(digest, version):
+            raise RegistryError(f"{reference}: the registry sent another manifest than {version}")
+        if problem := untrusted.json_problem(body):
+            raise RegistryError(f"{reference}: its manifest is {problem}")
+        try:
+            return digest, msgspec.json.decode(body, type=_Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RegistryError(f"{reference}: its manifest cannot be read: {error}") from None
+
+    async def _open(
+        self, reference: ImageReference, resource: str, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        url = f"{self._access.base_url(reference.host)}/v2/{reference.path}/{resource}"
+        response = await self._send(url, headers, self._authorization(reference))
+        if response.status_code == 401:
+            await response.aclose()
+            authorization = await self._authenticate(reference, response.headers.get("www-authenticate", ""))
+            response = await self._send(url, headers, authorization)
+        was_redirected = response.status_code in _REDIRECTS
+        for _ in range(_MOST_REDIRECTS):
+            if response.status_code not in _REDIRECTS:
+                break
+            await response.aclose()
+            response = await self._send(_redirect(response, reference), headers, "")
+        if response.status_code in (200, 206, 416):
+            return response
+        await response.aclose()
+        raise _refusal(reference, response.status_code, was_redirected=was_redirected)
+
+    async def _send(self, url: str, headers: Mapping[str, str], authorization: str) -> httpx.Response:
+        sent = {"Accept-Encoding": "identity", **headers}
+        if authorization:
+            sent["Authorization"] = authorization
+        try:
+            request = self._client.build_request("GET", url, headers=sent, timeout=None)
+            async with asyncio.timeout(HEADERS_LIMIT):
+                return await self._client.send(request, stream=True, follow_redirects=False)
+        except TimeoutError as error:
+            raise RegistryError("no answer in time", can_retry=True) from error
+        except httpx.HTTPError as error:
+            host = urlsplit(url).netloc.rpartition("@")[2]
+            reason = str(error) or type(error).__name__
+            raise RegistryError(f"cannot reach {host}: {reason}", can_retry=True) from error
+        except (httpx.InvalidURL, ValueError) as error:
+            raise RegistryError("the registry redirects to a malformed address") from error
+
+    def _authorization(self, reference: ImageReference) -> str:
+        token = self._tokens.get((reference.host, reference.path))
+        return f"Bearer {token.text}" if token and token.good_until > clock.monotonic() else ""
+
+    async def _authenticate(self, reference: ImageReference, challenge: str) -> str:
+        """Return the value of `Authorization` that answers a challenge. Raise RegistryError."""
+        self._tokens.pop((reference.host, reference.path), None)
+        credential = await asyncio.to_thread(self._access.credential, reference.host)
+        kind, parameters = _parse_challenge(challenge)
+        if kind == "basic" and credential is not None:
+            return credential.header
+        if kind != "bearer" or not parameters.get("realm"):
+            raise RegistryError(f"{reference} needs a credential: add {reference.host} to LOCALAI_REGISTRIES")
+        realm = parameters["realm"]
+        own = self._access.base_url(reference.host)
+        if credential is not None and not self._access.may_authenticate_at(reference.host, realm):
+            raise RegistryError(
+                f"{reference.host} asks for its credential at {_site(realm)}, which is another host or not"
+                " HTTPS. If that is right, name it as its realm in LOCALAI_REGISTRIES."
+            )
+        if not realm.startswith(("https://", f"{own}/")):
+            raise RegistryError(
+                f"{reference.host} names the token service {_site(realm)}, which is not HTTPS"
+            )
+        token = await self._get_token(reference, parameters, credential.header if credential else "")
+        lifetime = min(max(token.expires_in, 0.0), _MOST_LIFETIME)
+        text = token.token or token.access_token
+        if not text or not text.isascii() or not text.isprintable():
+            raise RegistryError(f"the token service of {reference.host} gave no token")
+        self._tokens[reference.host, reference.path] = _CachedToken(text, clock.monotonic() + lifetime)
+        return f"Bearer {text}"
+
+    async def _get_token(
+        self, reference: ImageReference, parameters: Mapping[str, str], authorization: str
+    ) -> _Token:
+        query = {"scope": f"repository:{reference.path}:pull"}
+        if parameters.get("service"):
+            query["service"] = parameters["service"]
+        try:
+            url = str(httpx.URL(parameters["realm"]).copy_merge_params(query))
+        except (httpx.InvalidURL, ValueError):
+            raise RegistryError(f"{reference.host} names a malformed token service") from None
+        response = await self._send(url, {}, authorization)
+        if response.status_code != 200:
+            await response.aclose()
+            reason = f"the token service of {reference.host} answers with HTTP status {response.status_code}"
+            if response.status_code in (401, 403):
+                reason += ": the credential is wrong, or may not read this image"
+            raise RegistryError(reason, can_retry=_is_temporary(response.status_code))
+        body = await _read(response, TOKEN_BYTES, f"token for {reference}")
+        try:
+            return msgspec.json.decode(body, type=_Token)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RegistryError(f"the token service of {reference.host} sent no token") from None
+
+
+def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReference) -> str:
+    """Return the digest of the build for a platform. Raise RegistryError naming those that there are."""
+    for build in builds:
+        if build.platform == wanted and _DIGEST.fullmatch(build.digest):
+            return build.digest
+    known = sorted({str(build.platform) for build in builds if build.platform and build.platform.os})
+    offered = ", ".join(name for name in known if name != "unknown/unknown")[:200]
+    raise RegistryError(f"{reference} has no build for {wanted}, only for {offered or 'no platform'}")
+
+
+def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
+    """Return the scheme of a challenge, bearer before basic, and its parameters."""
+    lowered = text.lower()
+    start = lowered.find("bearer ")
+    if start < 0:
+        return ("basic", {}) if "basic" in lowered else ("", {})
+    return "bearer", {key.lower(): value for key, value in _CHALLENGE.findall(text[start:])}
+
+
+def _redirect(response: httpx.Response, reference: ImageReference) -> str:
+    """Return the address that a redirect names. Raise RegistryError if it leads away from HTTPS."""
+    try:
+        target = response.request.url.join(response.headers.get("location", ""))
+    except (httpx.InvalidURL, ValueError):
+        raise RegistryError(f"{reference.host} redirects to a malformed address") from None
+    if target.scheme != "https" and target.scheme != response.request.url.scheme:
+        raise RegistryError(f"{reference.host} redirects from HTTPS to {target.scheme or 'nowhere'}")
+    return str(target)
+
+
+def _refusal(reference: ImageReference, status: int, *, was_redirected: bool) -> RegistryError:
+    if was_redirected:
+        # A signed address is valid for minutes; the next attempt gets another one.
+        return RegistryError(f"{reference}: its storage answers with HTTP status {status}", can_retry=True)
+    if status in (401, 403):
+        return RegistryError(
+            f"{reference.host} refuses access to {reference.path}: HTTP status {status}. Is the credential in"
+            " LOCALAI_REGISTRIES right?"
+        )
+    if status == 404:
+        return RegistryError(f"{reference.host} has no {reference.path} with {reference.version}")
+    return RegistryError(f"{reference}: HTTP status {status}", can_retry=_is_temporary(status))
+
+
+def _is_temporary(status: int) -> bool:
+    return status in (408, 429) or status >= 500
+
+
+def _site(url: str) -> str:
+    """Return the scheme and host of a URL for a message."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a malformed URL"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"[:200]
+
+
+async def _read(response: httpx.Response, limit: int, what: str) -> bytes:
+    """Read and close a response of at most `limit` bytes. Raise RegistryError."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_LIMIT):
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > limit:
+                    raise RegistryError(f"{what}: the reply is longer than {limit} bytes")
+    except TimeoutError as error:
+        raise RegistryError(f"{what}: no answer in time", can_retry=True) from error
+    except httpx.HTTPError as error:
+        raise RegistryError(f"{what}: connection lost", can_retry=True) from error
+    finally:
+        await response.aclose()
+    return bytes(body)

@@ -1,0 +1,54 @@
+"""References of images, such as `oci://registry.example:5000/group/image:tag` (worker.md §18.6)."""
+
+import re
+from dataclasses import dataclass
+
+SCHEMES = ("oci://", "docker://")
+DOCKER_HUB = "docker.io"
+_KNOWN_HOSTS = (DOCKER_HUB, "quay.io", "ghcr.io")
+"""Hosts whose images need neither a scheme nor a tag."""
+_HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
+_LONGEST = 512
+_PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-{1,8})[a-z0-9]+)*"
+_REFERENCE = re.compile(
+    r"(?:(?P<host>localhost|[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z0-9.-]+(?=:\d)|\[[0-9A-Fa-f:.]+\])"
+    r"(?P<port>:\d{1,5})?/)?"
+    rf"(?P<path>{_PART}(?:/{_PART})*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class ImageReference:
+    """An image in a registry: host with port, path, and a tag or digest."""
+
+    host: str
+    path: str
+    version: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if a digest names the image."""
+        return self.version.startswith("sha256:")
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.path}{'@' if self.is_pinned else ':'}{self.version}"
+
+
+def parse(uri: str) -> ImageReference | None:
+    """Parse the reference of an image; None if `uri` names no image.
+
+    Without a scheme, a tag or digest is required, except on the hosts of `_KNOWN_HOSTS`: other addresses may
+    be those of files. Without a host the image is one of Docker Hub.
+    """
+    scheme = next((scheme for scheme in SCHEMES if uri.startswith(scheme)), "")
+    if len(uri) > _LONGEST or (match := _REFERENCE.fullmatch(uri.removeprefix(scheme))) is None:
+        return None
+    host, path = (match["host"] or DOCKER_HUB) + (match["port"] or ""), match["path"]
+    has_version = match["digest"] or match["tag"]
+    if not (scheme or (has_version and "/" in uri) or match["host"] in _KNOWN_HOSTS):
+        return None
+    if host in _HUB_NAMES:
+        host, path = DOCKER_HUB, path if "/" in path else f"library/{path}"
+    return ImageReference(host.lower(), path, match["digest"] or match["tag"] or "latest")

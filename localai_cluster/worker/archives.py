@@ -1,0 +1,440 @@
+"""Unpacks an archive or the layers of an image, and trusts nothing in them.
+
+Every layer is a tar file: plain, or packed with gzip or zstd, as its first bytes show. The layers are read
+twice, front to back and in bounded pieces. The survey validates every entry, counts the bytes and merges the
+layers to one tree before anything is written: a later layer replaces the paths of earlier ones, and a
+*whiteout* removes them. Then the files of that tree are written, each once. Links are created last, so no
+file is written through one, and each of them must end inside the folder. All functions block and run in a
+thread.
+"""
+
+import errno
+import gzip
+import os
+import shutil
+import tarfile
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+import zstandard
+
+from localai_cluster.worker.source_files import (
+    CHUNK,
+    ENDED,
+    HEADROOM,
+    OnBytes,
+    SourceError,
+    Stopped,
+    Throttle,
+)
+
+MOST_BYTES = 64 * 1024**3
+MOST_ENTRIES = 100_000
+LONGEST_HEADER = CHUNK
+"""Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
+_LONGEST_PATH = 4096
+_MOST_WINDOW = 128 * 1024 * 1024
+"""Bytes that a zstd stream may need in memory; the highest level of its command line needs as many."""
+_DATA_FILTER = getattr(tarfile, "data_filter", None)
+"""`tarfile.data_filter`, present since Python 3.11.4; our own rules suffice without it."""
+WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
+_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+_NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
+
+
+@dataclass
+class _File:
+    """A regular file: the layer that holds it, and its entry's number there."""
+
+    layer: int
+    number: int
+    size: int
+    mode: int
+
+
+@dataclass
+class _Link:
+    """A symbolic link."""
+
+    layer: int
+    target: str
+
+
+@dataclass
+class _Folder:
+    layer: int
+    mode: int = 0o755
+    children: "dict[str, _Folder | _File | _Link]" = field(default_factory=dict)
+
+
+def unpack(
+    layers: Sequence[Path],
+    target: Path,
+    throttle: Throttle,
+    stopped: threading.Event,
+    on_bytes: OnBytes,
+    *,
+    whiteouts: bool = False,
+) -> None:
+    """Unpack `layers`, the lowest first, to the new folder `target`.
+
+    `whiteouts` applies the markers by which a layer of an image removes paths of the layers below. Raise
+    SourceError, Stopped or OSError.
+    """
+    survey = _Survey(whiteouts)
+    for number, layer in enumerate(layers):
+        survey.add(number, layer, stopped)
+    files = _Files.of(survey.root)
+    free = shutil.disk_usage(target.parent).free
+    if files.total + HEADROOM > free:
+        raise SourceError(
+            f"{files.total} unpacked bytes do not fit on the disk of {target.parent} ({free} free)."
+            " Free up space."
+        )
+    target.mkdir()
+    for folder, _ in files.folders:
+        (target / folder).mkdir(mode=0o700)
+    writer = _Writer(target, throttle, stopped, on_bytes, files)
+    for number, layer in enumerate(layers):
+        writer.write_layer(number, layer)
+    writer.link()
+
+
+class _ForwardReader:
+    """A file that `tarfile` reads front to back, never more than a bounded piece at a time.
+
+    A plain file is positioned instead of read where `tarfile` skips bytes.
+    """
+
+    def __init__(self, file: IO[bytes], size: int | None, stopped: threading.Event) -> None:
+        self._file = file
+        self._size = size
+        self._stopped = stopped
+        self._position = 0
+
+    @property
+    def descriptor(self) -> int | None:
+        """File descriptor of a plain file, from which the kernel can copy."""
+        return None if self._size is None else self._file.fileno()
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= LONGEST_HEADER:
+            raise SourceError("a header in the archive is too long")
+        if self._stopped.is_set():
+            raise Stopped(ENDED)
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+    def seek(self, position: int) -> int:
+        if position < self._position:
+            raise SourceError("an entry of the archive begins before the end of the previous one")
+        if self._size is not None:
+            self._position = self._file.seek(min(position, self._size))
+        while self._position < position and self.read(min(CHUNK, position - self._position)):
+            pass
+        return self._position
+
+    def drain(self) -> None:
+        """Read the remaining bytes of a packed file, so that its checksum is verified."""
+        while self._size is None and self.read(CHUNK):
+            if self._position > 2 * MOST_BYTES:
+                raise SourceError("the archive does not end")
+
+
+@contextmanager
+def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
+    """Open the archive as a tar file; errors in it become SourceError."""
+    try:
+        # Neither follows a link nor waits for a pipe.
+        descriptor = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as raw:
+            plain = _plain(raw)
+            size = os.fstat(raw.fileno()).st_size if plain is raw else None
+            forward = _ForwardReader(plain, size, stopped)
+            with tarfile.TarFile(fileobj=cast(Any, forward), mode="r", errorlevel=2) as tar:
+                yield tar
+                forward.drain()
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise SourceError(f"the archive is damaged: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise SourceError(f"the archive cannot be read: {error}") from error
+
+
+def _plain(raw: IO[bytes]) -> IO[bytes]:
+    """Return the unpacked content of a file, by the first bytes of it."""
+    first = raw.read(4)
+    raw.seek(0)
+    if first.startswith(b"\x1f\x8b"):
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if first == b"\x28\xb5\x2f\xfd":
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+        return cast(IO[bytes], decompressor.stream_reader(raw, read_across_frames=True, closefd=False))
+    return raw
+
+
+class _Survey:
+    """The tree of the layers that were added, lowest first; `root` is its folder."""
+
+    def __init__(self, whiteouts: bool) -> None:
+        self.root = _Folder(-1)
+        self._whiteouts = whiteouts
+        self._bytes = self._entries = 0
+        self._hard_links: list[tuple[PurePosixPath, PurePosixPath]] = []
+
+    def add(self, layer: int, path: Path, stopped: threading.Event) -> None:
+        """Validate every entry of a layer and merge it into the tree. Raise SourceError."""
+        with _open(path, stopped) as tar:
+            number = 0
+            while (entry := tar.next()) is not None:
+                # Entries that were read would otherwise stay in memory.
+                tar.members = []  # type: ignore[attr-defined]
+                _validate(entry)
+                self._count(entry.size if entry.isreg() else 0)
+                self._merge(layer, number, entry)
+                number += 1
+        for link, source in self._hard_links:
+            node = self._find(source)
+            if not isinstance(node, _File):
+                raise SourceError(f"{str(link)!r} in the archive is a link to a file that is not in it")
+            self._put(link, layer, node)
+        self._hard_links.clear()
+
+    def _count(self, size: int) -> None:
+        self._entries += 1
+        self._bytes += size
+        if self._bytes > MOST_BYTES:
+            raise SourceError(f"the archive unpacks to more than {MOST_BYTES} bytes")
+        if self._entries > MOST_ENTRIES:
+            raise SourceError(f"the archive has more than {MOST_ENTRIES} entries")
+
+    def _merge(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
+        path = PurePosixPath(entry.name)
+        if not path.parts:
+            return
+        if self._whiteouts and path.name.startswith(WHITEOUT):
+            self._remove(path, layer)
+        elif entry.isdir():
+            self._folder(path, layer).mode = entry.mode & 0o755 | 0o700
+        elif entry.islnk():
+            self._hard_links.append((path, PurePosixPath(entry.linkname)))
+        elif entry.issym():
+            self._put(path, layer, _Link(layer, entry.linkname))
+        else:
+            # Never setuid, never writable by others.
+            self._put(path, layer, _File(layer, number, entry.size, entry.mode & 0o755 | 0o600))
+
+    def _remove(self, whiteout: PurePosixPath, layer: int) -> None:
+        """Remove what a whiteout names from the layers below `layer`."""
+        folder = self._find(whiteout.parent)
+        if not isinstance(folder, _Folder):
+            return
+        if whiteout.name == OPAQUE:
+            _prune(folder, layer)
+            return
+        name = whiteout.name.removeprefix(WHITEOUT)
+        node = folder.children.get(name)
+        if isinstance(node, _Folder):
+            _prune(node, layer)
+        if node is not None and node.layer < layer and not getattr(node, "children", None):
+            del folder.children[name]
+
+    def _folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
+        """Return the folder at `path` and create it where it is missing. Raise SourceError."""
+        folder = self.root
+        for depth, part in enumerate(path.parts):
+            node = folder.children.get(part)
+            if not isinstance(node, _Folder):
+                is_last = depth == len(path.parts) - 1 and not is_parent
+                if node is not None and (not is_last or node.layer == layer):
+                    raise SourceError(f"{str(path)!r} in the archive lies below a file or a link, or is both")
+                if not is_last:
+                    self._count(0)
+                node = folder.children[part] = _Folder(layer)
+            node.layer = layer
+            folder = node
+        return folder
+
+    def _put(self, path: PurePosixPath, layer: int, node: _File | _Link) -> None:
+        folder = self._folder(path.parent, layer, is_parent=True)
+        current = folder.children.get(path.name)
+        if current is not None and current.layer == layer:
+            raise SourceError(f"{str(path)!r} occurs twice in the archive")
+        folder.children[path.name] = node
+
+    def _find(self, path: PurePosixPath) -> "_Folder | _File | _Link | None":
+        node: _Folder | _File | _Link | None = self.root
+        for part in path.parts:
+            node = node.children.get(part) if isinstance(node, _Folder) else None
+        return node
+
+
+def _prune(folder: _Folder, layer: int) -> None:
+    """Remove everything below `folder` that comes from the layers below `layer`."""
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        current.children = {name: node for name, node in current.children.items() if node.layer >= layer}
+        pending += [node for node in current.children.values() if isinstance(node, _Folder)]
+
+
+def _validate(entry: tarfile.TarInfo) -> None:
+    """Raise SourceError for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
+    name = entry.name
+    if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
+        raise SourceError(f"{name!r} in the archive is not a plain file, folder or link")
+    if _escapes(name) or "\0" in name or entry.size < 0 or len(name) > _LONGEST_PATH:
+        raise SourceError(f"{name[:200]!r} in the archive is not a path inside it")
+    if entry.islnk() and _escapes(entry.linkname):
+        raise SourceError(f"{name!r} in the archive is a link that leaves it")
+    if entry.issym() and entry.linkname.startswith("/"):
+        raise SourceError(f"{name!r} in the archive is a link that leaves it")
+    if _DATA_FILTER is not None:
+        try:
+            _DATA_FILTER(entry, "/nowhere/in/particular")
+        except tarfile.FilterError as error:
+            raise SourceError(f"{name!r} in the archive: {error}") from error
+
+
+def _escapes(name: str) -> bool:
+    return not name or name.startswith("/") or ".." in PurePosixPath(name).parts
+
+
+@dataclass
+class _Files:
+    """The content of a tree: each file once, with all its paths; folders before what they contain."""
+
+    folders: list[tuple[str, int]] = field(default_factory=list)
+    links: list[tuple[str, str]] = field(default_factory=list)
+    paths: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    files: dict[tuple[int, int], _File] = field(default_factory=dict)
+    total: int = 0
+
+    @classmethod
+    def of(cls, root: _Folder) -> "_Files":
+        files = cls()
+        pending: list[tuple[str, _Folder]] = [("", root)]
+        while pending:
+            prefix, folder = pending.pop()
+            for name, node in folder.children.items():
+                path = prefix + name
+                if isinstance(node, _Folder):
+                    files.folders.append((path, node.mode))
+                    pending.append((f"{path}/", node))
+                elif isinstance(node, _Link):
+                    files.links.append((path, node.target))
+                else:
+                    files._add(path, node)
+        return files
+
+    def _add(self, path: str, file: _File) -> None:
+        key = (file.layer, file.number)
+        if key not in self.files:
+            self.files[key] = file
+            self.total += file.size
+        self.paths.setdefault(key, []).append(path)
+
+
+class _Writer:
+    """Writes the files of a tree, and counts their bytes."""
+
+    def __init__(
+        self, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, files: _Files
+    ) -> None:
+        self._target = target
+        self._throttle = throttle
+        self._stopped = stopped
+        self._on_bytes = on_bytes
+        self._files = files
+        self._done = 0
+
+    def write_layer(self, layer: int, path: Path) -> None:
+        """Write the files of one layer that the tree still has."""
+        remaining = sum(key[0] == layer for key in self._files.files)
+        if not remaining:
+            return
+        with _open(path, self._stopped) as tar:
+            number = 0
+            while remaining and (entry := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]
+                file = self._files.files.get((layer, number))
+                if file is not None:
+                    self._write(tar, entry, file)
+                    remaining -= 1
+                number += 1
+        if remaining:
+            raise SourceError("the archive has changed while it was unpacked")
+
+    def _write(self, tar: tarfile.TarFile, entry: tarfile.TarInfo, file: _File) -> None:
+        path, *others = self._files.paths[file.layer, file.number]
+        reader = tar.extractfile(entry) if entry.isreg() else None
+        if reader is None:
+            raise SourceError("the archive has changed while it was unpacked")
+        remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
+        with reader, open(self._target / path, "xb", buffering=0) as writer:
+            copy = _EntryCopy(reader, writer, descriptor, entry.offset_data)
+            while remaining and (size := copy.copy(min(self._throttle.piece, remaining))):
+                remaining -= size
+                self._done += size
+                self._on_bytes(self._done, self._files.total, path)
+                if self._stopped.wait(self._throttle.pause(size)):
+                    raise Stopped(ENDED)
+            if remaining:
+                raise SourceError("the archive is damaged: it ends inside of a file")
+            os.fchmod(writer.fileno(), file.mode)
+        for other in others:
+            _hard_link(self._target / path, self._target / other)
+
+    def link(self) -> None:
+        """Set the folders' modes and create the links, then verify that each ends inside the folder."""
+        for path, mode in reversed(self._files.folders):
+            (self._target / path).chmod(mode)
+        for path, destination in self._files.links:
+            os.symlink(destination, self._target / path)
+        root = os.path.realpath(self._target)
+        for path, _ in self._files.links:
+            if not Path(os.path.realpath(self._target / path)).is_relative_to(root):
+                raise SourceError(f"{path!r} in the archive is a link that leaves it")
+
+
+class _EntryCopy:
+    """Copies the bytes of one entry, inside the kernel if the layer is a plain file and the kernel can."""
+
+    def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._descriptor, self._offset = descriptor, offset
+
+    def copy(self, size: int) -> int:
+        """Copy at most `size` bytes; return how many, 0 at the end of the layer."""
+        if self._descriptor is not None:
+            try:
+                copied = os.copy_file_range(self._descriptor, self._writer.fileno(), size, self._offset)
+                self._offset += copied
+                return copied
+            except OSError as error:
+                if error.errno not in _NO_KERNEL_COPY or self._writer.tell():
+                    raise
+                self._descriptor = None
+        piece = memoryview(self._reader.read(size))
+        total = len(piece)
+        while piece:
+            piece = piece[self._writer.write(piece) :]
+        return total
+
+
+def _hard_link(source: Path, target: Path) -> None:
+    """Link a file, or copy it where the filesystem has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        shutil.copy2(source, target)

@@ -1,0 +1,110 @@
+"""The progress of an install: its ticks, and the events that a controller receives."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from localai_cluster.kit.errors import ClusterError
+from localai_cluster.messaging.messages import ProgressEvent, human_bytes
+
+log = logging.getLogger(__name__)
+
+WINDOW = 0.25
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The progress of an operation: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
+
+    phase: str
+    current: int = 0
+    total: int = 0
+    file_name: str = ""
+
+
+Report = Callable[[Tick], None]
+"""Accepts ticks from any thread and returns immediately."""
+
+
+def ignore(_: Tick) -> None:
+    """Drop a tick, for an operation without a progress stream."""
+
+
+class ProgressStream:
+    """The progress events of one operation; any thread may call `report`.
+
+    At most one event per window is sent, without blocking the work: the first tick at once, later ones
+    overwrite one slot, which is sent at the end of the window, the last one before the operation's reply.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[ProgressEvent], Awaitable[None]],
+        op_id: str,
+        node_id: str,
+        backend: str,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._send = send
+        self._ids = (op_id, node_id, backend)
+        self._sleep = sleep
+        self._slot: Tick | None = None
+        self._seq = 0
+        self._fresh = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._pump = asyncio.create_task(self._run(), name=f"progress {op_id}")
+
+    def report(self, tick: Tick) -> None:
+        """Queue a tick, replacing one that has not been sent yet."""
+        self._slot = tick
+        if not self._fresh.is_set():
+            # A copy that is being stopped may briefly outlive the loop.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._fresh.set)
+
+    async def finish(self) -> None:
+        """Send the queued tick and end the stream."""
+        self._pump.cancel()
+        await asyncio.gather(self._pump, return_exceptions=True)
+        await self._send_queued()
+
+    async def _run(self) -> None:
+        while True:
+            await self._fresh.wait()
+            self._fresh.clear()
+            await self._send_queued()
+            await self._sleep(WINDOW)
+
+    async def _send_queued(self) -> None:
+        tick, self._slot = self._slot, None
+        if tick is None:
+            return
+        self._seq += 1
+        try:
+            await self._send(event(tick, self._seq, *self._ids))
+        except ClusterError as error:
+            log.debug("progress event not sent: %s", error)
+        except asyncio.CancelledError:
+            # `finish` sends this tick, unless there is a later one.
+            self._slot = self._slot or tick
+            raise
+
+
+def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
+    """Build the event for `tick`."""
+    has_total = tick.total > 0
+    return ProgressEvent(
+        op_id=op_id,
+        node_id=node_id,
+        backend=backend,
+        file_name=tick.file_name,
+        current=human_bytes(tick.current) if has_total else "",
+        total=human_bytes(tick.total) if has_total else "",
+        percentage=round(100.0 * tick.current / tick.total, 1) if has_total else 0.0,
+        phase=tick.phase,
+        current_bytes=tick.current,
+        total_bytes=tick.total,
+        seq=seq,
+    )

@@ -1,0 +1,287 @@
+"""What only the reference's pages call: the state of the host, a model's configuration, pin and reload.
+
+The control plane runs no engines, so `/system` and `/api/resources` describe the healthy nodes together.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster.kit import clock, errors
+from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.rest import FastJSONRenderer
+from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
+from nodes.api.base import response_example
+from nodes.backends import catalogue
+from nodes.definitions import folder
+from nodes.models import BackendNode, NodeModel, NodeType
+from nodes.scheduling import store
+
+NUMBER = {"type": "number", "minimum": 0}
+LOADED_MODEL = Shape(
+    "LoadedModel", "A model that a node serves.", [field("id", TEXT), field("backend", TEXT, optional=True)]
+)
+SYSTEM = Shape(
+    "System",
+    "Backends of all nodes, and the models that are loaded.",
+    [field("backends", TEXTS), field("loaded_models", LOADED_MODEL.many)],
+)
+GPU_USE = Shape(
+    "GpuUse",
+    "A GPU of a node; all GPUs of a node whose worker tells only their sum.",
+    [
+        field("index", count(), "Its place in this list."),
+        field("name", TEXT, "With its node."),
+        field("vendor", TEXT),
+        field("total_vram", BYTES),
+        field("used_vram", BYTES),
+        field("free_vram", BYTES),
+        field("usage_percent", NUMBER),
+    ],
+)
+RAM_USE = Shape(
+    "RamUse",
+    "Main memory of all nodes.",
+    [
+        field("total", BYTES),
+        field("used", BYTES),
+        field("free", BYTES),
+        field("available", BYTES),
+        field("usage_percent", NUMBER),
+    ],
+)
+MEMORY_SUM = Shape(
+    "MemorySum",
+    "GPU memory of all nodes, main memory where there is none.",
+    [
+        field("total_memory", BYTES),
+        field("used_memory", BYTES),
+        field("free_memory", BYTES),
+        field("usage_percent", NUMBER),
+        field("gpu_count", count()),
+    ],
+)
+RESOURCES = Shape(
+    "Resources",
+    "Memory of the healthy nodes. There is no reclaimer: its fields say so.",
+    [
+        field("type", {"type": "string", "enum": ["gpu", "ram"]}),
+        field("available", FLAG, "Any node tells its memory."),
+        field("gpus", GPU_USE.many, nullable=True),
+        field("ram", RAM_USE.ref, nullable=True),
+        field("aggregate", MEMORY_SUM.ref),
+        field("storage_size", BYTES, "Files of the defined models."),
+        field("reclaimer_enabled", FLAG),
+        field("reclaimer_threshold", NUMBER),
+        field("watchdog_interval", TEXT),
+    ],
+)
+CHANGED = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
+COMPONENTS = (LOADED_MODEL, SYSTEM, GPU_USE, RAM_USE, MEMORY_SUM, RESOURCES, CHANGED)
+_MODEL = OpenApiParameter("model", str, OpenApiParameter.PATH)
+_MEMORY = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
+_RAM = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}
+_GPU = {"index": 0, "name": "NVIDIA L4 on gpu-a", "vendor": "nvidia", "total_vram": 25769803776}
+_EXAMPLE = {
+    "type": "gpu",
+    "available": True,
+    "gpus": [_GPU | {"used_vram": 4294967296, "free_vram": 21474836480, "usage_percent": 16.7}],
+    "ram": _RAM | {"usage_percent": 25.0},
+    "aggregate": _MEMORY | {"usage_percent": 16.7, "gpu_count": 1},
+    "storage_size": 4831838208,
+    "reclaimer_enabled": False,
+    "reclaimer_threshold": 0,
+    "watchdog_interval": "0s",
+}
+
+
+class SystemView(APIView):
+    """`/system`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="system",
+        summary="List backends and loaded models",
+        tags=["nodes"],
+        responses={200: SYSTEM.ref, **refusals(401, 403)},
+        examples=[
+            response_example({"backends": ["minilm"], "loaded_models": [{"id": "m", "backend": "minilm"}]})
+        ],
+    )
+    def get(self, request: Request) -> Response:
+        """Of all approved nodes; each name once."""
+        backends = sorted({entry.name for entry in catalogue.installed()})
+        loaded = NodeModel.objects.loaded().order_by("model_name", "backend_type")
+        pairs = loaded.values_list("model_name", "backend_type").distinct()
+        models = [LOADED_MODEL.of(id=model, backend=backend) for model, backend in pairs]
+        return Response(SYSTEM.of(backends=backends, loaded_models=models))
+
+
+class ResourcesView(APIView):
+    """`/api/resources`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="resources",
+        summary="Show the memory of the cluster",
+        tags=["nodes"],
+        responses={200: RESOURCES.ref, **refusals(401, 403)},
+        examples=[response_example(_EXAMPLE)],
+    )
+    def get(self, request: Request) -> Response:
+        """As the last heartbeats of the healthy nodes tell it."""
+        nodes = list(
+            BackendNode.objects.filter(status="healthy", node_type=NodeType.BACKEND).order_by("name")
+        )
+        gpus = [GPU_USE.of(index=index, **gpu) for index, gpu in enumerate(_gpus(nodes))]
+        ram = _sum((node.total_ram, node.available_ram) for node in nodes)
+        vram = _sum((gpu["total_vram"], gpu["free_vram"]) for gpu in gpus)
+        total, free = vram if gpus else ram
+        used = total - free
+        percent = _percent(total, free)
+        whole = MEMORY_SUM.of(
+            total_memory=total, used_memory=used, free_memory=free, usage_percent=percent, gpu_count=len(gpus)
+        )
+        body = RESOURCES.of(
+            type="gpu" if gpus else "ram",
+            available=total > 0,
+            gpus=gpus or None,
+            ram=_ram(*ram) if ram[0] else None,
+            aggregate=whole,
+            storage_size=async_to_sync(_storage_size)(),
+            reclaimer_enabled=False,
+            reclaimer_threshold=0,
+            watchdog_interval="0s",
+        )
+        return Response(body)
+
+
+def _gpus(nodes: Iterable[BackendNode]) -> Iterable[Row]:
+    for node in nodes:
+        listed = [(gpu["name"] or "GPU", gpu["total_vram"], gpu["free_vram"]) for gpu in node.gpus]
+        if not listed and node.total_vram:
+            listed = [("GPU", node.total_vram, node.available_vram)]
+        for name, total, free in listed:
+            free = min(free, total)
+            yield {
+                "name": f"{name} on {node.name}",
+                "vendor": node.gpu_vendor,
+                "total_vram": total,
+                "used_vram": total - free,
+                "free_vram": free,
+                "usage_percent": _percent(total, free),
+            }
+
+
+def _ram(total: int, free: int) -> Row:
+    used = total - free
+    return RAM_USE.of(total=total, used=used, free=free, available=free, usage_percent=_percent(total, free))
+
+
+def _sum(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the sums of totals and of what is free, which is never more than its total."""
+    listed = [(total, min(free, total)) for total, free in figures]
+    return sum(total for total, _ in listed), sum(free for _, free in listed)
+
+
+def _percent(total: int, free: int) -> float:
+    return round(100 * (total - free) / total, 2) if total else 0.0
+
+
+_STORAGE_KEPT_FOR = 60.0
+_storage: tuple[float, int] = (float("-inf"), 0)
+"""When the models' files were last measured (monotonic), and their bytes."""
+
+
+async def _storage_size() -> int:
+    """Return the bytes of the defined models' files, measured at most once a minute."""
+    global _storage
+    measured_at, size = _storage
+    if clock.monotonic() - measured_at < _STORAGE_KEPT_FOR:
+        return size
+    _storage = (clock.monotonic(), size)  # a second caller does not measure as well
+    models = folder.folder()
+    files = await asyncio.gather(*(models.sizes.of(one) for one in (await folder.list_definitions())[:100]))
+    _storage = (clock.monotonic(), sum(model.payload for model in files))
+    return _storage[1]
+
+
+class _DefinitionView(APIView):
+    """A route about one definition; errors are flat."""
+
+    envelope = "flat"
+
+    def check_defined(self, model: str) -> None:
+        """Raise NotFound unless a file defines the model."""
+        if async_to_sync(folder.find_definition)(model) is None:
+            raise errors.NotFound("model configuration not found")
+
+
+class ConfigurationView(_DefinitionView):
+    """`/api/models/config-json/:model`."""
+
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="models_configuration",
+        summary="Show the definition of a model",
+        tags=["nodes"],
+        parameters=[_MODEL],
+        responses={200: {"type": "object", "additionalProperties": True}, **flat_refusals(404)},
+        examples=[response_example({"name": "m", "backend": "minilm", "parameters": {"model": "m.gguf"}})],
+    )
+    def get(self, request: Request, model: str) -> Response:
+        """The content of the model's file, as JSON."""
+        self.check_defined(model)
+        document: dict[str, Any] | None = async_to_sync(folder.read_document)(model)
+        if document is None:
+            raise errors.NotFound("model configuration not found")
+        return Response(document)
+
+
+class PinView(_DefinitionView):
+    """`/models/toggle-pinned/:model/:action`."""
+
+    @extend_schema(
+        operation_id="models_pin",
+        summary="Keep a model loaded, or no longer",
+        tags=["scheduling"],
+        parameters=[_MODEL, OpenApiParameter("action", str, OpenApiParameter.PATH, enum=["pin", "unpin"])],
+        request=None,
+        responses={200: CHANGED.ref, **flat_refusals(404, 409)},
+        examples=[response_example({"success": True, "message": "model m keeps at least one replica"})],
+    )
+    def put(self, request: Request, model: str, action: str) -> Response:
+        """`pin` sets the minimum of its scheduling rule to 1 at least, `unpin` to 0."""
+        if action not in ("pin", "unpin"):
+            raise errors.NotFound("the action is pin or unpin")
+        self.check_defined(model)
+        store.set_pinned(model, action == "pin", clock.now())
+        kept = "keeps at least one replica" if action == "pin" else "keeps no replica without requests"
+        return Response(CHANGED.of(success=True, message=f"model {model} {kept}"))
+
+
+class ReloadView(_DefinitionView):
+    """`/models/reload`."""
+
+    @extend_schema(
+        operation_id="models_reload",
+        summary="Read the models folder again",
+        tags=["nodes"],
+        request=None,
+        responses={200: CHANGED.ref, **flat_refusals()},
+        examples=[response_example({"success": True, "message": "2 models are defined"})],
+    )
+    def post(self, request: Request) -> Response:
+        """In this web process at once; the others read it within a few seconds by themselves."""
+        number = len(async_to_sync(folder.reload)())
+        defined = "1 model is defined" if number == 1 else f"{number} models are defined"
+        return Response(CHANGED.of(success=True, message=defined))

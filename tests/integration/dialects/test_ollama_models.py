@@ -1,0 +1,222 @@
+"""Ollama's routes about models (review C6, C12): load, unload, pull, and those that clients may not use."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.test import Client
+from pytest_django import Settings
+
+from localai_cluster.accounts.principals import create_api_key
+from localai_cluster.asgi import application
+from localai_cluster.kit import clock
+from nodes.gateway import gateway
+from operations.models import Operation
+from tests.support import hot
+from tests.support.answering import DEFINITION, definitions, play, reply
+from tests.support.environment import API_KEY
+from tests.support.scripted import Scripted, words
+
+__all__ = ["definitions"]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.rule("http-6a")]
+
+CHAT, GENERATE, PULL = "/api/chat", "/api/generate", "/api/pull"
+
+
+def asked(path: str, body: Any, *engines: Scripted, key: str = API_KEY) -> hot.Reply:
+    """The reply to one request."""
+
+    async def scenario(_: hot.Client, __: Any) -> hot.Reply:
+        return await reply(hot.Client(application, key=key).post(path, body))
+
+    answer: hot.Reply = play(scenario, *engines)
+    return answer
+
+
+def lines(answer: hot.Reply) -> list[Any]:
+    """The lines of a stream, or the only object."""
+    whole = answer.body
+    return [json.loads(line) for line in whole.splitlines()] if isinstance(whole, str) else [whole]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "content"),
+    [
+        (GENERATE, {"model": "m", "prompt": ""}, {"response": ""}),
+        (GENERATE, {"model": "m"}, {"response": ""}),
+        (CHAT, {"model": "m", "messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        (CHAT, {"model": "m:latest", "keep_alive": "5m"}, {"message": {"role": "assistant", "content": ""}}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_without_a_prompt_loads_the_model(
+    path: str, body: dict[str, Any], content: dict[str, Any], stream: bool
+) -> None:
+    """C6: it waits for a replica and generates nothing."""
+    engine = Scripted()
+    answer = asked(path, body | {"stream": stream}, engine)
+    assert answer.status == 200
+    (end,) = lines(answer)
+    assert (end["model"], end["done"], end["done_reason"]) == (body["model"], True, "load")
+    assert {name: end[name] for name in content} == content
+    assert answer.headers["content-type"] == ("application/x-ndjson" if stream else "application/json")
+    assert not engine.asked
+
+
+@pytest.mark.parametrize("keep_alive", [0, "0", "0s", 0.0])
+def test_keep_alive_0_without_a_prompt_unloads(keep_alive: Any) -> None:
+    """C6: as the node's page does, by an operation; a model that is not loaded is no error."""
+    answer = asked(GENERATE, {"model": "m", "keep_alive": keep_alive, "stream": False}, Scripted())
+    assert (answer.status, answer.body["done_reason"]) == (200, "unload")
+    (operation,) = Operation.objects.filter(kind="model_unload")
+    assert (operation.element, operation.actor) == ("m", "static-key")
+    Operation.objects.all().delete()
+    assert asked(CHAT, {"model": "m", "messages": [], "keep_alive": 0}).status == 200
+    assert not Operation.objects.filter(kind="model_unload").exists()
+
+
+def test_only_an_administrator_unloads() -> None:
+    """A person with a key takes no model away from the others."""
+    key = create_api_key(get_user_model().objects.create_user("ann"), "k")[1]
+    answer = asked(GENERATE, {"model": "m", "keep_alive": 0}, Scripted(), key=key)
+    assert (answer.status, set(answer.body)) == (403, {"error"})
+    assert not Operation.objects.exists()
+    assert asked(GENERATE, {"model": "m"}, Scripted(), key=key).status == 200
+
+
+def test_a_prompt_with_keep_alive_0_is_answered() -> None:
+    answer = asked(GENERATE, {"model": "m", "prompt": "hi", "keep_alive": 0}, Scripted(["unused"]))
+    assert not Operation.objects.filter(kind="model_unload").exists()
+    assert answer.status != 403
+
+
+@pytest.mark.parametrize("body", [{"model": "m"}, {"name": "m", "model": ""}, {"model": "m:latest"}])
+def test_pull_of_a_defined_model_succeeds(body: dict[str, Any]) -> None:
+    """C6: nothing is fetched."""
+    assert lines(asked(PULL, body))[-1] == {"status": "success"}
+    whole = asked(PULL, body | {"stream": False})
+    assert (whole.body, whole.headers["content-type"]) == ({"status": "success"}, "application/json")
+
+
+@pytest.mark.rule("http-0.4")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/push"),
+        ("POST", "/api/create"),
+        ("POST", "/api/copy"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/blobs/sha256:00"),
+    ],
+)
+def test_what_changes_models_says_who_may(method: str, path: str) -> None:
+    """C6: a text in `error`; without a key nothing is said."""
+
+    async def scenario(_: hot.Client, __: Any) -> list[hot.Reply]:
+        return [
+            await reply(hot.Client(application, key=key).request(method, path, b'{"model": "m"}'))
+            for key in (API_KEY, None, "wrong")
+        ]
+
+    allowed, anonymous, wrong = play(scenario)
+    assert allowed.status == 403
+    assert "administrators define the models" in allowed.body["error"]
+    assert (anonymous.status, wrong.status) == (401, 401)
+    assert all(isinstance(answer.body["error"], str) for answer in (allowed, anonymous, wrong))
+
+
+@pytest.mark.rule("http-0.4")
+@pytest.mark.parametrize("path", [PULL, GENERATE, CHAT])
+def test_errors_are_texts(path: str) -> None:
+    unknown, nothing = asked(path, {"model": "nope"}), asked(path, {})
+    assert [unknown.status, nothing.status] == [404, 400]
+    assert all(isinstance(answer.body["error"], str) for answer in (unknown, nothing))
+
+
+def gguf(template: bytes) -> bytes:
+    """The beginning of a model's file: some keys, and its chat template."""
+    key = b"tokenizer.chat_template"
+    text = len(key).to_bytes(8, "little") + key + (8).to_bytes(4, "little")
+    return (
+        b"GGUF"
+        + b"\x03\0\0\0"
+        + bytes(32)
+        + text
+        + len(template).to_bytes(8, "little")
+        + template
+        + bytes(64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "has_tools"),
+    [
+        (gguf(b"{% if tools %}{{ tools }}{% endif %}"), True),
+        (gguf(b"{{ messages }}") + b"tools", False),
+        (b"GGUF", False),
+        (b"tools", False),
+        (gguf(b"")[:-80], False),
+    ],
+)
+def test_show_lists_tools_only_where_the_template_has_them(
+    content: bytes, has_tools: bool, definitions: Path
+) -> None:
+    """C3: Ollama's clients send tools by this."""
+    (definitions / "m.gguf").write_bytes(content)
+    template = "template: {jinja_template: true, chat: '{{ tools }}'}\n"
+    (definitions / "t.yaml").write_text(DEFINITION.replace("name: m", "name: t") + template)
+    for model, shown in (("m", has_tools), ("t", True)):
+        answer = asked("/api/show", {"model": model})
+        assert answer.body["capabilities"] == ["completion", *["tools"] * shown]
+
+
+def test_tools_that_a_template_cannot_show_are_refused(definitions: Path) -> None:
+    """C3: 400 as Ollama does, never thrown away silently."""
+    template = "template: {jinja_template: true, chat: '{{ messages[0].content }}'}\n"
+    (definitions / "m.yaml").write_text(DEFINITION + template)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": False}
+    refused = asked(CHAT, body | {"tools": [tool]}, Scripted())
+    assert (refused.status, "tools" in refused.body["error"]) == (400, True)
+    assert asked(CHAT, body, Scripted(words("Hello"))).status == 200
+
+
+def test_ollamas_clients_wait_longer_for_a_load(settings: Settings) -> None:
+    """C12: up to `CLUSTER_OLLAMA_LOAD_WAIT`, the others as before."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=0.2, ollama_load_wait=1.2)
+
+    async def scenario(client: hot.Client, _: Any) -> list[float]:
+        taken = []
+        for path, body in (("/v1/completions", {"prompt": "x"}), (GENERATE, {"prompt": "x"})):
+            began = clock.monotonic()
+            assert (await reply(client.post(path, {"model": "m", **body}))).status == 503
+            taken.append(clock.monotonic() - began)
+        return taken
+
+    others, ollamas = play(scenario)
+    assert others < 1.0 <= ollamas
+
+
+@pytest.mark.rule("http-5.2")
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_root_says_that_a_server_is_there(db: None, method: str) -> None:
+    """C6: to programs; a browser is sent to the page, not for ever."""
+    client = Client()
+    for accept in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
+        answer = client.generic(method, "/", headers=accept)
+        assert answer.status_code == 200
+        assert answer.content == (b"Ollama is running" if method == "GET" else b"")
+    page = client.generic(method, "/?x=1", headers={"Accept": "text/html,*/*"})
+    assert (page.status_code, page["Location"]) == (302, "/app?x=1")
+    assert Client(enforce_csrf_checks=True).post("/").status_code == 405
+
+
+def test_the_wait_is_that_of_the_route(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is no limit, for either."""
+    monkeypatch.setattr("localai_cluster.kit.clock.monotonic", lambda: 100.0)
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=60.0, ollama_load_wait=0.0)
+    assert gateway.wait_until() == 160.0
+    assert gateway.wait_until(is_patient=True) == float("inf")
