@@ -24,7 +24,10 @@ CUTS = 3
 """How often the cable between two machines is pulled."""
 FRONT = ("tests/acceptance/test_front_whole.py", "tests/acceptance/test_make_run.py")
 """`make run` as a whole, with either web server."""
-HISTORIES = ("tests/integration/test_replica_histories.py", "tests/acceptance/test_replica_processes.py")
+HISTORIES = (
+    "tests/integration/replicas/test_replica_histories.py",
+    "tests/acceptance/test_replica_processes.py",
+)
 """The life of replicas: planted defects, many histories, and some with processes."""
 SHOWN = "for the table: "
 """What stands before a line of an output that belongs to the table; pytest may write a dot before it."""

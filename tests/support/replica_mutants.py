@@ -247,5 +247,5 @@ MUTANTS: Mapping[str, Plant] = {
     "count out for a dead process": _releases_for_others,
     "a lost replica has no requests": _loses_requests,
 }
-QUICK = ("no stop after a lost reply",)
+QUICK = ("no stop after a lost reply", "forget the deadline", "keep the replaced replica")
 """Those that few histories find: every run plants them."""
