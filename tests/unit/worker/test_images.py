@@ -1,5 +1,6 @@
 """Images from registries: credentials, redirects, platforms, resumed layers, and how layers are merged."""
 
+import asyncio
 import gzip
 import json
 import logging
@@ -23,8 +24,9 @@ from localai_cluster.kit.tls import trust_besides
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
-from localai_cluster.worker import archives, download
+from localai_cluster.worker import archives, download, images
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
+from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
@@ -212,6 +214,34 @@ async def test_parts_of_a_killed_install_are_used(setup: Setup) -> None:
     ranges = [request.range for request in setup.registry.seen("storage")]
     assert ranges == [f"bytes={len(first)}-", "bytes=1000000-"]
     assert setup.left_over() == ["one"]
+
+
+async def test_a_full_disk_is_told_before_the_first_layer(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.registry.push("a/one", [layer(RUN)])
+    monkeypatch.setattr(images, "HEADROOM", 2**62)
+    with pytest.raises(SourceError, match="Free up space"):
+        await setup.install()
+    assert setup.registry.seen("storage") == []
+
+
+async def test_a_cancelled_install_leaves_no_layer(setup: Setup) -> None:
+    """Also not those that were complete."""
+    halt = Halt()
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
+    work = Installer(setup.store, (), 0, "default", setup.client, _unserved)
+
+    def cancel_in_the_second(tick: Tick) -> None:
+        if tick.file_name.startswith("2/2") and not halt.cancelled:
+            halt.cancel()
+            task.cancel()
+
+    source = InstallSource("one", (), uri=f"oci://{setup.registry.host}/a/one")
+    task = asyncio.ensure_future(work.install(source, cancel_in_the_second, halt))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert setup.left_over() == []
 
 
 async def test_a_layer_with_another_digest_is_never_unpacked(
