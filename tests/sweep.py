@@ -90,6 +90,7 @@ def parts() -> tuple[Part, ...]:
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
         Part("wire", tests("tests/wire")),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
+        Part("real registry", tests("tests/wire/test_registry.py", "-s")),
         Part("pages in the dark", tests(*using("swept", "tests/browser"))),
         Part("clients of others", tests("tests/sdks")),
         Part("fuzz", ("-m", "tests.fuzz")),

@@ -193,13 +193,20 @@ class Downloads:
         offset, total, digest = progress.offset, progress.total, progress.digest
         async with _open_partial(archive.partial, offset) as file:
             on_bytes(offset, max(total, offset), name)
-            async for piece in _pieces(answer, self._throttle.piece):
-                if offset + len(piece) > MOST_BYTES:
-                    raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
-                await in_thread(_write, file, digest, piece)
-                offset += len(piece)
-                on_bytes(offset, max(total, offset) if total else 0, name)
-                await asyncio.sleep(self._throttle.pause(len(piece)))
+            # One piece is written while the next one arrives.
+            writing = asyncio.get_running_loop().create_future()
+            writing.set_result(None)
+            try:
+                async for piece in _pieces(answer, self._throttle.piece):
+                    if offset + len(piece) > MOST_BYTES:
+                        raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
+                    await wait_for_thread(writing)
+                    writing = asyncio.ensure_future(asyncio.to_thread(_write, file, digest, piece))
+                    offset += len(piece)
+                    on_bytes(offset, max(total, offset) if total else 0, name)
+                    await asyncio.sleep(self._throttle.pause(len(piece)))
+            finally:
+                await wait_for_thread(writing)
         if total and offset != total:
             raise DownloadFailed(f"{offset} of {total} bytes came", can_retry=True)
 

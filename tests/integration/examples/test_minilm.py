@@ -62,6 +62,17 @@ async def test_a_long_text_is_cut_at_256_tokens(client: BackendClient) -> None:
     assert list(result.embeddings) != await embed(client, "word " * 200)
 
 
+async def test_a_text_that_must_not_be_cut_is_refused(client: BackendClient) -> None:
+    """C9: the request says so; a text that fits is not touched by it."""
+    for words, is_refused in ((254, False), (255, True), (300, True)):
+        options = PredictOptions(Embeddings="word " * words, Metadata={"truncate": "false"})
+        if not is_refused:
+            assert (await client.embedding(options, LIMIT)).tokens == 256
+            continue
+        with pytest.raises(errors.Rejected, match="longer than the 256 tokens"):
+            await client.embedding(options, LIMIT)
+
+
 @pytest.mark.parametrize("text", ["", " ", "naïve 猫 🐈", "[CLS]", "x" * 100_000])
 async def test_any_text_has_a_unit_vector(client: BackendClient, text: str) -> None:
     """Odd input is the tokenizer's business, never a failure."""

@@ -176,7 +176,13 @@ def django_routes(resolver: URLResolver, prefix: str = "") -> Iterator[tuple[str
 
 PAGES = {"/", "/api/docs", "/app", "/app/{path}", "/browse", "/browse/{rest}", "/login", "/favicon.svg"}
 PROBES = {"/healthz", "/readyz"}
-PUBLIC = PROBES | {"/api/auth/status", "/api/auth/login", "/api/auth/logout", "/api/branding"}
+PUBLIC = PROBES | {
+    "/api/auth/status",
+    "/api/auth/login",
+    "/api/auth/token-login",
+    "/api/auth/logout",
+    "/api/branding",
+}
 
 
 def test_every_route_is_in_the_document(root: Client) -> None:

@@ -173,6 +173,13 @@ def test_a_session_of_a_key_changes_no_password_and_opens_no_admin(ann: Any) -> 
     assert ann.check_password(PASSWORD)
 
 
+def test_the_key_of_a_node_begins_no_session(ann: Any) -> None:
+    agent = get_user_model().objects.create_user("agent-worker:a")
+    key = principals.create_agent_key(agent, "a")[1]
+    assert StockPage().post("/api/auth/token-login", {"token": key}).status_code == 401
+    assert api.bearer(key).get("/version").status_code == 200
+
+
 @pytest.mark.rule("http-0.4", "http-5.4")
 @pytest.mark.parametrize(
     ("body", "status"),

@@ -11,7 +11,7 @@ from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
 from nodes.dialects import anthropic, ollama, openai_chat, openai_completions, responses
 from nodes.dialects.models import ShowBody
-from nodes.gateway.generation import Generation
+from nodes.gateway.generation import Generation, Head, TextDelta, Usage
 
 pytestmark = pytest.mark.rule("http-6a")
 
@@ -145,3 +145,23 @@ def test_a_wrong_key_has_openais_code() -> None:
         "invalid_request_error",
         None,
     )
+
+
+def test_echo_begins_each_choice_with_its_prompt() -> None:
+    """C11: whole and streamed, once for each choice; with logprobs no engine can."""
+    generation = openai_completions.parse_request({**PROMPT, "prompt": ["One", "Two"], "n": 2, "echo": True})
+    head = Head("1", 0, generation)
+    deltas = [TextDelta(choice, text) for choice in range(4) for text in (" a", "b")]
+    deltas += [TextDelta(choice, finish="stop", usage=Usage(1, 2)) for choice in range(4)]
+    whole = json.loads(openai_completions.DIALECT.render_response(head, deltas))
+    texts = ["One ab", "One ab", "Two ab", "Two ab"]
+    assert [choice["text"] for choice in whole["choices"]] == texts
+    streamed = [""] * 4
+    for line in openai_completions.DIALECT.events(head).render(deltas).splitlines():
+        for choice in json.loads(line.removeprefix(b"data: "))["choices"] if line else ():
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
+    for change in ({"logprobs": 1}, {"prompt": [1, 2]}):
+        with pytest.raises(InvalidInput) as refused:
+            openai_completions.parse_request({**PROMPT, "echo": True, **change})
+        assert refused.value.field == "echo"

@@ -159,7 +159,7 @@ def test_a_wrong_field_of_a_chat_is_named(change: dict[str, Any], field: str) ->
         ({"prompt": [[-1]]}, "prompt"),
         ({"prompt": ["a"] * 33}, "prompt"),
         ({"prompt": ["a"] * 5, "n": 7}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": True}, "logprobs"),

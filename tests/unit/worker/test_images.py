@@ -1,5 +1,6 @@
 """Images from registries: credentials, redirects, platforms, resumed layers, and how layers are merged."""
 
+import asyncio
 import gzip
 import json
 import logging
@@ -19,15 +20,18 @@ import zstandard
 
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
+from localai_cluster.kit.tls import trust_besides
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
-from localai_cluster.worker import archives, download
+from localai_cluster.worker import archives, download, images
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
+from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
 from localai_cluster.worker.source_files import SourceError, Throttle
+from tests.support.certificates import Authority
 from tests.wire.registry import INDEX, PASSWORD, USER, Registry, digest_of, entry, layer
 
 RUN = entry("run.sh", b"#!/bin/sh\n")
@@ -212,6 +216,34 @@ async def test_parts_of_a_killed_install_are_used(setup: Setup) -> None:
     assert setup.left_over() == ["one"]
 
 
+async def test_a_full_disk_is_told_before_the_first_layer(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.registry.push("a/one", [layer(RUN)])
+    monkeypatch.setattr(images, "HEADROOM", 2**62)
+    with pytest.raises(SourceError, match="Free up space"):
+        await setup.install()
+    assert setup.registry.seen("storage") == []
+
+
+async def test_a_cancelled_install_leaves_no_layer(setup: Setup) -> None:
+    """Also not those that were complete."""
+    halt = Halt()
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
+    work = Installer(setup.store, (), 0, "default", setup.client, _unserved)
+
+    def cancel_in_the_second(tick: Tick) -> None:
+        if tick.file_name.startswith("2/2") and not halt.cancelled:
+            halt.cancel()
+            task.cancel()
+
+    source = InstallSource("one", (), uri=f"oci://{setup.registry.host}/a/one")
+    task = asyncio.ensure_future(work.install(source, cancel_in_the_second, halt))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert setup.left_over() == []
+
+
 async def test_a_layer_with_another_digest_is_never_unpacked(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +303,43 @@ async def test_a_token_service_without_https_is_not_asked(setup: Setup) -> None:
     setup.registry.push("a/one", [layer(RUN)])
     with pytest.raises(RegistryError, match="not HTTPS"):
         await setup.install()
+
+
+async def test_a_registry_with_a_ca_of_its_own(setup: Setup, tmp_path: Path) -> None:
+    """The password goes to the token service on its host without being named; no way leads to plain HTTP."""
+    authority = Authority(tmp_path / "ca")
+    secure = Registry(with_tokens=True, private=True, certificate=authority.issue("registry"))
+    secure.start()
+    try:
+        secure.push("a/one", [layer(RUN)])
+        setup.registry = secure
+        access = Access([RegistrySetting(secure.host, USER, PASSWORD, plain_http=False)])
+        with pytest.raises(RegistryError, match="certificate"):
+            await setup.install(access=access)
+        context = trust_besides(str(authority.file))
+        assert context is not None
+        async with httpx.AsyncClient(timeout=10, trust_env=False, verify=context) as setup.client:
+            assert (await setup.install(access=access) / "run.sh").exists()
+            secure.location = f"http://{secure.storage}/x"
+            with pytest.raises(ClusterError, match="redirects from HTTPS to http"):
+                await setup.install(access=access)
+        assert {request.authorization for request in secure.seen("storage")} == {""}
+    finally:
+        secure.stop()
+
+
+async def test_the_proxy_of_the_environment_is_used(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP_PROXY and NO_PROXY, as every client reads them: nothing listens at this proxy."""
+    setup.registry.push("a/one", [layer(RUN)])
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for excluded, problem in (("", "cannot reach"), ("127.0.0.1", "")):
+        monkeypatch.setenv("NO_PROXY", excluded)
+        async with httpx.AsyncClient(timeout=10) as setup.client:
+            if problem:
+                with pytest.raises(ClusterError, match=problem):
+                    await setup.install()
+            else:
+                await setup.install()
 
 
 async def test_basic_authentication(setup: Setup) -> None:

@@ -14,7 +14,7 @@ from localai_cluster.worker import config, control_plane, lifecycle
 from nodes.backends import worker_logs
 from nodes.commands import commands
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.rule("http-0.6")

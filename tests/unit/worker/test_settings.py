@@ -13,7 +13,7 @@ from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = (ROOT / "docs" / "contract" / "worker.md").read_text(encoding="utf-8")
 SECTION = CONTRACT.partition("\n## 2. ")[2].partition("\n## 3. ")[0]
 ROWS = [
@@ -130,6 +130,15 @@ def test_the_help_shows_each_setting_once_in_its_group() -> None:
     for entry in SETTINGS:
         assert len(re.findall(rf"\n  {flag(entry)} ", shown)) == 1
         assert all(name in shown for name in entry.names)
+
+
+def test_the_page_for_slurm_names_settings_that_exist() -> None:
+    """All that its scripts export are variables of the worker."""
+    page = (ROOT / "docs" / "operating" / "slurm.md").read_text(encoding="utf-8")
+    known = {name for entry in SETTINGS for name in entry.names}
+    exported = {name.removesuffix("_FILE") for name in re.findall(r"(LOCALAI_[A-Z_]+)=", page)}
+    assert len(exported) > 8
+    assert exported <= known
 
 
 def test_settings_without_effect_are_named() -> None:
