@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
-from localai_cluster.rpc.messages import Reply
+from localai_cluster.rpc.messages import PredictOptions, Reply
 from nodes.gateway import streams
 from tests.support import hot
-from tests.support.answering import ASK, CHAT, definitions, play, reply, streamed
+from tests.support.answering import ASK, CHAT, definitions, finished, play, reply, streamed
 from tests.support.scripted import Refusal, Scripted, Step, running, words
 from tests.support.streaming import Streamed, asked
 
@@ -156,6 +157,20 @@ def test_a_client_may_leave_at_any_moment(stream: bool) -> None:
 
     engine = Scripted([step for word in words("a b c") for step in (word, 0.001)])
     assert not all(play(scenario, engine))
+
+
+def test_one_failed_choice_ends_the_others() -> None:
+    """Without waiting for the end of what they say, which may be hours away."""
+
+    class Fails(Scripted):
+        def script_for(self, request: PredictOptions) -> Iterable[Step]:
+            if request is self.asked[0]:
+                return [*words("One"), Refusal(grpc.StatusCode.INTERNAL, "out of ideas")]
+            return (step for _ in itertools.count() for step in (*words("more"), 0.001))
+
+    answer: Streamed = play(lambda *_: finished(ASK | {"stream": True, "n": 2}), Fails())
+    *_, failed, done = answer.events
+    assert (failed["error"]["message"], done) == ("out of ideas", "[DONE]")
 
 
 def test_a_slow_reader_does_not_hold_the_engine() -> None:
