@@ -3,6 +3,7 @@
 Real servers, started once by the first test that needs them, and a deadline helper.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,9 @@ def pytest_configure() -> None:
     from django.conf import settings as django_settings
 
     django_settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+    # Before each test looptime takes the policy's event loop. Unless one was set, even to None, the policy
+    # makes one, which nobody closes.
+    asyncio.set_event_loop(None)
 
 
 TWICE = ("tests/acceptance/", "tests/browser/")

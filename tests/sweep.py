@@ -58,7 +58,7 @@ class Result:
 
 def using(word: str, folder: str = "tests/integration") -> tuple[str, ...]:
     """The test files in which this word stands."""
-    found = sorted((ROOT / folder).glob("test_*.py"))
+    found = sorted((ROOT / folder).rglob("test_*.py"))
     return tuple(file.relative_to(ROOT).as_posix() for file in found if word in file.read_text("utf-8"))
 
 
@@ -88,7 +88,9 @@ def parts() -> tuple[Part, ...]:
         ),
         Part("faults", tests("tests/acceptance/test_faults.py"), 10),
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
+        Part("wire", tests("tests/wire")),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
+        Part("real registry", tests("tests/wire/test_registry.py", "-s")),
         Part("pages in the dark", tests(*using("swept", "tests/browser"))),
         Part("clients of others", tests("tests/sdks")),
         Part("fuzz", ("-m", "tests.fuzz")),

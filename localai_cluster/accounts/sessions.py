@@ -56,7 +56,10 @@ _STORED_KEYS = 1000
 
 
 class KeyBackend(BaseBackend):
-    """Django's authentication by a key: the session that it begins lasts no longer than the key."""
+    """Django's authentication by a key: the session that it begins lasts no longer than the key.
+
+    The keys of agent nodes begin none.
+    """
 
     def authenticate(self, request: HttpRequest | None, token: str) -> Any:  # type: ignore[override]
         """Return the user of the key, None for an invalid one."""
@@ -64,7 +67,7 @@ class KeyBackend(BaseBackend):
         if position is not None:
             return KeyUser(-1 - position, principals.hash_secret(token))
         credential = principals.classify_credential(token)
-        if not isinstance(credential, principals.StoredKey):
+        if not isinstance(credential, principals.StoredKey) or token.startswith(principals.AGENT_PREFIX):
             return None
         return self._of_row(principals.find_stored_key(key_hash=credential.hash))
 
@@ -94,14 +97,21 @@ def has_session(scope: Scope) -> bool:
 async def principal_of_request(scope: Scope) -> Principal:
     """Return the person of the request's session.
 
-    Raises NotAuthenticated without a session, as WrongKey if the cookie's session was looked up in vain:
-    guesses count like those of keys. Raises Forbidden if the origin is another site or the token is missing,
-    and PasswordChangeRequired while the password is the generated one.
+    Raises NotAuthenticated without a session, NoSuchSession if the cookie's was looked up in vain, Forbidden
+    for a request that does not come from a page of this origin, and PasswordChangeRequired while the password
+    is the generated one.
     """
     try:
         return await database_sync_to_async(_read_session)(scope)
     except DatabaseError as unreachable:
         raise Unavailable("the database is not reachable", retry_after=2) from unreachable
+
+
+class NoSuchSession(WrongKey):
+    """The session has ended or never existed; guesses count like wrong keys."""
+
+    message = "sign-in required"
+    code = NotAuthenticated.code
 
 
 def _nothing(_: HttpRequest) -> HttpResponse:
@@ -139,7 +149,7 @@ def _read_session(scope: Scope) -> Principal:
     has_session_key = request.session.session_key is not None
     owner = principals.of_session(auth.get_user(request))
     if not owner.is_authenticated:
-        raise WrongKey("sign-in required") if has_session_key else NotAuthenticated("sign-in required")
+        raise NoSuchSession if has_session_key else NotAuthenticated("sign-in required")
     if problem := csrf_problem(request):
         raise Forbidden(f"CSRF Failed: {problem}")
     if owner.kind == "newcomer":

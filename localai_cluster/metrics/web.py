@@ -95,6 +95,7 @@ FIGURES = (
 LEFT = "left"
 _SURFACES = {
     "v1": "inference",
+    "v2": "inference",
     "embeddings": "inference",
     "models": "inference",
     "chat": "inference",
@@ -108,6 +109,7 @@ _SURFACES = {
     "messages": "inference",
     "responses": "inference",
     "api": "api",
+    "system": "api",
     "backend": "api",
     "backends": "api",
     "version": "api",
@@ -125,7 +127,11 @@ _SURFACES = {
 }
 """Surface of the server by the first segment of a path; any other segment is `other`."""
 _OLLAMA = frozenset(
-    f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")
+    f"/api/{name}"
+    for name in (
+        *("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version"),
+        *("pull", "push", "create", "copy", "delete"),
+    )
 )
 
 
@@ -133,8 +139,10 @@ def surface(path: str) -> str:
     """Return the surface of the server that a path belongs to."""
     if path.startswith("/api/node/"):
         return "workers"
-    if path in _OLLAMA:
+    if path in _OLLAMA or path.startswith("/api/blobs/"):
         return "inference"
+    if path.startswith("/models/"):
+        return "api"
     return _SURFACES.get(path[1:].partition("/")[0], "other")
 
 

@@ -43,6 +43,7 @@ _MOST_WINDOW = 128 * 1024 * 1024
 _DATA_FILTER = getattr(tarfile, "data_filter", None)
 """`tarfile.data_filter`, present since Python 3.11.4; our own rules suffice without it."""
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
+_NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 _NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
 
 
@@ -115,6 +116,11 @@ class _ForwardReader:
         self._size = size
         self._stopped = stopped
         self._position = 0
+
+    @property
+    def descriptor(self) -> int | None:
+        """File descriptor of a plain file, from which the kernel can copy."""
+        return None if self._size is None else self._file.fileno()
 
     def tell(self) -> int:
         return self._position
@@ -372,15 +378,15 @@ class _Writer:
         reader = tar.extractfile(entry) if entry.isreg() else None
         if reader is None:
             raise SourceError("the archive has changed while it was unpacked")
-        remaining = file.size
-        with reader, open(self._target / path, "xb") as writer:
-            while remaining and (piece := reader.read(min(self._throttle.piece, remaining))):
-                if self._stopped.wait(self._throttle.pause(len(piece))):
-                    raise Stopped(ENDED)
-                writer.write(piece)
-                remaining -= len(piece)
-                self._done += len(piece)
+        remaining, descriptor = file.size, cast(_ForwardReader, tar.fileobj).descriptor
+        with reader, open(self._target / path, "xb", buffering=0) as writer:
+            copy = _EntryCopy(reader, writer, descriptor, entry.offset_data)
+            while remaining and (size := copy.copy(min(self._throttle.piece, remaining))):
+                remaining -= size
+                self._done += size
                 self._on_bytes(self._done, self._files.total, path)
+                if self._stopped.wait(self._throttle.pause(size)):
+                    raise Stopped(ENDED)
             if remaining:
                 raise SourceError("the archive is damaged: it ends inside of a file")
             os.fchmod(writer.fileno(), file.mode)
@@ -397,6 +403,31 @@ class _Writer:
         for path, _ in self._files.links:
             if not Path(os.path.realpath(self._target / path)).is_relative_to(root):
                 raise SourceError(f"{path!r} in the archive is a link that leaves it")
+
+
+class _EntryCopy:
+    """Copies the bytes of one entry, inside the kernel if the layer is a plain file and the kernel can."""
+
+    def __init__(self, reader: IO[bytes], writer: IO[bytes], descriptor: int | None, offset: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._descriptor, self._offset = descriptor, offset
+
+    def copy(self, size: int) -> int:
+        """Copy at most `size` bytes; return how many, 0 at the end of the layer."""
+        if self._descriptor is not None:
+            try:
+                copied = os.copy_file_range(self._descriptor, self._writer.fileno(), size, self._offset)
+                self._offset += copied
+                return copied
+            except OSError as error:
+                if error.errno not in _NO_KERNEL_COPY or self._writer.tell():
+                    raise
+                self._descriptor = None
+        piece = memoryview(self._reader.read(size))
+        total = len(piece)
+        while piece:
+            piece = piece[self._writer.write(piece) :]
+        return total
 
 
 def _hard_link(source: Path, target: Path) -> None:

@@ -32,7 +32,7 @@ from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
-from localai_cluster.worker.hardware import Simulation, simulation
+from localai_cluster.worker.hardware import CAPABILITY_FILE, Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 HIGHEST_PORT = 65535
@@ -203,14 +203,43 @@ class Config(env.SharedSettings):
     """JSON list of {"name", "url"}: the galleries for commands that name none."""
     download_rate: int = setting("LOCALAI_WORKER_DOWNLOAD_RATE", _RATE, "0")
     """Bandwidth limit of installs, in bytes per second. 0 = unlimited."""
+    require_backend_integrity: bool = setting(
+        ("LOCALAI_REQUIRE_BACKEND_INTEGRITY", "REQUIRE_BACKEND_INTEGRITY"), SWITCH, "false"
+    )
+    """Refuse archives without a hash in their gallery, and images that no digest names."""
     capability: str = setting("LOCALAI_FORCE_META_BACKEND_CAPABILITY", TEXT, "", "detected")
     """Capability that selects builds, such as nvidia-cuda-12. disable = every build fits."""
+    capability_file: Path = setting(
+        "LOCALAI_FORCE_META_BACKEND_CAPABILITY_RUN_FILE", FOLDER, str(CAPABILITY_FILE)
+    )
+    """File whose content is the capability, if it exists."""
     log_lines: int = setting("LOCALAI_WORKER_LOG_LINES", number(int, 1, MOST_LINES), str(LINES))
     """Lines of output kept of each engine."""
     log_bytes: int = setting("LOCALAI_WORKER_LOG_BYTES", number(int, LEAST_BYTES, MOST_BYTES), str(BYTES))
     """Bytes of output kept of each engine that runs, and of the last 32 that have ended."""
     test_gpus: Simulation | None = setting("LOCALAI_TEST_GPUS", _GPUS)
     """For tests: report GPUs that do not exist, and after a colon what each engine takes of them."""
+
+    galleries: str = setting(("LOCALAI_GALLERIES", "GALLERIES"), group="Without effect")
+    """Galleries of models. This worker prefetches none."""
+    prefetch_models: str = setting(("LOCALAI_PREFETCH_MODELS", "PREFETCH_MODELS"))
+    """Models to fetch before the start. The control plane sends models when they are needed."""
+    storage_url: str = setting("LOCALAI_STORAGE_URL", SECRET)
+    """Object store. Files come over HTTP, never through an object store."""
+    storage_bucket: str = setting("LOCALAI_STORAGE_BUCKET")
+    """Bucket in the object store."""
+    storage_region: str = setting("LOCALAI_STORAGE_REGION")
+    """Region of the object store."""
+    storage_access_key: str = setting("LOCALAI_STORAGE_ACCESS_KEY", SECRET)
+    """Access key of the object store."""
+    storage_secret_key: str = setting("LOCALAI_STORAGE_SECRET_KEY", SECRET)
+    """Secret key of the object store."""
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Variables that are set and that this worker does not use, for a warning."""
+        entries = (entry for entry in SETTINGS if entry.group == "Without effect")
+        return [entry.names[0] for entry in entries if getattr(self, entry.key)]
 
     @property
     def advertise_host(self) -> str:

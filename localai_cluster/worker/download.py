@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import httpx
@@ -87,6 +87,15 @@ class _Range:
     total: int
 
 
+@dataclass(frozen=True)
+class _Progress:
+    """Where a response begins in its archive, the archive's size, and the hash of all bytes before."""
+
+    offset: int
+    total: int
+    digest: Any
+
+
 def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
     """Return the path of the partial file: one per backend, address and hash."""
     key = hashlib.sha256(f"{name}\n{url}\n{sha256}".encode()).hexdigest()[:32]
@@ -132,20 +141,21 @@ class Downloads:
 
     async def _fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         is_resumed = await asyncio.to_thread(_resume_size, archive) > 0
-        await self._download_with_retries(archive, on_bytes)
-        problem = await in_thread(_problem, archive, halt)
+        sha256 = await self._download_with_retries(archive, on_bytes, halt)
+        problem = await in_thread(_problem, archive, sha256, halt)
         if problem and is_resumed:
             log.warning("%s: %s; downloading all of it again", _public_url(archive), problem)
-            await self._download_with_retries(archive, on_bytes)
-            problem = await in_thread(_problem, archive, halt)
+            sha256 = await self._download_with_retries(archive, on_bytes, halt)
+            problem = await in_thread(_problem, archive, sha256, halt)
         if problem:
             raise DownloadFailed(f"{_public_url(archive)}: {problem}")
 
-    async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes) -> None:
+    async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
+        """Return the SHA-256 of the file in hex, "" if the download has not read all of it."""
         retries, size_before = 0, await asyncio.to_thread(_resume_size, archive)
         while True:
             try:
-                return await self._resume(archive, on_bytes)
+                return await self._resume(archive, on_bytes, halt)
             except (httpx.HTTPError, TimeoutError) as error:
                 problem = _reason(error)
             except (httpx.InvalidURL, ValueError) as error:
@@ -162,31 +172,41 @@ class Downloads:
             await asyncio.sleep(PAUSES[retries])
             retries += 1
 
-    async def _resume(self, archive: Archive, on_bytes: OnBytes) -> None:
+    async def _resume(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> str:
         offset = await asyncio.to_thread(_resume_size, archive)
         async with self._open(archive, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
             part = _response_range(answer, offset)
             if part is None:
                 # No bytes follow the present ones: the file is complete, or it belongs to another version.
-                return
+                return ""
             if part.start == 0:
                 offset = 0
             await asyncio.to_thread(_check_disk_space, archive.partial, offset, part.total)
-            await self._receive(answer, archive, offset, part.total, on_bytes)
+            digest = await in_thread(_digest_of_start, archive, offset, halt)
+            await self._receive(answer, archive, _Progress(offset, part.total, digest), on_bytes)
+            return str(digest.hexdigest())
 
     async def _receive(
-        self, answer: httpx.Response, archive: Archive, offset: int, total: int, on_bytes: OnBytes
+        self, answer: httpx.Response, archive: Archive, progress: "_Progress", on_bytes: OnBytes
     ) -> None:
         name = _public_url(archive).rpartition("/")[2]
+        offset, total, digest = progress.offset, progress.total, progress.digest
         async with _open_partial(archive.partial, offset) as file:
             on_bytes(offset, max(total, offset), name)
-            async for piece in _pieces(answer, self._throttle.piece):
-                if offset + len(piece) > MOST_BYTES:
-                    raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
-                await in_thread(file.write, piece)
-                offset += len(piece)
-                on_bytes(offset, max(total, offset) if total else 0, name)
-                await asyncio.sleep(self._throttle.pause(len(piece)))
+            # One piece is written while the next one arrives.
+            writing = asyncio.get_running_loop().create_future()
+            writing.set_result(None)
+            try:
+                async for piece in _pieces(answer, self._throttle.piece):
+                    if offset + len(piece) > MOST_BYTES:
+                        raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
+                    await wait_for_thread(writing)
+                    writing = asyncio.ensure_future(asyncio.to_thread(_write, file, digest, piece))
+                    offset += len(piece)
+                    on_bytes(offset, max(total, offset) if total else 0, name)
+                    await asyncio.sleep(self._throttle.pause(len(piece)))
+            finally:
+                await wait_for_thread(writing)
         if total and offset != total:
             raise DownloadFailed(f"{offset} of {total} bytes came", can_retry=True)
 
@@ -235,15 +255,25 @@ async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
 
 
 async def _pieces(answer: httpx.Response, size: int) -> AsyncIterator[bytes]:
-    """Yield the body in pieces of at most `size` bytes. Raise TimeoutError when none arrives."""
-    body = answer.aiter_raw()
-    while True:
-        async with asyncio.timeout(STALL_LIMIT):
-            data = await anext(body, None)
-        if data is None:
-            return
-        for start in range(0, len(data), size):
-            yield data[start : start + size]
+    """Yield the body in pieces of `size` bytes, the last one shorter.
+
+    Raise TimeoutError when nothing arrives; what arrived before an error is yielded first.
+    """
+    body, buffer = answer.aiter_raw(), bytearray()
+    error: Exception | None = None
+    data: bytes | None = b""
+    while data is not None:
+        try:
+            async with asyncio.timeout(STALL_LIMIT):
+                data = await anext(body, None)
+        except (httpx.HTTPError, TimeoutError) as broken:
+            data, error = None, broken
+        buffer += data or b""
+        while len(buffer) >= size or (buffer and data is None):
+            yield bytes(buffer[:size])
+            del buffer[:size]
+    if error is not None:
+        raise error
 
 
 def _is_retryable(status: int) -> bool:
@@ -288,6 +318,25 @@ def sha256_of(path: Path, stopped: threading.Event) -> str:
     return digest.hexdigest()
 
 
+def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
+    """Return the hash object of the first `size` bytes of the partial file. Raise Stopped or OSError."""
+    digest = hashlib.sha256()
+    if not size:
+        return digest
+    with open(archive.partial, "rb") as file:
+        while size and (piece := file.read(min(CHUNK, size))):
+            if halt.is_set():
+                raise Stopped(ENDED)
+            digest.update(piece)
+            size -= len(piece)
+    return digest
+
+
+def _write(file: BinaryIO, digest: Any, piece: bytes) -> None:
+    file.write(piece)
+    digest.update(piece)
+
+
 def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
     """Describe the mismatch of a file's hash with the expected one; "" if they match or there is none."""
     if not sha256 or hmac.compare_digest(actual.encode(), sha256.encode()):
@@ -295,12 +344,15 @@ def hash_problem(actual: str, sha256: str, source: str = "gallery") -> str:
     return f"its sha256 is {actual}, the {source} says {sha256[:64]}"
 
 
-def _problem(archive: Archive, halt: Halt) -> str:
-    """Verify the downloaded file; return the problem, or "". A wrong file is removed."""
+def _problem(archive: Archive, sha256: str, halt: Halt) -> str:
+    """Verify the hash of the downloaded file, which is read if `sha256` is empty; return the problem, or "".
+
+    A wrong file is removed.
+    """
     if not archive.sha256:
         return ""
     source = "image" if archive.open else "gallery"
-    problem = hash_problem(sha256_of(archive.partial, halt), archive.sha256, source)
+    problem = hash_problem(sha256 or sha256_of(archive.partial, halt), archive.sha256, source)
     if problem:
         archive.partial.unlink()
     return problem

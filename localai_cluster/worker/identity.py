@@ -35,6 +35,10 @@ class IdentityError(ClusterError):
     """The worker's data folder cannot be used; the message says how to fix it."""
 
 
+class InUse(IdentityError):
+    """Another worker uses the data folder."""
+
+
 class NodeIdentity:
     """The secret in use and, during a rotation, its successor (otherwise empty)."""
 
@@ -190,7 +194,7 @@ def claim(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise IdentityError(
+        raise InUse(
             f"another worker uses {folder}. "
             "Stop it, or give this one its own LOCALAI_WORKER_DATA_DIR and LOCALAI_BACKENDS_PATH."
         ) from error

@@ -6,7 +6,8 @@ signed address that has expired does not matter. The digest of a layer is verifi
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker import download
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.download import Archive, DownloadFailed, Downloads, partial_path
-from localai_cluster.worker.source_files import OnBytes
+from localai_cluster.worker.source_files import HEADROOM, OnBytes, SourceError
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,40 @@ class Images:
         if total > download.MOST_BYTES:
             raise RegistryError(f"{reference} has more than {download.MOST_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
-        paths, done = {}, 0
+        archives = {layer.digest: self._archive(reference, layer, backend) for layer in layers}
+        await asyncio.to_thread(self._check_disk_space, archives.values(), total)
+        try:
+            await self._fetch_all(reference, layers, archives, on_bytes, halt)
+        except BaseException:
+            if halt.cancelled:  # no later install resumes them
+                for archive in archives.values():
+                    archive.partial.unlink(missing_ok=True)
+            raise
+        return PulledImage(image.digest, tuple(archives[layer.digest].partial for layer in image.layers))
+
+    def _check_disk_space(self, archives: Iterable[Archive], total: int) -> None:
+        """Raise SourceError if the layers do not fit beside those that are there already."""
+        present = sum(archive.partial.stat().st_size for archive in archives if archive.partial.exists())
+        free = shutil.disk_usage(self._folder).free
+        if max(total - present, 0) + HEADROOM > free:
+            raise SourceError(
+                f"{total} bytes of layers do not fit on the disk of {self._folder} ({free} free)."
+                " Free up space."
+            )
+
+    async def _fetch_all(
+        self,
+        reference: ImageReference,
+        layers: Sequence[Descriptor],
+        archives: Mapping[str, Archive],
+        on_bytes: OnBytes,
+        halt: Halt,
+    ) -> None:
+        total, done = sum(layer.size for layer in layers), 0
         for number, layer in enumerate(layers, 1):
-            archive = self._archive(reference, layer, backend)
             label = f"{number}/{len(layers)} {reference}"
-            await self._fetch(archive, done, total, label, on_bytes, halt)
-            paths[layer.digest] = archive.partial
+            await self._fetch(archives[layer.digest], done, total, label, on_bytes, halt)
             done += layer.size
-        return PulledImage(image.digest, tuple(paths[layer.digest] for layer in image.layers))
 
     async def _fetch(
         self, archive: Archive, before: int, total: int, label: str, on_bytes: OnBytes, halt: Halt

@@ -103,6 +103,18 @@ class _InstallContext:
     halt: Halt
 
 
+def _check_verifiable(source: _Source) -> None:
+    """Raise InstallFailed for a download that nothing verifies; folders need no hash (worker.md §18.3)."""
+    reference, path = references.parse(source.location), gallery_index.local_path(source.location)
+    is_folder = path is not None and path.is_dir()
+    if not (is_folder or (reference.is_pinned if reference else source.sha256)):
+        lacks = "digest in its reference" if reference else "sha256 in its gallery"
+        raise InstallFailed(
+            f"{gallery_index.public_url(source.location)} has no {lacks}, and "
+            "LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
+        )
+
+
 Fill = Callable[[Path], None]
 """Fills a new folder with the backend's files; blocks."""
 
@@ -126,6 +138,7 @@ class Installer:
         access: Access | None = None,
         github_url: str = gallery_index.GITHUB_URL,
         copies: Path | None = None,
+        require_integrity: bool = False,
     ) -> None:
         self._store = store
         self._roots = roots
@@ -138,6 +151,7 @@ class Installer:
         self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
         self._github_url = github_url
         self._copies = copies
+        self._require_integrity = require_integrity
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -258,6 +272,8 @@ class Installer:
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
+        if self._require_integrity:
+            await in_thread(_check_verifiable, source)
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:

@@ -5,7 +5,6 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -35,7 +34,7 @@ from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
-from localai_cluster.worker.hardware import GpuReader, Gpus, Nvml, SimulatedGpus
+from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
@@ -144,7 +143,9 @@ class Worker:
             exits,
             bind_host=bind_host_for(config.advertise_host),
         )
-        self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
+        self._gpus = hardware.reader(
+            config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())
+        )
         self._install_commands = self._create_installs(store, downloads)
         self._pauses = Pauses()
         self._commands = self._create_commands(store, instance)
@@ -160,6 +161,7 @@ class Worker:
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
             access=config.registry_access,
+            require_integrity=config.require_backend_integrity,
             github_url=config.github_url,
             copies=config.data_dir / "cache" / "gallery",
         )
@@ -339,18 +341,15 @@ class Worker:
         self._stop.set()
 
 
-def _gpu_reader(config: Config, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
-    """Return the reader of the machine's GPUs, or of the simulated ones with the memory that engines take."""
-    return GpuReader(SimulatedGpus(config.test_gpus, users) if config.test_gpus else Nvml())
-
-
 async def run(config: Config, identity: NodeIdentity) -> None:
     """Run a worker from start to stop and close the resources it has opened."""
+    if config.without_effect:
+        log.warning("set, but without effect in this worker: %s", ", ".join(config.without_effect))
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    gpus = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
-    capability = hardware.detect_capability(config.capability, gpus)
+    gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or Gpus()
+    capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)

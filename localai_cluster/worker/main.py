@@ -63,7 +63,8 @@ def main(command: str, **given: str | None) -> None:
 
 
 def _check(config: Config) -> int:
-    lines = asyncio.run(check.report(config, identity.NodeIdentity(config.data_dir)))
+    own_identity = identity.NodeIdentity(config.data_dir)
+    lines = asyncio.run(check.report(config, own_identity)) + asyncio.run(check.machine(config))
     for line in lines:
         is_problem = isinstance(line, check.Problem)
         click.echo(f"error: {line}" if is_problem else line, err=is_problem)

@@ -23,8 +23,8 @@ from nodes.dialects import openai_common
 from nodes.dialects.openai_common import Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import ByteStream, FileAnswer, node_header
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import ByteStream, FileAnswer
 from nodes.gateway.worker_files import open_files
 
 KINDS = {

@@ -25,8 +25,8 @@ from nodes.dialects.openai_common import DONE, Chunks, Text, render_event
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
 from nodes.gateway.generation import StreamFormat, TextDelta
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import EventStream
 from nodes.gateway.worker_files import open_files
 
 _SECOND = 1_000_000_000

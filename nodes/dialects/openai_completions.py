@@ -43,6 +43,7 @@ class CompletionBody(SamplingBody, kw_only=True, frozen=True):
         ),
     ]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
 
 
 class CompletionChoice(ResponseBody):
@@ -63,7 +64,6 @@ class CompletionResponse(ResponseBody, kw_only=True):
 
 REFUSED = {
     "suffix": "no engine here fills in a middle",
-    "echo": "the prompt is not sent back",
 }
 
 
@@ -79,6 +79,10 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
     n = body.n or 1
     if len(prompts) * n > MOST_CHOICES:
         raise InvalidInput(f"prompt: at most {MOST_CHOICES} answers in one request", field="prompt")
+    if body.echo and (body.logprobs is not None or not all(isinstance(prompt, str) for prompt in prompts)):
+        raise wire.field_error(
+            "echo", "only with prompts of text, and without `logprobs`", "unsupported_value"
+        )
     return Generation(
         model=body.model,
         prompts=prompts,
@@ -92,7 +96,14 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
         n=n,
         stream=bool(body.stream),
         usage_in_stream=body.streams_usage,
+        echo={"prompt": True} if body.echo else {},
     )
+
+
+def _echoed(request: Generation, choice: int) -> str:
+    """Return the prompt that the text of this choice begins with; "" unless the client wants it."""
+    prompt = request.prompts[choice // request.n] if request.echo else ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -114,7 +125,7 @@ def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     choices = [
         CompletionChoice(
             index=index,
-            text=choice.text,
+            text=_echoed(request, index) + choice.text,
             logprobs=_logprobs(choice.logprobs, 0) if request.sampling.logprobs else None,
             finish_reason=choice.finish,
         )
@@ -153,6 +164,7 @@ class CompletionChunks(CompletionEvents):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._lengths = [0] * head.generation.choices
+        self._started_choices: set[int] = set()
 
     def render(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
@@ -161,9 +173,13 @@ class CompletionChunks(CompletionEvents):
     def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
+        text = delta.text
+        if delta.choice not in self._started_choices:
+            self._started_choices.add(delta.choice)
+            text = _echoed(self._head.generation, delta.choice) + text
         choice = {
             "index": delta.choice,
-            "text": delta.text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": delta.finish or None,
         }

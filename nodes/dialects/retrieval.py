@@ -27,8 +27,7 @@ from nodes.dialects.ollama import to_nanoseconds
 from nodes.dialects.openai_common import NonNegativeInt, PositiveInt, Text
 from nodes.gateway import gateway
 from nodes.gateway.gateway import find_definition
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import node_header
+from nodes.gateway.request import InferenceRequest, node_header
 
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024

@@ -32,8 +32,8 @@ from nodes.dialects.openai_common import LARGEST_BODY
 from nodes.gateway import generate
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
-from nodes.gateway.request import InferenceRequest
-from nodes.gateway.streams import EventStream, node_header
+from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.streams import EventStream
 
 
 @dataclass(frozen=True)

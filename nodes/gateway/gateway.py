@@ -119,7 +119,7 @@ class Gateway:
         return self._clients.get(replica.address, replica.token)
 
     async def _pick(self, request: InferenceRequest) -> Replica | None:
-        if self._prefixes is None:
+        if self._prefixes is None or not request.chain:
             return await self.picker.acquire(request)
         self._prefixes.advise(request)
         replica = await self.picker.acquire(request)

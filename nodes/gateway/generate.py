@@ -413,8 +413,16 @@ async def _merge(choices: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGen
                     await pipe.put(delta)
 
     readers = [asyncio.ensure_future(read_choices()) for _ in range(min(AT_ONCE, len(choices)))]
+
+    def close_pipe(ended: "asyncio.Future[Any]") -> None:
+        # Reads the exception too, so that asyncio logs none if the consumer has left.
+        if ended.cancelled() or ended.exception():
+            for reader in readers:
+                reader.cancel()
+        pipe.close()
+
     end = asyncio.gather(*readers)
-    end.add_done_callback(lambda _: pipe.close())
+    end.add_done_callback(close_pipe)
     try:
         while not pipe.ended:
             for delta in await pipe.take():

@@ -6,12 +6,15 @@ wait limit; the gateway sets the deadline; the picker sets the confirmed caller 
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.kit import conf
 from localai_cluster.web.bodies import Form
+from localai_cluster.web.wire import Header
 from nodes.gateway.prefix_table import Chain
 
 
@@ -108,3 +111,11 @@ class InferenceRequest:
         self.replica, self.is_prefix_cached, self.pick_attempts = None, None, 0
         self.picked = asyncio.get_running_loop().create_future()
         return self.picked
+
+
+def node_header(request: InferenceRequest) -> Sequence[Header]:
+    """Return the header with the replica's node (§6.3); () if it is disabled or no replica was picked."""
+    is_exposed = request.names_node or conf.cluster().expose_node_header
+    if not is_exposed or request.replica is None:
+        return ()
+    return ((b"x-localai-node", str(request.replica.node_id).encode()),)

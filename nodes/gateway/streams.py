@@ -12,7 +12,7 @@ cannot be reported: the connection ends without the end of the body.
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import IO, Any
 
@@ -22,7 +22,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.gateway.endpoint import until_stop
 from nodes.gateway.generation import Pipe, StreamFormat, TextDelta
-from nodes.gateway.request import InferenceRequest, Replica
+from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 QUIET = 5.0
 """Seconds of silence after which a keep-alive is sent."""
@@ -173,14 +173,6 @@ async def _outgoing(send: Send) -> AsyncIterator[Outgoing]:
                 limit.close()
     except TimeoutError:
         raise wire.Disconnected from None
-
-
-def node_header(request: InferenceRequest) -> Sequence[Header]:
-    """Return the header with the replica's node (§6.3); () if it is disabled or no replica was picked."""
-    is_exposed = request.names_node or conf.cluster().expose_node_header
-    if not is_exposed or request.replica is None:
-        return ()
-    return ((b"x-localai-node", str(request.replica.node_id).encode()),)
 
 
 PIECE = 256 * 1024

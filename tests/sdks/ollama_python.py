@@ -74,7 +74,7 @@ def models() -> None:
     """What there is, and what is loaded."""
     assert [model.model for model in client.list().models] == ["cold", "m"]
     assert [model.model for model in client.ps().models] == ["m"]
-    assert client.show("m").capabilities == ["completion", "tools"]
+    assert client.show("m").capabilities == ["completion"]
 
 
 def errors() -> None:

@@ -100,7 +100,7 @@ async function errors() {
   await assert.rejects(read(begun), (error) => error instanceof OpenAI.APIError && /out of ideas/.test(error));
   const response = await client.responses.create({ model: "m", input: "Break off.", stream: true });
   await assert.rejects(read(response), (error) => error instanceof OpenAI.APIError && /out of ideas/.test(error));
-  await assert.rejects(client.responses.create({ model: "m", input: "x", store: true }), OpenAI.BadRequestError);
+  await assert.rejects(client.responses.create({ model: "m", input: "x", previous_response_id: "resp_1" }), OpenAI.BadRequestError);
 }
 
 for (const part of [chat, stream, tools, structured, responses, embeddings, errors]) {

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import secrets
+import ssl
 import tarfile
 import threading
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,9 @@ class Registry:
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of each layer that were sent."""
 
+    certificate: tuple[Path, Path] | None = None
+    """Certificate and key: then it and its storage speak HTTPS."""
+
     def start(self) -> None:
         self._signatures: set[str] = set()
         self._stopping = threading.Event()
@@ -104,6 +108,10 @@ class Registry:
             self.manifests[name, version] = (media_type, body)
         return digest_of(body)
 
+    @property
+    def scheme(self) -> str:
+        return "https" if self.certificate else "http"
+
     def seen(self, part: str) -> list[Request]:
         return [request for request in self.requests if request.part == part]
 
@@ -132,6 +140,10 @@ class Registry:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*self.certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return server
 
@@ -148,7 +160,7 @@ class Registry:
         name, _, rest = path.removeprefix("/v2/").rpartition("/")
         name, _, kind = name.rpartition("/")
         if not self._allowed(request):
-            realm = self.realm or f"http://{self.host}/token"
+            realm = self.realm or f"{self.scheme}://{self.host}/token"
             challenge = f'Bearer realm="{realm}",service="test",scope="repository:{name}:pull"'
             challenge = 'Basic realm="test"' if self.basic else challenge
             _answer(request, 401, b"{}", {"WWW-Authenticate": challenge})
@@ -158,7 +170,7 @@ class Registry:
         elif kind == "blobs" and rest in self.blobs and self.redirects:
             signature = secrets.token_hex(8)
             self._signatures.add(signature)
-            target = self.location or f"http://{self.storage}/{rest}?signature={signature}"
+            target = self.location or f"{self.scheme}://{self.storage}/{rest}?signature={signature}"
             _answer(request, 307, b"", {"Location": target})
         elif kind == "blobs" and rest in self.blobs:
             self._send(request, rest)

@@ -39,6 +39,16 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 15.0) 
         await asyncio.sleep(0.02)
 
 
+def own_address() -> str:
+    """An address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.2"
+        return str(probe.getsockname()[0])
+
+
 def free_ports(count: int) -> int:
     """The first of `count` neighbouring ports that are free, outside the range of outgoing connections."""
     while True:
@@ -59,7 +69,8 @@ class NatsServer:
     """A server with one user, or open to everybody. `WIRE_NATS_SERVER` names another executable."""
 
     def __init__(self, folder: Path, *, is_open: bool = False) -> None:
-        self.port = free_ports(1)
+        self.port = free_ports(2)
+        self.monitor = f"127.0.0.1:{self.port + 1}"
         login = "" if is_open else f"{USER}:p%40ss%3Aw%2Frd@"
         self.url = f"nats://{login}127.0.0.1:{self.port}"
         self._is_open = is_open
@@ -68,11 +79,18 @@ class NatsServer:
 
     async def start(self) -> None:
         user = "" if self._is_open else f'authorization {{ user: "{USER}", password: "{PASSWORD}" }}'
-        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\n{user}\n')
+        addresses = f'listen: "127.0.0.1:{self.port}"\nhttp: "{self.monitor}"'
+        self._config.write_text(f"{addresses}\n{user}\n")
         beside = Path(sysconfig.get_path("scripts"), "nats-server")
         program = os.environ.get("WIRE_NATS_SERVER") or shutil.which(beside) or "nats-server"
         self._launch(program)
         await until(self._listens, "nats-server listens")
+
+    async def subscriptions(self) -> list[str]:
+        """Every subject that somebody listens to."""
+        answer = await ask(self.monitor, "GET", "/connz?subs=1", "")
+        links = json.loads(answer.body)["connections"]
+        return [subject for link in links for subject in link.get("subscriptions_list", [])]
 
     def _launch(self, program: str) -> None:
         null = subprocess.DEVNULL
@@ -163,6 +181,8 @@ class ControlPlane(HttpServer):
         self.url = f"http://127.0.0.1:{self.port}"
         self.node_id = "node.a 1*b"
         self.files: dict[str, bytes] = {}
+        self.refusals: list[int] = []
+        """The statuses of the next registrations; then they are accepted."""
         self.in_flight: list[int] = []
         """What the next polls of the node's models say; then none."""
 
@@ -181,6 +201,8 @@ class ControlPlane(HttpServer):
             content = self.files.get(call.path.removeprefix("/files/"))
             return (404, b"") if content is None else (200, content)
         status, body = 200, {"message": "ok"}
+        if call.path.endswith("/register") and self.refusals:
+            return self.refusals.pop(0), b'{"error": "not now"}'
         if call.path.endswith("/register"):
             status, body = 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy"}
             if secret := call.headers.get("x-localai-node-secret"):

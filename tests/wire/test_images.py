@@ -1,13 +1,18 @@
 """Backends from images in a registry (worker.md §18.5, §18.6)."""
 
+import asyncio
 import gzip
+import json
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.wire.conftest import OpenNode
 from tests.wire.node import Node, alive
-from tests.wire.registry import Registry, entry, layer, layer_of
+from tests.wire.registry import PASSWORD, USER, Registry, digest_of, entry, layer, layer_of
+from tests.wire.servers import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HERE = "linux/" + {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
@@ -45,3 +50,74 @@ async def test_an_image_is_installed_and_started(node: Node, registry: Registry)
     assert not list(node.backends.glob(".*"))
     assert registry.seen("token")
     assert {request.authorization for request in registry.seen("storage")} == {""}
+
+
+@pytest.mark.rule("worker-18.6")
+async def test_a_worker_killed_at_any_stage_goes_on_at_its_byte(
+    open_node: OpenNode, registry: Registry
+) -> None:
+    """Before the first layer, within each, and while it unpacks: nothing half-installed, nothing twice."""
+    node = await open_node()
+    folder = node.source("stubborn")
+    first = layer(entry("lib/one", os.urandom(2_000_000)))
+    second = layer(entry("lib/two", os.urandom(4_000_000)))
+    registry.push("a/stubborn", [first, second, layer_of(folder)])
+    sizes = {digest_of(data): len(data) for data in (first, second)}
+
+    def sent(data: bytes, count: int) -> Callable[[], bool]:
+        return lambda: registry.sent.get(digest_of(data), 0) >= count
+
+    def unpacking() -> bool:
+        return bool(list(node.backends.glob("*.install-tmp")) or (node.backends / "stubborn").exists())
+
+    registry.rate = 3_000_000
+    stages = [
+        lambda: bool(registry.seen("registry")),
+        sent(first, 1_200_000),
+        sent(second, 2_500_000),
+        unpacking,
+    ]
+    for stage in stages:
+        attempt = asyncio.create_task(
+            node.install("stubborn", uri=f"oci://{registry.host}/a/stubborn", install_only=True)
+        )
+        await until(stage, "the worker reaches the stage", 30)
+        await node.kill_and_start()
+        attempt.cancel()
+        await asyncio.gather(attempt, return_exceptions=True)
+        listed = await node.listed()
+        assert (
+            "stubborn" not in listed
+            or (node.backends / "stubborn" / "lib" / "two").stat().st_size == 4_000_000
+        )
+        assert not list(node.backends.glob("*.install-tmp"))
+    registry.rate = 0
+    reply = await node.install("stubborn", uri=f"oci://{registry.host}/a/stubborn", model_id="s")
+    assert reply["success"], reply
+    assert await node.healthy(reply["address"])
+    starts = [int(request.range[6:-1]) for request in registry.seen("storage") if request.range]
+    assert max(starts) >= 1_000_000
+    # What the worker had not written yet comes again, at most a few pieces for each kill.
+    assert sum(registry.sent[digest] for digest in sizes) <= sum(sizes.values()) + 4 * 1_600_000
+
+
+@pytest.mark.rule("worker-18.6")
+async def test_a_password_reaches_the_registry_alone(open_node: OpenNode, registry: Registry) -> None:
+    """LOCALAI_REGISTRIES; neither the log nor the list has the password."""
+    registry.private = True
+    settings = [
+        {
+            "host": registry.host,
+            "username": USER,
+            "password": PASSWORD,
+            "realm": f"http://{registry.host}/token",
+        }
+    ]
+    node = await open_node(LOCALAI_REGISTRIES=json.dumps(settings))
+    registry.push("a/private", [layer_of(node.source("private"))])
+    uri = f"oci://{registry.host}/a/private"
+    reply = await node.install("private", uri=uri, install_only=True)
+    assert reply["success"], reply
+    assert {request.authorization for request in registry.seen("storage")} == {""}
+    assert PASSWORD not in json.dumps(await node.listed())
+    assert PASSWORD not in (node.folder / "worker.log").read_text()

@@ -9,13 +9,21 @@ import { LiveStore } from "../live/store";
 import { install } from "../operations/fixtures";
 import { BackendsPage } from "./page";
 
-const ENTRY = { gallery: "localai", tags: [], capabilities: null, metaBackendFor: "", isAlias: false, isDevelopment: false, version: "", description: "" };
+const ENTRY = { gallery: "localai", tags: [], capabilities: null, metaBackendFor: "", isAlias: false, isDevelopment: false, version: "", description: "", variants: [] };
 const CATALOGUE = {
   backends: [
     { ...ENTRY, id: "localai@echo", name: "echo", description: "**Echo** of [words](https://e.org)" },
-    { ...ENTRY, id: "localai@whisper", name: "whisper" },
+    {
+      ...ENTRY,
+      id: "localai@whisper",
+      name: "whisper",
+      tags: ["audio"],
+      variants: [{ capability: "nvidia", build: "cuda12-whisper", reason: "listed for nvidia" }],
+    },
   ],
-  galleryErrors: [],
+  allTags: ["audio"],
+  nodesByCapability: { nvidia: 1, default: 2 },
+  galleryErrors: [{ name: "away", error: "HTTP status 503", readAt: "2026-11-24T01:00:00Z" }],
   repositories: [{}],
   preferDevelopmentBackends: false,
 };
@@ -67,4 +75,28 @@ it("what runs shows on its line, and a failure leaves the line as it was: it can
   await open(install("a", { name: "whisper" }), install("b", { name: "echo", status: "failed", error: "no image" }));
   expect(screen.getAllByText(/^installing on/).map((pill) => pill.closest("li")?.querySelector("strong")?.textContent)).toEqual(["whisper"]);
   expect(screen.getByRole("button", { name: "Install echo…" }).getAttribute("aria-disabled")).toBeNull();
+});
+
+it("a tag and the nodes that can run an entry narrow the list; the tag is in the address", async () => {
+  const router = await open();
+  fireEvent.change(screen.getByRole("combobox", { name: "Tag" }), { target: { value: "audio" } });
+  await waitFor(() => expect(screen.queryByText("echo")).toBeNull());
+  await waitFor(() => expect(router.state.location.search).toBe("?tag=audio"));
+  fireEvent.change(screen.getByRole("combobox", { name: "Tag" }), { target: { value: "" } });
+  expect(await screen.findByText("echo")).toBeTruthy();
+  fireEvent.click(screen.getByRole("checkbox", { name: "Runs on your nodes" }));
+  await waitFor(() => expect(screen.queryByText("echo")).toBeNull());
+});
+
+it("each line says which nodes can run it, with which build and why (worker.md 18.4)", async () => {
+  await open();
+  expect(screen.getByText("Runs on none of your nodes").closest("li")?.querySelector("strong")?.textContent).toBe("echo");
+  const line = screen.getByText("Runs on 1 of 3 nodes").closest("li");
+  expect(line?.querySelector("details li")?.textContent).toBe("nvidia (1 node): cuda12-whisper (listed for nvidia)");
+});
+
+it("a gallery that is away says why, and how old its entries are", async () => {
+  await open();
+  expect(screen.getByText("Gallery away: HTTP status 503")).toBeTruthy();
+  expect(screen.getByText(/^Its entries are those of/)).toBeTruthy();
 });

@@ -3,7 +3,7 @@ import type { LiveNode } from "../live/messages";
 import { installedOn, search, summary, type Entry } from "./catalogue";
 
 function entry(name: string, more: Partial<Entry> = {}): Entry {
-  return { id: `localai@${name}`, name, description: "", gallery: "localai", tags: [], isAlias: false, isDevelopment: false, ...more } as Entry;
+  return { id: `localai@${name}`, name, description: "", gallery: "localai", tags: [], isAlias: false, isDevelopment: false, variants: [], ...more } as Entry;
 }
 
 describe("the catalogue", () => {

@@ -24,17 +24,38 @@ export function addressOf(term: string): URLSearchParams {
   return new URLSearchParams(term === "" ? {} : { q: term });
 }
 
+/** The search of the catalogue: words, and a tag. */
+export interface Search {
+  term: string;
+  tag: string;
+}
+
+export function searchIn(query: URLSearchParams): Search {
+  return { term: termIn(query), tag: query.get("tag") ?? "" };
+}
+
+export function addressOfSearch({ term, tag }: Search): URLSearchParams {
+  const address = addressOf(term);
+  if (tag !== "") address.set("tag", tag);
+  return address;
+}
+
 /** Which entries show: builds that another entry chooses, and development ones, only when asked for. */
 export interface Wanted {
   term: string;
   builds: boolean;
   development: boolean;
+  tag?: string;
+  /** Only entries that a healthy node can run. */
+  runnable?: boolean;
 }
 
 export function search(entries: readonly Entry[], wanted: Wanted): Entry[] {
   const words = wanted.term.toLowerCase().split(/\s+/).filter(Boolean);
   return entries
     .filter((entry) => (wanted.builds || !entry.isAlias) && (wanted.development || !entry.isDevelopment))
+    .filter((entry) => !wanted.tag || entry.tags.includes(wanted.tag))
+    .filter((entry) => !wanted.runnable || entry.variants.length > 0)
     .filter((entry) => {
       const text = [entry.name, entry.description, entry.gallery, ...entry.tags].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
@@ -46,6 +67,21 @@ export function search(entries: readonly Entry[], wanted: Wanted): Entry[] {
 function rank(entry: Entry, words: readonly string[]): number {
   const name = entry.name.toLowerCase();
   return 2 * words.filter((word) => name.includes(word)).length + Number(words[0] !== undefined && name.startsWith(words[0]));
+}
+
+/** What nodes of one capability install for an entry. */
+export interface Runs {
+  capability: string;
+  nodes: number;
+  build: string;
+  reason: string;
+}
+
+/** The kinds of healthy nodes that can run an entry, and how many of the healthy nodes there are in all. */
+export function runsOn(entry: Pick<Entry, "variants">, nodes: Catalogue["nodesByCapability"]): { kinds: Runs[]; able: number; all: number } {
+  const kinds = entry.variants.map((variant) => ({ ...variant, nodes: nodes[variant.capability] ?? 0 }));
+  const sum = (counts: readonly number[]): number => counts.reduce((total, one) => total + one, 0);
+  return { kinds, able: sum(kinds.map((kind) => kind.nodes)), all: sum(Object.values(nodes)) };
 }
 
 /** On how many nodes each backend is installed, by its name in lower case. */

@@ -14,9 +14,11 @@ import { Button } from "../ui/button";
 import { Command } from "../ui/copy";
 import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import "./backends.css";
-import { addressOf, installedOn, search, summary, termIn, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { addressOfSearch, installedOn, runsOn, search, searchIn, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { Variants } from "./variants";
 import { InstalledView } from "./installed";
 import { InstallPicker } from "./picker";
 import { isTold, useRoster } from "./roster";
@@ -88,14 +90,15 @@ interface EntriesProps {
 }
 
 function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
-  const [term, setTerm] = useInAddress(termIn, addressOf);
+  const [{ term, tag }, want] = useInAddress(searchIn, addressOfSearch);
+  const [runnable, setRunnable] = useState(false);
   const [builds, setBuilds] = useState(false);
   const [development, setDevelopment] = useState(catalogue.preferDevelopmentBackends);
   const [limit, setLimit] = useState(DRAWN);
   const settled = useDeferredValue(term);
   const found = useMemo(
-    () => search(catalogue.backends, { term: settled, builds, development }),
-    [catalogue, settled, builds, development],
+    () => search(catalogue.backends, { term: settled, builds, development, tag, runnable }),
+    [catalogue, settled, builds, development, tag, runnable],
   );
   if (catalogue.backends.length === 0) return <NoGallery catalogue={catalogue} onRetry={onRetry} />;
   return (
@@ -108,8 +111,17 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           aria-label="Search backends"
           placeholder="Name, description or tag"
           value={term}
-          onChange={(event) => setTerm(event.target.value)}
+          onChange={(event) => want({ term: event.target.value, tag })}
         />
+        {catalogue.allTags.length > 0 && (
+          <select className="input" aria-label="Tag" value={tag} onChange={(event) => want({ term, tag: event.target.value })}>
+            <option value="">All tags</option>
+            {catalogue.allTags.map((one) => (
+              <option key={one}>{one}</option>
+            ))}
+          </select>
+        )}
+        <Box label="Runs on your nodes" on={runnable} onChange={setRunnable} />
         <Box label="Hardware-specific builds" on={builds} onChange={setBuilds} />
         <Box label="Pre-release builds" on={development} onChange={setDevelopment} />
         <span className="muted">
@@ -118,10 +130,17 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
       </div>
       {found.length === 0 ? (
         <Empty title="No matching backends">
-          <Button onClick={() => setTerm("")}>Show all</Button>
+          <Button
+            onClick={() => {
+              want({ term: "", tag: "" });
+              setRunnable(false);
+            }}
+          >
+            Show all
+          </Button>
         </Empty>
       ) : (
-        <List entries={found.slice(0, limit)} onInstall={onInstall} />
+        <List entries={found.slice(0, limit)} capabilities={catalogue.nodesByCapability} onInstall={onInstall} />
       )}
       {found.length > limit && (
         <div>
@@ -141,7 +160,13 @@ function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (o
   );
 }
 
-function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (name: string) => void }): ReactNode {
+interface ListProps {
+  entries: readonly Entry[];
+  capabilities: Catalogue["nodesByCapability"];
+  onInstall: (name: string) => void;
+}
+
+function List({ entries, capabilities, onInstall }: ListProps): ReactNode {
   const nodes = useRoster();
   const { groups } = useWork();
   const installed = useMemo(() => (isTold(nodes) ? installedOn(nodes.values()) : null), [nodes]);
@@ -155,6 +180,7 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
         <Line
           key={entry.id}
           entry={entry}
+          capabilities={capabilities}
           on={installed === null ? null : (installed.get(entry.name.toLowerCase()) ?? 0)}
           running={running.get(entry.name) ?? NONE}
           onInstall={() => onInstall(entry.name)}
@@ -166,13 +192,14 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
 
 interface LineProps {
   entry: Entry;
+  capabilities: Catalogue["nodesByCapability"];
   /** On how many nodes it is installed, null while that is not known. */
   on: number | null;
   running: readonly Operation[];
   onInstall: () => void;
 }
 
-function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
+function Line({ entry, capabilities, on, running, onInstall }: LineProps): ReactNode {
   const said = summary(entry.description);
   const onNodes = running.flatMap(partsOf).filter((part) => !ENDED.has(part.status)).length;
   return (
@@ -189,6 +216,7 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
             {said}
           </p>
         )}
+        <Variants runs={runsOn(entry, capabilities)} />
       </div>
       <div className="catalogue-state">
         {onNodes > 0 && (
@@ -209,7 +237,14 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
 /** A gallery that could not be read, with what can be done about it. */
 function GalleryTroubles({ catalogue, onRetry }: { catalogue: Catalogue; onRetry: () => void }): ReactNode {
   return catalogue.galleryErrors.map((trouble) => (
-    <Problem key={trouble.name} error={new Error(`Gallery ${trouble.name}: ${trouble.error}`)} onRetry={onRetry} />
+    <div key={trouble.name} className="stack">
+      <Problem error={new Error(`Gallery ${trouble.name}: ${trouble.error}`)} onRetry={onRetry} />
+      {trouble.readAt !== undefined && (
+        <p className="muted">
+          Its entries are those of <Ago at={trouble.readAt} />.
+        </p>
+      )}
+    </div>
   ));
 }
 

@@ -9,7 +9,9 @@ import { install } from "../operations/fixtures";
 import { BackendsPage } from "./page";
 
 const CATALOGUE = {
-  backends: [{ id: "g@echo", name: "echo", description: "", gallery: "g", tags: [], version: "", isAlias: false, isDevelopment: false, isMeta: false }],
+  backends: [{ id: "g@echo", name: "echo", description: "", gallery: "g", tags: [], version: "", isAlias: false, isDevelopment: false, isMeta: false, variants: [] }],
+  allTags: [],
+  nodesByCapability: {},
   galleryErrors: [],
   repositories: [{}],
   preferDevelopmentBackends: false,
