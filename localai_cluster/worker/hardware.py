@@ -1,9 +1,9 @@
 """Memory, disk and GPUs of this machine, and the capability that selects builds.
 
 Every call measures. A figure that cannot be measured is absent. GPUs are read one by one from NVIDIA's
-management library (NVML). It calls the driver, which may be missing, fail for one GPU, vanish with an upgrade
-or hang. So a separate thread calls it, with a time limit, and while one call hangs there is no second one. A
-GPU that does not report its memory is omitted.
+management library (NVML), else from the files of the amdgpu driver. The driver may be missing, fail for one
+GPU, vanish with an upgrade or hang. So a separate thread reads it, with a time limit, and while one read
+hangs there is no second one. A GPU that does not report its memory is omitted.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import psutil
 import pynvml
 
+from localai_cluster.gallery_index import SMALL_VRAM
 from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ _NO_DRIVER = frozenset(
     }
 )
 """NVML errors that mean no usable driver; the last one follows an upgrade of the driver."""
+_CARD = re.compile(r"card(\d{1,4})\Z", re.ASCII)
+_AMD, _AMD_ID = "0x1002", "GPU-"
+"""PCI vendor, and the prefix with which ROCm names a GPU by its unique id."""
+_UNIQUE_ID = re.compile(r"[0-9a-f]{16}\Z")
 _SIMULATED = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
 
 
@@ -55,6 +60,7 @@ class Gpu:
     free_vram: int
     utilization: int | None = None
     compute_capability: str = ""
+    vendor: str = "nvidia"
 
     @property
     def report(self) -> dict[str, Any]:
@@ -63,7 +69,7 @@ class Gpu:
 
     @property
     def id(self) -> str:
-        """Identifier for CUDA: the UUID if known, since an index changes when another GPU is lost."""
+        """Identifier for engines: the UUID if known, since an index changes when another GPU is lost."""
         return self.uuid or str(self.index)
 
 
@@ -145,6 +151,68 @@ class Nvml:
         if text not in self._reminded:
             self._reminded.add(text)
             log.warning("%s", text)
+
+
+class AmdGpus:
+    """The GPUs according to the files of the amdgpu driver below `/sys/class/drm` (Linux)."""
+
+    def __init__(self, root: Path = Path("/sys/class/drm")) -> None:
+        self._root = root
+
+    def read(self) -> list[Gpu]:
+        """Return every GPU that reports its memory. Raise NoDriver."""
+        cards = sorted(
+            (int(match[1]), path / "device")
+            for path in self._root.glob("card*")
+            if (match := _CARD.match(path.name)) and _sysfs(path / "device" / "vendor") == _AMD
+        )
+        if not cards:
+            raise NoDriver("there is no GPU of the amdgpu driver")
+        gpus = [self._gpu(index, device) for index, (_, device) in enumerate(cards[:MOST])]
+        return [gpu for gpu in gpus if gpu is not None]
+
+    def _gpu(self, index: int, device: Path) -> Gpu | None:
+        names = ("mem_info_vram_total", "mem_info_vram_used", "gpu_busy_percent")
+        total, used, busy = (_sysfs_number(device / name) for name in names)
+        if not total or used is None:
+            return None
+        unique_id = _sysfs(device / "unique_id")
+        return Gpu(
+            index=index,
+            uuid=f"{_AMD_ID}{unique_id}" if _UNIQUE_ID.match(unique_id) else "",
+            name=_text(_sysfs(device / "product_name") or "AMD GPU", LONGEST_NAME),
+            total_vram=total,
+            free_vram=max(total - used, 0),
+            utilization=None if busy is None else min(busy, 100),
+            vendor="amd",
+        )
+
+
+def _sysfs(path: Path) -> str:
+    """Return the content of a file of the kernel; "" if it cannot be read, as while a GPU is reset."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _sysfs_number(path: Path) -> int | None:
+    text = _sysfs(path)
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+class FirstDriver:
+    """Reads the first source that has a driver."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+
+    def read(self) -> list[Gpu]:
+        """Return the GPUs of that source. Raise NoDriver if there is none, or an error of the source."""
+        for source in self._sources:
+            with contextlib.suppress(NoDriver):
+                return source.read()
+        raise NoDriver("there is no driver of a GPU")
 
 
 @dataclass(frozen=True)
@@ -250,16 +318,18 @@ class GpuReader:
 
 def reader(simulated: Simulation | None, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
     """Return the reader of the machine's GPUs, or of simulated ones with the memory that engines take."""
-    return GpuReader(SimulatedGpus(simulated, users) if simulated else Nvml())
+    return GpuReader(SimulatedGpus(simulated, users) if simulated else FirstDriver(Nvml(), AmdGpus()))
 
 
 def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """Return the environment that limits CUDA to these GPUs, in this order; empty for all GPUs.
+    """Return the environment that limits CUDA or ROCm to these GPUs, in this order; empty for all GPUs.
 
-    With it, an index has the same meaning for CUDA as for NVML.
+    With it, an index has the same meaning for CUDA as for NVML. AMD's unique ids have no dashes.
     """
     if not ids:
         return {}
+    if all(_UNIQUE_ID.match(id.removeprefix(_AMD_ID)) for id in ids):
+        return {"ROCR_VISIBLE_DEVICES": ",".join(ids)}
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
@@ -286,7 +356,6 @@ def _text(value: Any, longest: int) -> str:
 GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 GPU_TIMEOUT = 5.0
 MIB = 1024 * 1024
-SMALL_VRAM = 4 * 1024 * MIB
 CAPABILITY_FILE = Path("/run/localai/capability")
 PREFERENCES: Mapping[str, Sequence[str]] = {
     "nvidia": ("cuda", "vulkan", "cpu"),
@@ -313,8 +382,10 @@ class Gpus:
     def of(cls, each: Sequence[Gpu]) -> "Gpus":
         """Sum up these GPUs."""
         total, free = sum(gpu.total_vram for gpu in each), sum(gpu.free_vram for gpu in each)
-        vendor, capability = ("nvidia", each[0].compute_capability) if each else ("", "")
-        return cls(total, free, vendor, capability, tuple(each))
+        vendor, capability = (each[0].vendor, each[0].compute_capability) if each else ("", "")
+        # ROCm counts GPUs in an order of its own: without an id, one cannot be given to an engine.
+        by_id = all(gpu.uuid or gpu.vendor == "nvidia" for gpu in each)
+        return cls(total, free, vendor, capability, tuple(each) if by_id else None)
 
 
 @dataclass(frozen=True)
@@ -345,14 +416,22 @@ def figures(models: Path) -> Figures:
 
 
 async def gpus(reader: GpuReader) -> Gpus | None:
-    """Return the NVIDIA GPUs, one by one if NVML is installed; None if they cannot be read at present."""
+    """Return the GPUs, one by one where their driver is known; None if they cannot be read at present."""
     try:
         readings = await reader.read()
     except NoDriver:
-        return await _gpu_totals()
+        return _unified_memory() or await _gpu_totals()
     if readings is None:
         return None
     return Gpus.of(readings) if readings or reader.last else Gpus()
+
+
+def _unified_memory() -> Gpus | None:
+    """Return the GPU of an Apple chip, whose memory is that of the machine; None on other machines."""
+    if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
+        return None
+    memory = psutil.virtual_memory()
+    return Gpus(int(memory.total), int(memory.available), "apple")
 
 
 async def _gpu_totals() -> Gpus:

@@ -286,11 +286,10 @@ class History:
     def memory_is_reserved(self, rows: dict[UUID, NodeModel]) -> None:
         """A node's column is the sum over the loads that have added to it since its last reading."""
         self.learn_reserved(rows)
-        for node in BackendNode.objects.filter(status="healthy"):
-            amount = sum(self.reserved.get(node.pk, {}).values())
-            assert node.reserved_vram == amount or self.is_unsure, (
-                f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
-            )
+        healthy = BackendNode.objects.filter(status="healthy").order_by()
+        for pk, name, reserved in healthy.values_list("pk", "name", "reserved_vram"):
+            amount = sum(self.reserved.get(pk, {}).values())
+            assert reserved == amount or self.is_unsure, f"{name} has {reserved} reserved, its loads {amount}"
 
     def learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
         """See which loads have begun and which have ended without a replica."""

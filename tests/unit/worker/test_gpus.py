@@ -16,6 +16,8 @@ import pytest
 from localai_cluster.worker import hardware
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.hardware import (
+    AmdGpus,
+    FirstDriver,
     Gpu,
     GpuReader,
     Gpus,
@@ -279,3 +281,80 @@ def test_simulated_engines_take_memory_where_they_were_put() -> None:
     assert free() == [18, 24]
     users[:] = [(one,)] * 5
     assert free() == [0, 24]
+
+
+def amd_card(root: Path, number: int, **files: str) -> Path:
+    """The files of one card, as the kernel's documentation of amdgpu describes them: bytes and percent."""
+    device = root / f"card{number}" / "device"
+    device.mkdir(parents=True)
+    documented = {
+        "vendor": "0x1002",
+        "mem_info_vram_total": str(16 * GIB),
+        "mem_info_vram_used": str(3 * GIB),
+        "gpu_busy_percent": "42",
+        "unique_id": f"9246a27d3e3c71{number:02x}",
+        "product_name": "AMD Instinct MI210",
+    }
+    for name, text in (documented | files).items():
+        if text:
+            (device / name).write_text(f"{text}\n")
+    return device
+
+
+@pytest.mark.rule("R1.3", "worker-6")
+def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> None:
+    """In the order of their numbers; connectors and GPUs of other vendors are left out."""
+    amd_card(tmp_path, 10)
+    amd_card(tmp_path, 2, mem_info_vram_used=str(17 * GIB))
+    amd_card(tmp_path, 0, vendor="0x8086")
+    (tmp_path / "card2-DP-1").mkdir()
+    first, second = AmdGpus(tmp_path).read()
+    assert (first.index, first.id, first.free_vram) == (0, "GPU-9246a27d3e3c7102", 0)
+    assert second.report == {
+        "index": 1,
+        "uuid": "GPU-9246a27d3e3c710a",
+        "name": "AMD Instinct MI210",
+        "total_vram": 16 * GIB,
+        "free_vram": 13 * GIB,
+        "utilization": 42,
+    }
+    assert Gpus.of((first, second)) == Gpus(32 * GIB, 13 * GIB, "amd", "", (first, second))
+    assert hardware.detect_capability("", Gpus.of((second,)), tmp_path / "none") == "amd"
+
+
+def test_what_an_amd_card_does_not_tell_is_absent(tmp_path: Path) -> None:
+    """Consumer cards have no unique id: they count, but none is given to an engine by itself."""
+    amd_card(tmp_path, 0, unique_id="", gpu_busy_percent="", product_name="")
+    amd_card(tmp_path, 1, mem_info_vram_total="")
+    amd_card(tmp_path, 2, mem_info_vram_used="nonsense")
+    (only,) = AmdGpus(tmp_path).read()
+    assert (only.uuid, only.name, only.utilization) == ("", "AMD GPU", None)
+    assert Gpus.of((only,)) == Gpus(16 * GIB, 13 * GIB, "amd", "", None)
+
+
+def test_the_first_driver_of_the_machine_is_read(library: Library, tmp_path: Path) -> None:
+    source = FirstDriver(Nvml(library), AmdGpus(tmp_path))
+    assert [gpu.vendor for gpu in source.read()] == ["nvidia", "nvidia"]
+    library.errors["nvmlDeviceGetCount", None] = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    library.errors["nvmlInit", None] = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    with pytest.raises(NoDriver):
+        source.read()
+    amd_card(tmp_path, 0)
+    assert [gpu.vendor for gpu in source.read()] == ["amd"]
+
+
+def test_rocm_is_told_unique_ids() -> None:
+    assert visible_gpus(["GPU-9246a27d3e3c7102"]) == {"ROCR_VISIBLE_DEVICES": "GPU-9246a27d3e3c7102"}
+    assert "CUDA_VISIBLE_DEVICES" in visible_gpus(UUIDS)
+
+
+async def test_the_memory_of_an_apple_chip_is_that_of_the_machine(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    library.errors["nvmlInit", None] = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    found = await hardware.gpus(GpuReader(Nvml(library)))
+    assert found is not None
+    assert found.total > found.free > 0
+    assert (found.vendor, found.each, hardware.detect_capability("", found)) == ("apple", None, "metal")
