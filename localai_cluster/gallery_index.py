@@ -33,6 +33,8 @@ MOST_NODES = 100_000
 _MOST_BITS = 1024
 """Longest number in bits that is accepted as a text, such as a version."""
 
+SMALL_VRAM = 4 * 2**30
+"""Bytes of GPU memory up to which a machine gets the builds for machines without a GPU."""
 GITHUB_URL = "https://raw.githubusercontent.com"
 """Default base of the files that `github:` addresses name."""
 _GITHUB = re.compile(r"github:(?://)?([\w.-]+)/([\w.-]+)/([^@?#\s]+)(?:@([\w./-]+))?", re.ASCII)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import psutil
 import pynvml
 
+from localai_cluster.gallery_index import SMALL_VRAM
 from localai_cluster.kit import clock
 
 log = logging.getLogger(__name__)
@@ -355,7 +356,6 @@ def _text(value: Any, longest: int) -> str:
 GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
 GPU_TIMEOUT = 5.0
 MIB = 1024 * 1024
-SMALL_VRAM = 4 * 1024 * MIB
 CAPABILITY_FILE = Path("/run/localai/capability")
 PREFERENCES: Mapping[str, Sequence[str]] = {
     "nvidia": ("cuda", "vulkan", "cpu"),

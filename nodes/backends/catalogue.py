@@ -30,7 +30,6 @@ from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compa
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
-from localai_cluster.worker.hardware import SMALL_VRAM
 from nodes.backends import gallery_copies
 from nodes.models import BackendNode, NodeBackend
 from nodes.registry.shape import NODE_STATUS
@@ -386,7 +385,7 @@ def machines() -> set[str]:
 
 def count_by_capability() -> dict[str, int]:
     """Return the number of healthy nodes by capability; one query."""
-    small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
+    small = Q(gpu_vendor="") | Q(total_vram__lte=gallery_index.SMALL_VRAM)
     of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
     runs = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
     healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(runs=runs)

@@ -151,11 +151,10 @@ class Invariants:
 
     def _memory_is_reserved(self) -> None:
         """A node's column is the sum over the loads that have added to it since its last reading."""
-        for node in BackendNode.objects.filter(status="healthy").exclude(pk__in=self.unsure):
-            amount = sum(self.reserved.get(node.pk, {}).values())
-            assert node.reserved_vram == amount, (
-                f"{node.name} has {node.reserved_vram} reserved, its loads {amount}"
-            )
+        nodes = BackendNode.objects.filter(status="healthy").exclude(pk__in=self.unsure).order_by()
+        for pk, name, reserved in nodes.values_list("pk", "name", "reserved_vram"):
+            amount = sum(self.reserved.get(pk, {}).values())
+            assert reserved == amount, f"{name} has {reserved} reserved, its loads {amount}"
 
     def _learn_reserved(self, rows: dict[UUID, NodeModel]) -> None:
         """See which loads have begun and which have ended without a replica."""

@@ -56,7 +56,8 @@ class Server:
     def stop(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait()
+            # Closes its output too.
+            self._process.communicate()
 
     def define(self, name: str, backend: str, content: bytes) -> None:
         """A model of embeddings: its file and its definition, in place before the server starts."""

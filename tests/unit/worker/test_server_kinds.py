@@ -179,6 +179,16 @@ def test_only_a_pending_node_waits(kind: ServerKind) -> None:
     assert chosen.problem == "this node is awaiting approval by an administrator"
 
 
+@pytest.mark.rule("W4", "nats-9.1")
+def test_a_worker_that_requires_credentials_never_dials_without() -> None:
+    bus = Bus()
+    servers = parse_url("nats://n:4222")
+    chosen = BusCredentials(bus, servers, None, None, require_auth=True)  # type: ignore[arg-type]
+    chosen.adopt(Registered("n", "healthy", STOCK))
+    assert bus.dialled == [None]
+    assert "LOCALAI_NATS_REQUIRE_AUTH is set" in chosen.problem
+
+
 @pytest.mark.parametrize(
     ("registered", "reason"),
     [
