@@ -286,10 +286,19 @@ def located(uri: str, index: str, github_url: str = GITHUB_URL) -> str:
     return str(path.parent / uri) if path is not None else urljoin(index, uri)
 
 
+PLAIN = {"Accept-Encoding": "identity"}
+"""Headers of a request whose response `body_bounded` reads."""
+
+
 async def body_bounded(answer: httpx.Response) -> bytes:
-    """Return the body of an open response with status 200. ValueError for another status or a longer body."""
+    """Return the body of an open response with status 200 that is not encoded.
+
+    A small encoded body can unpack to gigabytes at once. ValueError for another status or a longer body.
+    """
     if answer.status_code != 200:
         raise ValueError(f"HTTP status {answer.status_code}")
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise ValueError("the server sends it compressed, although it was asked not to")
     text = bytearray()
     async for part in answer.aiter_bytes():
         text += part
@@ -305,7 +314,7 @@ async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> by
     if not url.startswith(("http://", "https://")):
         raise ValueError("only cluster:, github:, file://, http:// and https:// URLs are supported")
     _ = urlsplit(url).port  # ValueError for an invalid port
-    async with client.stream("GET", url, follow_redirects=True) as answer:
+    async with client.stream("GET", url, headers=PLAIN, follow_redirects=True) as answer:
         return await body_bounded(answer)
 
 

@@ -33,7 +33,8 @@ _MOST_REDIRECTS = 5
 _TOKEN_LIFETIME, _MOST_LIFETIME = 60.0, 3600.0
 """Seconds: the default of the protocol, and the longest time for which a token is kept."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_CHALLENGE = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LONGEST_CHALLENGE = 4096
+_CHALLENGE = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _REDIRECTS = (301, 302, 303, 307, 308)
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -238,6 +239,8 @@ class Registries:
                 reason += ": the credential is wrong, or may not read this image"
             raise RegistryError(reason, can_retry=_is_temporary(response.status_code))
         body = await _read(response, TOKEN_BYTES, f"token for {reference}")
+        if problem := untrusted.json_problem(body):
+            raise RegistryError(f"the reply of the token service of {reference.host} is {problem}")
         try:
             return msgspec.json.decode(body, type=_Token)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -256,6 +259,7 @@ def _choose(builds: list[Descriptor], wanted: _Platform, reference: ImageReferen
 
 def _parse_challenge(text: str) -> tuple[str, dict[str, str]]:
     """Return the scheme of a challenge, bearer before basic, and its parameters."""
+    text = text[:_LONGEST_CHALLENGE]
     lowered = text.lower()
     start = lowered.find("bearer ")
     if start < 0:

@@ -35,6 +35,8 @@ from localai_cluster.worker.source_files import (
 
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
+MOST_GLOBAL_HEADERS = 64 * 1024
+"""Maximum bytes of the extended headers that apply to all later entries."""
 LONGEST_HEADER = CHUNK
 """Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
 _LONGEST_PATH = 4096
@@ -116,6 +118,17 @@ class _ForwardReader:
         self._size = size
         self._stopped = stopped
         self._position = 0
+        # `TarFile` reads the first entry when it is opened.
+        self._header_bytes: int | None = 0
+
+    @contextmanager
+    def headers(self) -> Iterator[None]:
+        """Bound the bytes that are read inside: `tarfile` keeps the headers of one entry in memory."""
+        self._header_bytes = 0
+        try:
+            yield
+        finally:
+            self._header_bytes = None
 
     @property
     def descriptor(self) -> int | None:
@@ -128,6 +141,13 @@ class _ForwardReader:
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= LONGEST_HEADER:
             raise SourceError("a header in the archive is too long")
+        if self._header_bytes is not None:
+            self._header_bytes += size
+            if self._header_bytes > 2 * LONGEST_HEADER:
+                raise SourceError("the headers of an entry of the archive are too long")
+        return self._take(size)
+
+    def _take(self, size: int) -> bytes:
         if self._stopped.is_set():
             raise Stopped(ENDED)
         data = self._file.read(size)
@@ -139,7 +159,7 @@ class _ForwardReader:
             raise SourceError("an entry of the archive begins before the end of the previous one")
         if self._size is not None:
             self._position = self._file.seek(min(position, self._size))
-        while self._position < position and self.read(min(CHUNK, position - self._position)):
+        while self._position < position and self._take(min(CHUNK, position - self._position)):
             pass
         return self._position
 
@@ -165,8 +185,22 @@ def _open(archive: Path, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
                 forward.drain()
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
         raise SourceError(f"the archive is damaged: {error}") from error
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, IndexError, OverflowError, RecursionError) as error:
         raise SourceError(f"the archive cannot be read: {error}") from error
+
+
+def _entries(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the entries in their order, and keep none of them. Raise SourceError."""
+    reader = cast(_ForwardReader, tar.fileobj)
+    while True:
+        with reader.headers():
+            entry = tar.next()
+        if entry is None:
+            return
+        tar.members = []  # type: ignore[attr-defined]
+        if sum(len(key) + len(value) for key, value in tar.pax_headers.items()) > MOST_GLOBAL_HEADERS:
+            raise SourceError("the global headers of the archive are too long")
+        yield entry
 
 
 def _plain(raw: IO[bytes]) -> IO[bytes]:
@@ -193,14 +227,10 @@ class _Survey:
     def add(self, layer: int, path: Path, stopped: threading.Event) -> None:
         """Validate every entry of a layer and merge it into the tree. Raise SourceError."""
         with _open(path, stopped) as tar:
-            number = 0
-            while (entry := tar.next()) is not None:
-                # Entries that were read would otherwise stay in memory.
-                tar.members = []  # type: ignore[attr-defined]
+            for number, entry in enumerate(_entries(tar)):
                 _validate(entry)
                 self._count(entry.size if entry.isreg() else 0)
                 self._merge(layer, number, entry)
-                number += 1
         for link, source in self._hard_links:
             node = self._find(source)
             if not isinstance(node, _File):
@@ -362,14 +392,13 @@ class _Writer:
         if not remaining:
             return
         with _open(path, self._stopped) as tar:
-            number = 0
-            while remaining and (entry := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]
+            for number, entry in enumerate(_entries(tar)):
                 file = self._files.files.get((layer, number))
                 if file is not None:
                     self._write(tar, entry, file)
                     remaining -= 1
-                number += 1
+                if not remaining:
+                    break
         if remaining:
             raise SourceError("the archive has changed while it was unpacked")
 

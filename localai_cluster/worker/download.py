@@ -70,13 +70,14 @@ class DownloadFailed(ClusterError):
 class Archive:
     """An archive to download. `sha256` is lower-case hex, "" if the gallery has none.
 
-    With `open` the address is only for messages.
+    With `open` the address is only for messages. `size` is the declared number of bytes, 0 if unknown.
     """
 
     url: str
     sha256: str
     partial: Path
     open: OpenPart | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Downloads:
 
         Raise ClusterError or ValueError.
         """
-        answer = await self._served(name, {})
+        answer = await self._served(name, gallery_index.PLAIN)
         try:
             return await gallery_index.body_bounded(answer)
         finally:
@@ -198,8 +199,10 @@ class Downloads:
             writing.set_result(None)
             try:
                 async for piece in _pieces(answer, self._throttle.piece):
-                    if offset + len(piece) > MOST_BYTES:
-                        raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
+                    if offset + len(piece) > (archive.size or MOST_BYTES):
+                        await wait_for_thread(writing)
+                        archive.partial.unlink(missing_ok=True)
+                        raise DownloadFailed(f"longer than {archive.size or MOST_BYTES} bytes")
                     await wait_for_thread(writing)
                     writing = asyncio.ensure_future(asyncio.to_thread(_write, file, digest, piece))
                     offset += len(piece)

@@ -118,7 +118,8 @@ class HeartbeatLoop:
 
     async def _handle_failure(self, error: CallFailed) -> None:
         if error.http_status == 404:
-            log.warning("the control plane no longer knows this node; registering again")
+            self.problem = "the control plane no longer knows this node"
+            log.warning("%s; registering again", self.problem)
             await self._register()
         elif error.refused:
             await self._handle_refusal(error)

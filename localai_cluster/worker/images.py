@@ -115,4 +115,4 @@ class Images:
             except RegistryError as error:
                 raise DownloadFailed(error.message, can_retry=not error.permanent) from error
 
-        return Archive(name, sha256, partial_path(self._folder, backend, name, sha256), open_part)
+        return Archive(name, sha256, partial_path(self._folder, backend, name, sha256), open_part, layer.size)

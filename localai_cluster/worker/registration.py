@@ -198,6 +198,8 @@ class BusCredentials:
             self.problem = f"the message bus cannot be used: {error}"
             log.error("%s", self.problem)
             is_stock = registered.kind is ServerKind.STOCK
+            if is_stock:  # the credentials in use are those of another server
+                self._bus.use(None)
             self._due_at = None if is_stock else clock.monotonic() + RETRY_EVERY
             return
         if servers is None:

@@ -4,6 +4,8 @@ The control plane runs no engines, so `/system` and `/api/resources` describe th
 """
 
 import asyncio
+import base64
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -244,7 +246,30 @@ class ConfigurationView(_DefinitionView):
         document: dict[str, Any] | None = async_to_sync(folder.read_document)(model)
         if document is None:
             raise errors.NotFound("model configuration not found")
-        return Response(document)
+        return Response(_as_json(document))
+
+
+def _as_json(value: Any) -> Any:
+    """Return a YAML value as JSON: any key is a text, and so is what JSON has no type for."""
+    match value:
+        case dict():
+            return {_key(key): _as_json(each) for key, each in value.items()}
+        case list() | tuple() | set():
+            return [_as_json(each) for each in value]
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case bytes():
+            return base64.b64encode(value).decode()
+        case bool() | float() | None:
+            return value
+        case int() if -(2**63) <= value < 2**63:
+            return value
+    return str(value)
+
+
+def _key(key: Any) -> str:
+    """Return a key as JSON writes it: `true` and `null`, not Python's names."""
+    return str(_as_json(key)) if not isinstance(key, bool | None) else json.dumps(key)
 
 
 class PinView(_DefinitionView):

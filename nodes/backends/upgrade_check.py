@@ -56,6 +56,9 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
                     digests_by_uri[uri] = await _digests(uri, registries)
             except (RegistryError, TimeoutError) as error:
                 log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
+            except Exception:
+                # A defect in reading one image must not lose the check of the others.
+                log.exception("upgrade check: image %s", uri)
 
     try:
         async with (

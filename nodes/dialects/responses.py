@@ -224,21 +224,22 @@ class _Tools:
         self.namespaces: dict[str, tuple[str, str]] = {}
         """Name of a function -> its namespace and its name there."""
         self.others: list[str] = []
+        namespaces: list[tuple[Mapping[str, Any], str]] = []
         for number, tool in enumerate(listed):
-            self._add(tool, f"tools[{number}]")
+            path, kind = f"tools[{number}]", tool.get("type")
+            if not isinstance(kind, str):
+                raise field_error(f"{path}.type", "is required", "missing_required_parameter")
+            if kind == "namespace":
+                namespaces.append((tool, path))
+            elif kind == "function":
+                self._add_function(_parse_function(tool, path))
+            else:
+                self.others.append(kind)
+        # Last, because a function without a namespace keeps its name.
+        for tool, path in namespaces:
+            self._add_namespace(tool, path)
         if len(self.functions) > MOST_TOOLS:
             raise field_error("tools", f"at most {MOST_TOOLS} functions", "array_above_max_length")
-
-    def _add(self, tool: Mapping[str, Any], path: str) -> None:
-        kind = tool.get("type")
-        if not isinstance(kind, str):
-            raise field_error(f"{path}.type", "is required", "missing_required_parameter")
-        if kind == "namespace":
-            self._add_namespace(tool, path)
-        elif kind == "function":
-            self._add_function(_parse_function(tool, path))
-        else:
-            self.others.append(kind)
 
     def _add_namespace(self, tool: Mapping[str, Any], path: str) -> None:
         space, inner = tool.get("name"), tool.get("tools")
@@ -252,11 +253,18 @@ class _Tools:
                 self.others.append(str(entry.get("type")))
                 continue
             function = _parse_function(entry, entry_path)
-            name = function.name
-            if any(tool.function.name == name for tool in self.functions):
-                name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
+            name = self._free_name(space, function.name)
             self.namespaces[name] = space, function.name
             self._add_function(msgspec.structs.replace(function, name=name))
+
+    def _free_name(self, space: str, name: str) -> str:
+        """Return a name for a function of a namespace that no other function has."""
+        taken = {tool.function.name for tool in self.functions}
+        if name not in taken:
+            return name
+        long_name = _UNSAFE.sub("_", f"{space}__{name}")[-64:]
+        numbered = (f"{long_name[-60:]}_{number}" for number in range(2, MOST_TOOLS + 3))
+        return next((free for free in (long_name, *numbered) if free not in taken), long_name)
 
     def _add_function(self, function: FlatTool) -> None:
         self.functions.append(
@@ -273,6 +281,8 @@ class _Tools:
         if wanted.type != "function" or wanted.name is None:
             message = f"a tool of the type {wanted.type[:64]} cannot be run here"
             raise field_error("tool_choice", message, "unsupported_value")
+        if any(tool.function.name == wanted.name for tool in self.functions):
+            return ForcedTool(FunctionName(wanted.name))
         names = {inner: name for name, (_, inner) in self.namespaces.items()}
         return ForcedTool(FunctionName(names.get(wanted.name, wanted.name)))
 
@@ -360,11 +370,14 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
     body = wire.parse_struct(fields, ResponsesBody)
     tools = _Tools(body.tools or ())
     tools_json, choice = check_tools(tools.functions, tools.choice(body.tool_choice), "parameters")
+    messages = tuple(convert_items(body.instructions, body.input))
+    if not messages and not (isinstance(body.input, str) or _known_items(body.input)):
+        raise field_error("input", "has nothing that a model can read")
     return Generation(
         model=body.model,
         prompts=(
             Conversation(
-                messages=tuple(convert_items(body.instructions, body.input)),
+                messages=messages,
                 tools=tools_json,
                 tool_choice=choice,
                 parallel_tool_calls=body.parallel_tool_calls if tools_json else None,

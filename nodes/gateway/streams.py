@@ -26,6 +26,7 @@ from nodes.gateway.request import InferenceRequest, Replica, node_header
 
 QUIET = 5.0
 """Seconds of silence after which a keep-alive is sent."""
+STOPPING = "this web process is stopping"
 # Proxies must not buffer the pieces.
 _HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -51,6 +52,8 @@ class EventStream:
         Raises errors before the first byte, and Disconnected when the client stops reading.
         """
         producer = self._producer = asyncio.ensure_future(self._produce())
+        # Also if it is cancelled before its first step.
+        producer.add_done_callback(lambda _: self._pipe.close())
         ticker = asyncio.ensure_future(self._tick())
         _playing.add(self)
         try:
@@ -65,7 +68,7 @@ class EventStream:
     async def _send_all(self, client: "Outgoing", producer: "asyncio.Future[None]") -> int:
         try:
             await self._send_deltas(client)
-            await producer
+            await self._check_end(producer)
         except ClusterError as error:
             if not self._has_started:
                 raise
@@ -74,6 +77,15 @@ class EventStream:
         await self._begin(client)
         await client.body(self._rendering.done)
         return 200
+
+    async def _check_end(self, producer: "asyncio.Future[None]") -> None:
+        """Raise the error with which the production of deltas has ended, if any."""
+        try:
+            await producer
+        except asyncio.CancelledError:
+            if self._is_stopped and producer.cancelled():
+                raise Unavailable(STOPPING, retry_after=1) from None
+            raise
 
     def stop(self) -> None:
         """End the response at this point with an error."""
@@ -90,10 +102,8 @@ class EventStream:
                     await self._pipe.put(delta)
         except asyncio.CancelledError:
             if self._is_stopped:
-                raise Unavailable("this web process is stopping", retry_after=1) from None
+                raise Unavailable(STOPPING, retry_after=1) from None
             raise
-        finally:
-            self._pipe.close()
 
     async def _tick(self) -> None:
         """Wake the sender when nothing has been sent for `QUIET` seconds."""

@@ -461,6 +461,15 @@ def test_a_model_is_pinned_shown_and_read_again(models: Path) -> None:
     assert page.send("PUT", "/models/toggle-pinned/find/pin").status_code == 200
     assert page.get("/api/models/config-json/org/see").json()["mmproj"] == "p.gguf"
     assert page.get("/api/models/config-json/nope").json() == {"error": "model configuration not found"}
+    odd = "name: odd\nbackend: x\nparameters: {model: odd}\nlogit_bias: {50256: -100}\n"
+    (models / "odd.yaml").write_text(
+        odd + "feature_flags: {on: true}\nbig: 99999999999999999999\nhalf: .inf\n"
+    )
+    assert page.post("/models/reload").status_code == 200
+    shown = page.get("/api/models/config-json/odd").json()
+    assert (shown["logit_bias"], shown["feature_flags"]) == ({"50256": -100}, {"true": True})
+    assert (shown["big"], shown["half"]) == ("99999999999999999999", None)
+    (models / "odd.yaml").unlink()
     (models / "new.yaml").write_text("name: new\nbackend: x\nparameters: {model: new}\n")
     reloaded = page.post("/models/reload")
     assert reloaded.json() == {"success": True, "message": "6 models are defined"}

@@ -1,5 +1,6 @@
 """Which galleries a node is told, where their entries are, and what a `cluster:` URL may name."""
 
+import gzip
 from pathlib import Path
 
 import httpx
@@ -39,6 +40,20 @@ def test_a_node_is_told_the_galleries_that_its_worker_can_read(
     assert explained.startswith("no backend called x")
     for gallery in ALL:
         assert (f"gallery {gallery.name} was not sent" in explained) == (gallery not in sent)
+
+
+async def test_a_compressed_index_is_refused() -> None:
+    """A kilobyte can unpack to gigabytes in one step."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers["accept-encoding"] == "identity"
+        return httpx.Response(
+            200, content=gzip.compress(b"- name: one"), headers={"content-encoding": "gzip"}
+        )
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        with pytest.raises(ValueError, match="compressed"):
+            await gallery_index._read("https://example.com/index.yaml", client, Path)
 
 
 def test_if_none_is_left_the_worker_uses_its_own() -> None:

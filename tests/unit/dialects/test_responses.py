@@ -133,6 +133,26 @@ def test_tools_that_cannot_be_run_here_are_left_out() -> None:
     assert whole["tools"] == CODEX
 
 
+def test_each_function_has_a_name_of_its_own_in_any_order() -> None:
+    """A function without a namespace keeps its name, and can be forced by it."""
+    x = {"type": "function", "name": "x"}
+    space = {"type": "namespace", "name": "ns", "tools": [x]}
+    for tools in ([space, x, space, space], [x, space, space, space]):
+        choice = {"type": "function", "name": "x"}
+        generation = parse_request(ASK | {"tools": tools, "tool_choice": choice})
+        (prompt,) = generation.prompts
+        assert isinstance(prompt, Conversation)
+        known = [tool["function"]["name"] for tool in json.loads(prompt.tools)]
+        assert known == ["x", "ns__x", "ns__x_2", "ns__x_3"]
+        assert set(generation.tool_namespaces) == set(known[1:])
+        assert json.loads(prompt.tool_choice)["function"]["name"] == "x"
+
+
+def test_an_input_without_anything_to_read_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="nothing that a model can read"):
+        parse_request(ASK | {"input": [{"type": "web_search_call"}]})
+
+
 @pytest.mark.parametrize(
     "choice", [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "function"}]
 )

@@ -545,6 +545,32 @@ def test_sparse_files_and_negative_sizes_are_refused(tmp_path: Path) -> None:
         opened(tar(entry("x", pax_headers={"size": "-512"})), tmp_path)
 
 
+def test_headers_that_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    """A map of a sparse file that does not end, and headers for all later entries."""
+    sparse = tarfile.TarInfo("x")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    head = bytearray(sparse.tobuf(tarfile.GNU_FORMAT))
+    head[482] = 1  # the map goes on in the next block
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    block = b"".join(b"%011o\0" % number for number in range(42)) + b"\1" + bytes(7)
+    count = 3 * archives.LONGEST_HEADER // len(block)
+    with pytest.raises(SourceError, match="headers of an entry"):
+        opened(gzip.compress(bytes(head) + block * count), tmp_path)
+    with pytest.raises(SourceError, match="cannot be read"):
+        opened(bytes(head) + block, tmp_path)
+    (tmp_path / "archive").unlink()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as writer:
+        for number in range(20):
+            values = {f"k{number}.{each}": "v" for each in range(1000)}
+            archive.write(tarfile.TarInfo.create_pax_global_header(values))
+            writer.offset = archive.tell()
+            writer.addfile(tarfile.TarInfo(f"f{number}"))
+    with pytest.raises(SourceError, match="global headers"):
+        opened(archive.getvalue(), tmp_path)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["tar", "gzip"])
 def test_damaged_archives_are_errors_not_crashes(tmp_path: Path, packed: bool) -> None:
     """Bytes changed, cut off, or no archive at all: SourceError or a refusal of the system, nothing else."""

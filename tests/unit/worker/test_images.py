@@ -21,7 +21,7 @@ import zstandard
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
 from localai_cluster.kit.tls import trust_besides
-from localai_cluster.registries import references
+from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
 from localai_cluster.worker import archives, download, images
@@ -388,6 +388,35 @@ async def test_hostile_manifests_are_refused(setup: Setup, manifest: bytes, prob
     with pytest.raises(ClusterError, match=problem):
         await setup.install()
     assert setup.left_over() == []
+
+
+async def test_a_layer_that_is_longer_than_declared_is_not_kept(setup: Setup) -> None:
+    data = layer(RUN, entry("a", os.urandom(2_000_000)))
+    setup.registry.push("a/one", [data])
+    manifest = {"layers": [{"digest": digest_of(data), "size": 10}]}
+    setup.registry.put("a/one", INDEX, json.dumps(manifest).encode(), "latest")
+    with pytest.raises(ClusterError, match="longer than 10 bytes"):
+        await setup.install()
+    assert setup.left_over() == []
+
+
+def test_a_long_challenge_is_read_at_once() -> None:
+    """It took minutes, in which the worker sent no heartbeat."""
+    assert client._parse_challenge("Bearer " + "a" * 10_000_000) == ("bearer", {})
+    assert client._parse_challenge('Bearer realm="https://r/t",scope="x"')[1]["realm"] == "https://r/t"
+
+
+async def test_a_reply_of_a_token_service_that_nests_deeply_is_refused() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/token":
+            return httpx.Response(200, stream=httpx.ByteStream(b'{"token":' + b"[" * 5000))
+        return httpx.Response(401, headers={"www-authenticate": 'Bearer realm="https://r.test/token"'})
+
+    reference = references.parse("r.test/a:1")
+    assert reference is not None
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        with pytest.raises(RegistryError, match="levels deep"):
+            await Registries(http, Access()).image(reference)
 
 
 async def test_an_unknown_image_and_one_without_a_start_file(setup: Setup) -> None:
