@@ -16,25 +16,23 @@ from django.db import connection
 from nodes.models import Phase
 from nodes.replicas.states import TRANSITIONS
 
+# In a schema of its own, so that what empties the product's tables does not see it.
 _CREATE = """
-CREATE UNLOGGED TABLE replica_log (n bigserial, before jsonb, after jsonb);
-CREATE FUNCTION log_replica() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE SCHEMA observed;
+CREATE UNLOGGED TABLE observed.replica_log (n bigserial, before jsonb, after jsonb);
+CREATE FUNCTION observed.log_replica() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF TG_OP <> 'UPDATE' OR OLD.phase <> NEW.phase OR OLD.deadline IS DISTINCT FROM NEW.deadline THEN
-        INSERT INTO replica_log (before, after) VALUES (to_jsonb(OLD), to_jsonb(NEW));
+        INSERT INTO observed.replica_log (before, after) VALUES (to_jsonb(OLD), to_jsonb(NEW));
     END IF;
     RETURN NULL;
 END $$;
 CREATE TRIGGER log_replica AFTER INSERT OR DELETE OR UPDATE OF phase, deadline ON node_models
-    FOR EACH ROW EXECUTE FUNCTION log_replica();
+    FOR EACH ROW EXECUTE FUNCTION observed.log_replica();
 """
-_DROP = """
-DROP TRIGGER IF EXISTS log_replica ON node_models;
-DROP FUNCTION IF EXISTS log_replica();
-DROP TABLE IF EXISTS replica_log;
-"""
+_DROP = "DROP SCHEMA IF EXISTS observed CASCADE"
 _TAKE = """
-WITH taken AS (DELETE FROM replica_log RETURNING n, before, after)
+WITH taken AS (DELETE FROM observed.replica_log RETURNING n, before, after)
 SELECT before, after FROM taken ORDER BY n
 """
 
@@ -78,7 +76,7 @@ def _row(values: dict[str, Any] | None) -> Row | None:
 def replica_log() -> Iterator[None]:
     """Write the changes down."""
     with connection.cursor() as cursor:
-        cursor.execute(_DROP + _CREATE)
+        cursor.execute(f"{_DROP};{_CREATE}")
     try:
         yield
     finally:
