@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from localai_cluster.embedded.resources import free_port
 from tests.support.cluster import SCRAPER, Cluster, Process, running_cluster
+from tests.support.ports import free_port
 
 
 class Shared:

@@ -12,10 +12,10 @@ import pytest
 
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import Layout
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from localai_cluster.kit import processes
 from tests.conftest import eventually
+from tests.support.ports import free_port
 from tests.support.run import CHILDREN, Run
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from localai_cluster.embedded.nats import nats_binary
-from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster
+from tests.support.ports import free_port
 
 WAIT = timedelta(seconds=20)
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from localai_cluster.embedded.nats import BusKeys
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import processes
 from localai_cluster.worker import config
 from tests.conftest import eventually
 from tests.support import wheel
 from tests.support.cluster import ROOT, Cluster, Process, is_ready, is_whole, running_cluster
+from tests.support.ports import free_port
 from tests.support.wheel import Installed
 
 SYSTEMD, CONTAINERS = ROOT / "examples" / "systemd", ROOT / "examples" / "containers"

@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from localai_cluster.kit import processes
 from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.effort import swept
+from tests.support.ports import free_port
 from tests.support.run import CHILDREN, Run
 
 

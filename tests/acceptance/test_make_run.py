@@ -20,10 +20,10 @@ import pytest
 from examples.demo.figures import compare
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres
 from localai_cluster.embedded.layout import Layout
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
 from tests.support.cluster import engines_of
+from tests.support.ports import free_port
 from tests.support.run import CHILDREN, ROOT, Run, touching
 
 DEMO = json.loads((ROOT / "examples" / "demo.json").read_text())

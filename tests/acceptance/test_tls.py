@@ -6,13 +6,13 @@ import httpx
 import pytest
 
 from localai_cluster.embedded.nats import EmbeddedNats
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock
 from localai_cluster.kit.tls import TlsFiles
 from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.cluster import ADMIN, Cluster
 from tests.support.effort import swept
+from tests.support.ports import free_port
 
 
 @swept

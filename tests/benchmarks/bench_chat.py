@@ -24,8 +24,8 @@ from tests.benchmarks.bench_gateway import insert_rows, load, serving
 from tests.benchmarks.load import Figures
 from tests.benchmarks.streaming import Order, Streams
 from tests.conftest import eventually
-from tests.support import backends
 from tests.support.cluster import ADMIN_KEY, ROOT, Cluster, Process, running_cluster
+from tests.support.ports import free_port
 
 CLIENTS = 32
 MODEL = "echo"
@@ -38,7 +38,7 @@ LENGTHS = (1, 16)
 @contextlib.contextmanager
 def talker(cluster: Cluster) -> Iterator[tuple[str, int]]:
     """The scripted engine's address and process id."""
-    port = backends.free_port()
+    port = free_port()
     process = cluster.spawn("talker", "-m", "tests.benchmarks.talker", str(port), env={})
     eventually(lambda: _listens(port), what="the scripted engine listens")
     yield f"127.0.0.1:{port}", process.child.pid

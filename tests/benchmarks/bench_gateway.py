@@ -33,6 +33,7 @@ from tests.benchmarks.load import Figures
 from tests.conftest import eventually
 from tests.support import backends
 from tests.support.cluster import ADMIN_KEY, ROOT, TOKEN, Cluster, Process, running_cluster
+from tests.support.ports import free_port
 
 CLIENTS = (1, 8, 32)
 USER_KEY = "lac-" + "5" * 48
@@ -50,7 +51,7 @@ def load(web: Process, key: str, model: str, clients: int, seconds: float, said:
 @contextmanager
 def engine(name: str, folder: Path) -> Iterator[str]:
     """An engine process with its model loaded; yields its address."""
-    running = backends.start(name, backends.free_port(), folder / "engine.log", token=TOKEN)
+    running = backends.start(name, free_port(), folder / "engine.log", token=TOKEN)
     try:
         asyncio.run(_load(running, definition(name)))
         yield running.address
@@ -119,7 +120,7 @@ def _required(link: psycopg.Connection[Any], table: str, given: dict[str, str]) 
 
 def serving(cluster: Cluster, model: str, **env: str) -> Process:
     """A web process that answers for `model`; nothing else of a cluster runs."""
-    port = backends.free_port()
+    port = free_port()
     web = cluster.spawn("web", "manage.py", "serve", port=port, env={"PORT": str(port), **env})
 
     def answers() -> bool:

@@ -48,6 +48,7 @@ async def worker(tmp_path: Path, control_plane: StubControlPlane, nats: NatsServ
     worker = Worker(tmp_path, control_plane, nats)
     yield worker
     worker.kill()
+    print(worker.log.read_text()[-4000:] if worker.log.exists() else "the worker was never launched")
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from localai_cluster.messaging.servers import (
     parse_url,
     revoking_token,
 )
-from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually, free_port
+from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
+from tests.support.ports import free_port
 
 NODE = "2bade988-0b3a-4400-83eb-e2cf86d9429a"
 

@@ -13,7 +13,7 @@ import pytest
 from localai_cluster.rpc.client import BackendClient, probe
 from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import HealthMessage, Reply, Sign
-from tests.support.backends import free_port
+from tests.support.ports import free_port
 
 
 @pytest.fixture

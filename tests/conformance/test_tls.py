@@ -21,8 +21,9 @@ from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
 from localai_cluster.worker.config import InvalidSettings, build
-from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually, free_port
+from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually
 from tests.support.certificates import Authority
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
 from tests.conftest import BUSY
+from tests.support.ports import free_port
 from tests.wire.servers import Call, HttpServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,23 +31,6 @@ FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 INBOX = "_INBOX.test"
 R = TypeVar("R")
 USER, PASSWORD = "tester", "p@ss:w/rd"
-
-
-def free_port(count: int = 1) -> int:
-    """The first of `count` neighbouring ports that were free a moment ago."""
-    while True:
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            probes[0].bind(("127.0.0.1", 0))
-            first = int(probes[0].getsockname()[1])
-            for offset, probe in enumerate(probes[1:], start=1):
-                probe.bind(("127.0.0.1", first + offset))
-            return first
-        except (OSError, OverflowError):
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
 
 
 async def eventually(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:

@@ -24,11 +24,12 @@ from websockets.sync.client import connect
 
 from examples.demo.client import Target, ask
 from localai_cluster.embedded.layout import EXAMPLES, ROOT
-from localai_cluster.embedded.resources import SetupError, free_port
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
 from localai_cluster.kit import clock, processes
 from tests.measure.table import Measured, show
+from tests.support.ports import free_port
 
 FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
 _NOT_COPIED = (

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from localai_cluster.kit.clock import wait_until
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.rpc.messages import ModelOptions
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "engine-token"
@@ -29,14 +29,6 @@ def gallery() -> Path:
         [sys.executable, ROOT / "examples/gallery/build.py"], check=True, stdout=subprocess.DEVNULL
     )
     return ROOT / "build" / "gallery"
-
-
-def free_port() -> int:
-    """A TCP port no one listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

@@ -22,9 +22,9 @@ import psycopg
 
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.kit import clock, processes
 from tests.conftest import eventually
+from tests.support.ports import free_port
 from tests.support.postgres import FastPostgres
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -51,9 +51,11 @@ def worker(script: Script | None = None) -> Iterator[Served]:
     thread.start()
     served, stop, begun = Served(loop), asyncio.Event(), threading.Event()
 
+    token = ENGINE_TOKEN
+
     async def real() -> None:
         files = FileServer(served.folders)
-        application = WorkerApplication(lambda: "", served.rings, files, lambda: ENGINE_TOKEN, "")
+        application = WorkerApplication(lambda: "", served.rings, files, lambda: token, "")
         async with files.running(), serving(served.listener, application):
             begun.set()
             await stop.wait()

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from tests.wire.servers import Answer, Call, HttpServer, ask, free_ports, until
+from tests.support.ports import free_port
+from tests.wire.servers import Answer, Call, HttpServer, ask, until
 
 GIB = 2**30
 OK = b"\x0a\x02OK"
@@ -114,7 +115,7 @@ class FakeWorker:
         self.registered: dict[str, Any] = {}
         self.replies: dict[str, Reply] = {}
         self.deaf: set[str] = set()
-        self.engine_port = free_ports(1)
+        self.engine_port = free_port()
         self.nats = Client()
         self.nats_errors: list[str] = []
         self._nats_url = nats_url

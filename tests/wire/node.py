@@ -17,6 +17,7 @@ import psutil
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
+from tests.support.ports import free_port
 from tests.wire.servers import (
     PASSWORD,
     TOKEN,
@@ -24,7 +25,6 @@ from tests.wire.servers import (
     ControlPlane,
     NatsServer,
     StockFrontend,
-    free_ports,
     until,
 )
 
@@ -250,7 +250,7 @@ class Node:
 
 def free_base(ports: int) -> int:
     """The first port for engines; the one before it is free too, for the worker's own server."""
-    return free_ports(ports + 1) + 1
+    return free_port(ports + 1) + 1
 
 
 def alive(pid: int) -> bool:

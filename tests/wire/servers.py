@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import os
-import random
 import shutil
 import socket
 import ssl
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 PATIENCE = 6
 """How many times as long everything may take on a machine that has something else to do."""
@@ -49,27 +50,11 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that are free, outside the range of outgoing connections."""
-    while True:
-        first = random.randrange(20000, 32000 - count)
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            for offset, probe in enumerate(probes):
-                probe.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-
-
 class NatsServer:
     """A server with one user, or open to everybody. `WIRE_NATS_SERVER` names another executable."""
 
     def __init__(self, folder: Path, *, is_open: bool = False) -> None:
-        self.port = free_ports(2)
+        self.port = free_port(2)
         self.monitor = f"127.0.0.1:{self.port + 1}"
         login = "" if is_open else f"{USER}:p%40ss%3Aw%2Frd@"
         self.url = f"nats://{login}127.0.0.1:{self.port}"
@@ -122,7 +107,7 @@ class HttpServer:
     """Keeps what it was sent, and answers each request by `answer`."""
 
     def __init__(self) -> None:
-        self.port = free_ports(1)
+        self.port = free_port()
         self.calls: list[Call] = []
         self.tls: ssl.SSLContext | None = None
         self._server: asyncio.Server | None = None

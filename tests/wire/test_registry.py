@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.wire.conftest import OpenNode
 from tests.wire.node import Node
-from tests.wire.servers import free_ports, until
+from tests.wire.servers import until
 
 REGISTRY = os.environ.get("WIRE_REGISTRY") or shutil.which("docker-registry") or shutil.which("registry")
 PUSH = Path(__file__).parents[2] / "examples" / "gallery" / "image.py"
@@ -32,7 +33,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The host and port of a registry."""
-    folder, port = tmp_path_factory.mktemp("registry"), free_ports(1)
+    folder, port = tmp_path_factory.mktemp("registry"), free_port()
     (folder / "config.yml").write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}/data}}}}\n"
         f"http: {{addr: '127.0.0.1:{port}'}}\n"

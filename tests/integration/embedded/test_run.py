@@ -21,10 +21,11 @@ import pytest
 
 from localai_cluster.embedded import attach, build, lock, preparation, run
 from localai_cluster.embedded.layout import Layout, address_for_others
-from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
+from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import clock, nkeys, processes
 from tests.support.certificates import Authority
+from tests.support.ports import free_port
 
 ROOT = Path(run.__file__).resolve().parents[2]
 

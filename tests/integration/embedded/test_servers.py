@@ -26,13 +26,14 @@ from nats.aio.client import Client
 from localai_cluster.embedded import secrets as secret_files
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, nats_binary
-from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
+from localai_cluster.embedded.resources import SetupError, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.kit import clock, nkeys, processes
 from localai_cluster.kit.conf import load
 from localai_cluster.messaging.nats import complaint
 from localai_cluster.messaging.servers import Credentials, mint_service, mint_worker, parse_url
 from localai_cluster.settings import FILES
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

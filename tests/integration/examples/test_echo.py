@@ -17,7 +17,8 @@ from localai_cluster.kit import clock
 from localai_cluster.rpc import errors
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_FINAL, ModelOptions, PredictOptions, StatusResponse
-from tests.support.backends import TOKEN, Backend, free_port, gallery, load, ready, running_backend, start
+from tests.support.backends import TOKEN, Backend, gallery, load, ready, running_backend, start
+from tests.support.ports import free_port
 
 LIMIT = 10.0
 

@@ -24,6 +24,7 @@ from nodes.gateway.request import Replica
 from nodes.models import NodeModel, ReplicaUse
 from operations.models import Operation
 from tests.support import backends, hot
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -321,7 +322,7 @@ def test_a_dead_replica_is_taken_out_and_the_request_goes_on() -> None:
     """A replica that refuses the connection is taken out; the same request is served by the next one."""
 
     async def scenario(client: hot.Client, _: Any) -> list[hot.Reply]:
-        dead = f"127.0.0.1:{backends.free_port()}"
+        dead = f"127.0.0.1:{free_port()}"
         await hot.in_thread(lambda: hot.replica(hot.node("dead"), address=dead, last_used=hot.EPOCH))
         async with backends.running_backend("echo", model="echo") as engine:
             await hot.in_thread(

@@ -26,6 +26,7 @@ from nodes.models import BackendNode, NodeConflict
 from nodes.registry import claims, dial_targets, lifecycle, registration
 from tests.support import api, backends, hot, pages
 from tests.support.environment import REGISTRATION_TOKEN
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -123,7 +124,7 @@ def test_engines_tell_the_two_tokens_apart(token: str, status: int, tmp_path: Pa
     """A stock worker's engine accepts the registration token; one of ours refuses it."""
 
     async def scenario() -> int:
-        engine = backends.start("echo", backends.free_port(), tmp_path / "log", token=token)
+        engine = backends.start("echo", free_port(), tmp_path / "log", token=token)
         try:
             await backends.ready(engine, token=token)
             client = BackendClient(engine.address, token)

@@ -47,6 +47,7 @@ from tests.integration.loading.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
 from tests.support.bus import NEVER, PlayedBus
 from tests.support.fleet import at_once, unexpected
+from tests.support.ports import free_port
 from tests.support.replicas import attempt, stop_now
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -83,7 +84,7 @@ async def state(row: NodeModel) -> str:
 @pytest.mark.rule("R2.9", "R2.84", "R1.99", "T-REV-8", "T-REV-11")
 async def test_what_a_request_found_dead_is_stopped_exactly_before_its_row_goes() -> None:
     node = await in_thread(hot.node)
-    row = await in_thread(lambda: hot.replica(node, address=f"127.0.0.1:{backends.free_port()}"))
+    row = await in_thread(lambda: hot.replica(node, address=f"127.0.0.1:{free_port()}"))
     await lost(row)
     assert await state(row) == "unloading"
     bus = bus_of(node, [RequestTimeout("late"), TERMINATED])
@@ -408,7 +409,7 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path)
     (tmp_path / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
     frozen, well = await in_thread(lambda: hot.node("frozen")), await in_thread(lambda: hot.node("well"))
-    row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{backends.free_port()}"))
+    row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{free_port()}"))
     await in_thread(lambda: store.set_rule(Rule("echo", min_replicas=1), clock.now()))
     bus = PlayedBus()
     for command in (messages.backend_list, messages.model_stop, messages.models_running):

@@ -12,11 +12,11 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from localai_cluster import __version__
-from localai_cluster.embedded.resources import free_port
 from localai_cluster.management import schema_version
 from operations.changes.events import conninfo
 from tests.support.cluster import ROOT
 from tests.support.effort import swept
+from tests.support.ports import free_port
 
 
 @pytest.mark.django_db

@@ -24,6 +24,7 @@ from operations.models import Operation
 from tests.conftest import eventually
 from tests.support import backends, hot
 from tests.support.environment import API_KEY
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -45,7 +46,7 @@ def environment(port: int, models: Path) -> dict[str, str]:
 def serving(models: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
     """A web process on the test database, and its URL."""
     (models / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
-    port = backends.free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (models / "log").open("wb") as log:
         process = subprocess.Popen(
