@@ -5,6 +5,7 @@ always present. Each class can be built without arguments, which gives the messa
 empty body stands for. Extensions of our own (a stock peer ignores unknown fields) are marked as such.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,6 +345,22 @@ class ProgressEvent:
     current_bytes: int = omitted(0)
     total_bytes: int = omitted(0)
     seq: int = omitted(0)
+
+
+COMMANDS: dict[Callable[[str], str], tuple[type[Any], type[Any] | None]] = {
+    backend_install: (InstallRequest, InstallReply),
+    backend_upgrade: (UpgradeRequest, UpgradeReply),
+    backend_cancel: (CancelRequest, CancelReply),
+    backend_stop: (StopBackend, None),
+    backend_delete: (DeleteRequest, DeleteReply),
+    backend_list: (Nothing, ListReply),
+    models_running: (Nothing, RunningReply),
+    model_unload: (UnloadRequest, UnloadReply),
+    model_stop: (StopModelRequest, StopModelReply),
+    model_delete: (DeleteModelRequest, DeleteModelReply),
+    stop: (Nothing, None),
+}
+"""Every command to a worker by its subject: the request, and the reply if it has one (§2.1, §4)."""
 
 
 def human_bytes(count: int) -> str:

@@ -23,7 +23,7 @@ class Problem(str):
 
 
 async def machine(config: Config) -> list[str]:
-    """Return the report on this machine: hardware, folders, addresses and ports. Raise IdentityError."""
+    """Return the report on this machine: hardware, folders, addresses and ports."""
     gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or hardware.Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
@@ -35,7 +35,11 @@ async def machine(config: Config) -> list[str]:
 
 
 def _folders(config: Config) -> Iterator[str]:
-    folders = {"LOCALAI_BACKENDS_PATH": config.backends_path, "LOCALAI_MODELS_PATH": config.models_path}
+    folders = {
+        "LOCALAI_WORKER_DATA_DIR": config.data_dir,
+        "LOCALAI_BACKENDS_PATH": config.backends_path,
+        "LOCALAI_MODELS_PATH": config.models_path,
+    }
     for name, folder in folders.items():
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
@@ -58,18 +62,15 @@ def _addresses(config: Config) -> Iterator[str]:
 
 
 def _ports(config: Config) -> Iterator[str]:
-    try:
-        lock = identity.claim(config.data_dir)
-    except identity.InUse:
+    if identity.is_in_use(config.data_dir):
         yield f"ports: not checked, since a worker runs with {config.data_dir}"
         return
-    with lock:
-        try:
-            found, listener = ports.open_probe_listener(config)
-        except InvalidSettings as error:
-            yield Problem(f"ports: {error.message}")
-            return
-        listener.close()
+    try:
+        found, listener = ports.open_probe_listener(config, store=False)
+    except InvalidSettings as error:
+        yield Problem(f"ports: {error.message}")
+        return
+    listener.close()
     yield f"ports: {found.http_bind[1]} for files, logs and probes"
     yield f"ports: {found.base_port} to {found.max_port} for engines"
     if not ports.bindable(found.base_port):

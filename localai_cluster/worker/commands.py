@@ -14,7 +14,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from localai_cluster.kit import cancellation, clock, failpoints
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
@@ -83,7 +83,7 @@ class Pauses:
 
 
 CONCURRENT = 64
-T = TypeVar("T")
+_CONCURRENT = (messages.backend_install, messages.backend_upgrade, messages.backend_cancel)
 
 
 class Commands:
@@ -114,11 +114,16 @@ class Commands:
     async def subscribe(self, node_id: str) -> None:
         """Subscribe to the commands for `node_id`, and to no others."""
         await self.unsubscribe()
+        subscriptions = self._subscriptions
         for subject, handler, limit in self._table(node_id):
-            self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
+            handler = self._while_subscribed(handler, subscriptions)
+            subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
 
     async def unsubscribe(self) -> None:
-        """End all subscriptions, because another process is the node now."""
+        """End all subscriptions: another process is the node now, or another server is served.
+
+        What was received and has not begun is dropped.
+        """
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.close()
@@ -133,48 +138,41 @@ class Commands:
         self._shutting_down = True
 
     def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
-        handler = self._handler
-        install = handler(m.InstallRequest, self._install, lambda text: m.InstallReply(error=text))
-        upgrade = handler(m.UpgradeRequest, self._upgrade, lambda text: m.UpgradeReply(error=text))
-        delete = handler(m.DeleteRequest, self._delete, lambda text: m.DeleteReply(error=text))
-        cancel = handler(m.CancelRequest, self._cancel, lambda text: m.CancelReply(error=text))
-        listing = handler(m.Nothing, self._list, lambda text: m.ListReply(error=text), ignore_body=True)
-        running = handler(m.Nothing, self._running, lambda text: m.RunningReply(error=text), ignore_body=True)
-        unload = handler(m.UnloadRequest, self._unload, lambda text: m.UnloadReply(error=text))
-        stop = handler(m.StopModelRequest, self._stop_model, lambda text: m.StopModelReply(error=text))
-        remove = handler(
-            m.DeleteModelRequest, self._delete_model, lambda text: m.DeleteModelReply(error=text)
-        )
-        install = self._unless_paused(install, encode(m.InstallReply(error=LATE, interrupted=True)))
-        upgrade = self._unless_paused(upgrade, encode(m.UpgradeReply(error=LATE, interrupted=True)))
-        delete = self._unless_paused(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
-        remove = self._unless_paused(remove, None)  # the controller repeats it until it gets a reply
+        acts: dict[Callable[[str], str], Callable[[Any], Awaitable[Any]]] = {
+            messages.backend_install: self._install,
+            messages.backend_upgrade: self._upgrade,
+            messages.backend_cancel: self._cancel,
+            messages.backend_delete: self._delete,
+            messages.backend_list: self._list,
+            messages.models_running: self._running,
+            messages.model_unload: self._unload,
+            messages.model_stop: self._stop_model,
+            messages.model_delete: self._delete_model,
+        }
+        handlers = {subject: self._handler(subject, act) for subject, act in acts.items()}
+        for subject in (messages.backend_install, messages.backend_upgrade, messages.backend_delete):
+            reply: Any = m.COMMANDS[subject][1]
+            late = encode(reply(error=LATE, interrupted=True))
+            handlers[subject] = self._unless_paused(handlers[subject], late)
+        # Without a reply: the controller repeats it until it gets one.
+        handlers[messages.model_delete] = self._unless_paused(handlers[messages.model_delete], None)
+        handlers |= {messages.backend_stop: self._stop_backend, messages.stop: self._stop_node}
         return [
-            (messages.backend_install(node_id), install, CONCURRENT),
-            (messages.backend_upgrade(node_id), upgrade, CONCURRENT),
-            (messages.backend_cancel(node_id), cancel, CONCURRENT),
-            (messages.backend_stop(node_id), self._stop_backend, 1),
-            (messages.backend_delete(node_id), delete, 1),
-            (messages.backend_list(node_id), listing, 1),
-            (messages.models_running(node_id), running, 1),
-            (messages.model_unload(node_id), unload, 1),
-            (messages.model_stop(node_id), stop, 1),
-            (messages.model_delete(node_id), remove, 1),
-            (messages.stop(node_id), self._stop_node, 1),
+            (subject(node_id), handlers[subject], CONCURRENT if subject in _CONCURRENT else 1)
+            for subject in m.COMMANDS
         ]
 
-    def _handler(
-        self,
-        kind: type[T],
-        act: Callable[[T], Awaitable[Any]],
-        failed: Callable[[str], Any],
-        *,
-        ignore_body: bool = False,
-    ) -> Handler:
+    def _handler(self, subject: Callable[[str], str], act: Callable[[Any], Awaitable[Any]]) -> Handler:
+        kind, reply_kind = m.COMMANDS[subject]
+        assert reply_kind is not None
+
+        def failed(text: str) -> bytes:
+            return encode(reply_kind(error=text))
+
         async def handle(message: Message) -> bytes | None:
             command, started_at, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
             try:
-                request = kind() if ignore_body else decode(message.payload, kind)
+                request = kind() if kind is m.Nothing else decode(message.payload, kind)
                 reply = await act(request)
                 outcome = "refused" if getattr(reply, "error", "") else "ok"
                 return encode(reply)
@@ -183,10 +181,10 @@ class Commands:
                 return None
             except (ClusterError, OSError) as error:
                 log.warning("%s: %s", message.subject, error)
-                return encode(failed(error.message if isinstance(error, ClusterError) else str(error)))
+                return failed(error.message if isinstance(error, ClusterError) else str(error))
             except Exception as error:
                 log.exception("%s failed", message.subject)
-                return encode(failed(f"internal worker error: {type(error).__name__}"))
+                return failed(f"internal worker error: {type(error).__name__}")
             finally:
                 metrics.command_ended(command, outcome, clock.monotonic() - started_at)
 
@@ -200,6 +198,17 @@ class Commands:
                 return await handler(message)
             log.warning("%s: not begun, since it may have been sent before a pause", message.subject)
             return late
+
+        return handle
+
+    def _while_subscribed(self, handler: Handler, subscriptions: list[Subscription]) -> Handler:
+        """Drop a message instead, if its subscription has ended since it was received."""
+
+        async def handle(message: Message) -> bytes | None:
+            if self._subscriptions is subscriptions:
+                return await handler(message)
+            log.warning("%s: not begun, since this worker serves the node no longer", message.subject)
+            return None
 
         return handle
 

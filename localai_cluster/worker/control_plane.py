@@ -124,7 +124,6 @@ class ControlPlane:
         """The kind of server that is served; it decides which credential calls carry."""
         self._base = base_url
         self._allow_stock = allow_stock
-        self._is_downgraded = False
         self._token = token
         self._identity = identity
         self._instance = instance
@@ -132,7 +131,7 @@ class ControlPlane:
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
         """Register, for the first time or again. Raise CallFailed."""
-        if self._is_downgraded and not await self.knows_secrets():
+        if self._must_know_secrets and not await self.knows_secrets():
             # A registration would make the node healthy there, and requests would be sent to it.
             raise DowngradeRefused(self._base)
         headers = _bearer(self._token)
@@ -142,22 +141,28 @@ class ControlPlane:
         )
         if not isinstance(response, dict) or not isinstance(response.get("id"), str) or not response["id"]:
             raise CallFailed("the control plane answered the registration without a node id")
-        await self._check_kind(kind := self._kind_of(response))
+        await self._check_kind(kind := await self._kind_of(response))
         bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
         return Registered(response["id"], _text(response.get("status")), kind, **bus)
 
-    def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
-        # Only LocalAI Cluster answers with the secret's fingerprint; older versions said where the bus is.
+    @property
+    def _must_know_secrets(self) -> bool:
+        """True if the server has accepted this worker's secret, so that it must not ignore it now."""
+        return not self._allow_stock and self._identity.is_accepted_by(self._base)
+
+    async def _kind_of(self, response: Mapping[str, Any]) -> ServerKind:
+        # Only LocalAI Cluster answers with the secret's fingerprint; older versions said where the bus is,
+        # but not to a node that awaits its approval.
         is_cluster = response.get("fingerprint") == self._identity.fingerprint or response.get("nats_url")
+        if not is_cluster and response.get("status") == PENDING:
+            is_cluster = await self.knows_secrets()
         return ServerKind.CLUSTER if is_cluster else ServerKind.STOCK
 
     async def _check_kind(self, kind: ServerKind) -> None:
         if kind is ServerKind.CLUSTER:
             await asyncio.to_thread(self._identity.record_acceptance, self._base)
-        elif self._identity.is_accepted_by(self._base) and not self._allow_stock:
-            self._is_downgraded = True
+        elif self._must_know_secrets:
             raise DowngradeRefused(self._base)
-        self._is_downgraded = False
 
     async def knows_secrets(self) -> bool:
         """Return True if the server identifies nodes by their secrets, as LocalAI Cluster does.

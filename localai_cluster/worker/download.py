@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from localai_cluster import gallery_index
+from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.worker.backend_store import PARTIAL, remove_old_partials
 from localai_cluster.worker.cancellation import Halt, in_thread, wait_for_thread
@@ -39,7 +40,9 @@ from localai_cluster.worker.source_files import (
 log = logging.getLogger(__name__)
 
 HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
-"""Seconds until the headers of a response, and between two pieces of its body."""
+"""Seconds until the headers of a response must have arrived, and without a byte of its body."""
+SLOWEST = 4096
+"""Bytes per second that a server must send: those that it lacks count as waiting time, up to `STALL_LIMIT`."""
 MOST_BYTES = 64 * 1024**3
 """Maximum size of an archive in bytes, packed or unpacked."""
 PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
@@ -260,17 +263,21 @@ async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
 async def _pieces(answer: httpx.Response, size: int) -> AsyncIterator[bytes]:
     """Yield the body in pieces of `size` bytes, the last one shorter.
 
-    Raise TimeoutError when nothing arrives; what arrived before an error is yielded first.
+    Raise TimeoutError when nothing arrives, or too little; what arrived before an error is yielded first.
     """
-    body, buffer = answer.aiter_raw(), bytearray()
+    body, buffer, patience = answer.aiter_raw(), bytearray(), STALL_LIMIT
     error: Exception | None = None
     data: bytes | None = b""
     while data is not None:
+        waits_since = clock.monotonic()
         try:
-            async with asyncio.timeout(STALL_LIMIT):
+            async with asyncio.timeout(patience):
                 data = await anext(body, None)
         except (httpx.HTTPError, TimeoutError) as broken:
             data, error = None, broken
+        # A byte now and then must not keep one of the few downloads at once.
+        patience += len(data or b"") / SLOWEST - (clock.monotonic() - waits_since)
+        patience = min(max(patience, 0.0), STALL_LIMIT)
         buffer += data or b""
         while len(buffer) >= size or (buffer and data is None):
             yield bytes(buffer[:size])

@@ -24,6 +24,8 @@ LOGS = "/v1/backend-logs"
 METRICS = "/metrics"
 READERS = 64
 """Maximum number of clients that follow output at the same time."""
+TOKEN_CHANGED = 1008
+"""Close code of a websocket whose token counts no longer: a violation of policy (RFC 6455)."""
 WRITE_LIMIT = 30.0
 """Seconds within which a client must accept a message (§12.7)."""
 
@@ -48,7 +50,7 @@ class WorkerApplication:
         self._rings = rings
         self._token = token
         self._scraper = scraper
-        self._readers = 0
+        self._readers: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Handle one request or websocket."""
@@ -83,26 +85,33 @@ class WorkerApplication:
         body = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
         return 200, body, "application/json"
 
+    def end_readers(self) -> None:
+        """Close the websockets that follow output, because the token has changed."""
+        for tail in self._readers:
+            tail.cancel()
+
     async def _socket(self, scope: Scope, receive: Any, send: Any) -> None:
+        await receive()
         refusal = self._refusal(scope)
         if refusal:
             await _respond(send, "websocket.http", *refusal, {"content-type": PLAIN})
             return
         name = (_log_name(scope) or "").removesuffix("/ws")
-        await receive()
-        await send({"type": "websocket.accept"})
-        self._readers += 1
+        # No await since the check of the token: `end_readers` ends this one too.
         tail = asyncio.create_task(self._tail(name, send))
+        self._readers.add(tail)
         disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._readers -= 1
+            self._readers.discard(tail)
             for task in (tail, disconnect):
                 task.cancel()
             await asyncio.gather(tail, disconnect, return_exceptions=True)
         if not tail.cancelled():
             tail.result()  # uvicorn logs an error that is not handled here
+        elif tail in ended:
+            await send({"type": "websocket.close", "code": TOKEN_CHANGED})
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         name = _log_name(scope)
@@ -113,12 +122,13 @@ class WorkerApplication:
         origin = header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
             return 403, "origin not allowed"
-        if self._readers >= READERS:
+        if len(self._readers) >= READERS:
             return 503, f"{READERS} readers follow logs of this worker already"
         return None
 
     async def _tail(self, name: str, send: Any) -> None:
-        """Send the present lines, then new ones as they come, until the client stops reading."""
+        """Accept, send the present lines, then new ones as they come, until the client stops reading."""
+        await send({"type": "websocket.accept"})
         with contextlib.suppress(TimeoutError), self._rings.follow(name) as cursor:
             lines, _ = cursor.take()
             await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')

@@ -42,12 +42,15 @@ class InUse(IdentityError):
 class NodeIdentity:
     """The secret in use and, during a rotation, its successor (otherwise empty)."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read both; generate the first secret. Raise IdentityError."""
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        """Read both; generate the first secret, which `read_only` does not store. Raise IdentityError."""
         self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
         self._servers_path = folder / SERVERS_FILE
         self._servers = _read_servers(self._servers_path)
         self.successor = _read(self._next)
+        if read_only:
+            self.secret = _read(self._path) or self.successor or secrets.token_hex(SECRET_BYTES)
+            return
         if self.successor and not os.path.lexists(self._path):
             self._replace_file()
         self.secret = _read(self._path) or _create(self._path)
@@ -178,6 +181,18 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Return True if a worker runs with this data folder; change nothing in it."""
+    try:
+        with open(folder / LOCK_FILE) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # the start reports what is wrong with the folder
+    return False
 
 
 def claim(folder: Path) -> IO[str]:

@@ -147,9 +147,18 @@ class Worker:
             config.test_gpus, lambda: (engine.gpus for engine in self._supervisor.engines())
         )
         self._install_commands = self._create_installs(store, downloads)
+        self._files = self._create_files()
+        self._application = WorkerApplication(
+            self._problem, self._rings, self._files, lambda: self._supervisor.token, config.metrics_token
+        )
         self._pauses = Pauses()
         self._commands = self._create_commands(store, instance)
         self._heartbeats = self._create_heartbeats(exits)
+
+    def _create_files(self) -> FileServer:
+        config = self._config
+        backends = (config.backends_path, config.backends_system_path)
+        return FileServer(Folders.of_worker(config.models_path, config.data_dir, backends))
 
     def _create_installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
         config = self._config
@@ -201,12 +210,7 @@ class Worker:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
         metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
-        config = self._config
-        backends = (config.backends_path, config.backends_system_path)
-        files = FileServer(Folders.of_worker(config.models_path, config.data_dir, backends))
-        application = WorkerApplication(
-            self._problem, self._rings, files, lambda: self._supervisor.token, config.metrics_token
-        )
+        files, application = self._files, self._application
         async with files.running(), serving(self._listener, application), self._pauses.watched():
             try:
                 await self._until_stopped(self._register())
@@ -283,6 +287,7 @@ class Worker:
         shared = self._config.registration_token
         # Without a registration token everybody would have access: nobody knows the engine token there.
         self._supervisor.token = shared if kind is ServerKind.STOCK and shared else self._engine_token
+        self._application.end_readers()
         self._control_plane.kind = kind
         if kind is ServerKind.STOCK and not shared:
             log.error(

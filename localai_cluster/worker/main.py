@@ -63,7 +63,7 @@ def main(command: str, **given: str | None) -> None:
 
 
 def _check(config: Config) -> int:
-    own_identity = identity.NodeIdentity(config.data_dir)
+    own_identity = identity.NodeIdentity(config.data_dir, read_only=True)
     lines = asyncio.run(check.report(config, own_identity)) + asyncio.run(check.machine(config))
     for line in lines:
         is_problem = isinstance(line, check.Problem)

@@ -98,8 +98,11 @@ ENGINE_PORTS = 10
 NOTE = "worker-port"
 
 
-def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
-    """Open the probe listener; return it with the adjusted settings. Raise InvalidSettings or OSError."""
+def open_probe_listener(config: Config, *, store: bool = True) -> tuple[Config, socket.socket]:
+    """Open the probe listener; return it with the adjusted settings. Raise InvalidSettings or OSError.
+
+    `store` writes the block down for the next start.
+    """
     if not config.find_ports:
         return config, _listen(config)
     stored_base = _read_note(config.data_dir)
@@ -109,7 +112,8 @@ def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
             listener = _listen(block_config)
             # Engines of a killed worker may still be stopping, so its own block need not be free.
             if base == stored_base or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
-                _write_note(config.data_dir, base)
+                if store:
+                    _write_note(config.data_dir, base)
                 return block_config, listener
             listener.close()
     refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")

@@ -211,8 +211,10 @@ async def _storage_size() -> int:
         return size
     _storage = (clock.monotonic(), size)  # a second caller does not measure as well
     models = folder.folder()
-    files = await asyncio.gather(*(models.sizes.of(one) for one in (await folder.list_definitions())[:100]))
-    _storage = (clock.monotonic(), sum(model.payload for model in files))
+    size = 0
+    for definition in await folder.list_definitions():
+        size += (await models.sizes.of(definition)).payload
+    _storage = (clock.monotonic(), size)
     return _storage[1]
 
 
