@@ -199,6 +199,7 @@ def _percent(total: int, free: int) -> float:
 
 
 _STORAGE_KEPT_FOR = 60.0
+_MEASURED_AT_ONCE = 32
 _storage: tuple[float, int] = (float("-inf"), 0)
 """When the models' files were last measured (monotonic), and their bytes."""
 
@@ -210,12 +211,21 @@ async def _storage_size() -> int:
     if clock.monotonic() - measured_at < _STORAGE_KEPT_FOR:
         return size
     _storage = (clock.monotonic(), size)  # a second caller does not measure as well
-    models = folder.folder()
-    size = 0
-    for definition in await folder.list_definitions():
-        size += (await models.sizes.of(definition)).payload
-    _storage = (clock.monotonic(), size)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MEASURE_LIMIT):
+            _storage = (clock.monotonic(), await _measure_storage())
     return _storage[1]
+
+
+async def _measure_storage() -> int:
+    """Measure the files of all definitions, a few at a time, since each one takes a thread."""
+    sizes, slots = folder.folder().sizes, asyncio.Semaphore(_MEASURED_AT_ONCE)
+
+    async def measure(definition: Definition) -> int:
+        async with slots:
+            return (await sizes.of(definition)).payload
+
+    return sum(await asyncio.gather(*map(measure, await folder.list_definitions())))
 
 
 class _DefinitionView(APIView):
