@@ -51,9 +51,9 @@ precedence.
 
 async def find_definition(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
-    definition = await folder.find_definition(name)
+    definition = await folder.folder().find(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await folder.find_definition(name.removesuffix(_DEFAULT_TAG))
+        definition = await folder.folder().find(name.removesuffix(_DEFAULT_TAG))
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"

@@ -29,7 +29,7 @@ from nodes.commands.commands import Worker, unless
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import Definition, load_options, revision
+from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import load_attempts, load_placement, load_request, node_options, staging
 from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone, attempt_id
@@ -79,9 +79,8 @@ class LoadModel:
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
-            definition
-        ):
+        former = request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces)
+        if former == definition.revision:
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:
@@ -135,9 +134,9 @@ class LoadModel:
             attempt=attempt.id,
             address=engine.address,
             backend=attempt.definition.backend,
-            options=load_options(attempt.definition),
+            options=dict(attempt.definition.options),
             options_hash=node_options.fingerprint(options),
-            revision=revision(attempt.definition),
+            revision=attempt.definition.revision,
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,
         )
