@@ -79,8 +79,11 @@ class LoadModel:
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        former = request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces)
-        if former == definition.revision:
+        replaced = request.replaces
+        if (
+            replaced is not None
+            and await in_thread(fleet_queries.loaded_revision, replaced) == definition.revision
+        ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:

@@ -447,10 +447,10 @@ def planned_other(one: Site) -> FilePlan:
 def unreadable(plain: Any) -> Any:
     """The projector cannot be read; everything else can, also by root."""
 
-    def read(source: Any, most: int) -> bytes:
+    def read(source: Any, most: int, digest: Any) -> bytes:
         if source._local_file.relative == "proj.bin":
             raise PermissionError(13, "Permission denied")
-        return bytes(plain(source, most))
+        return bytes(plain(source, most, digest))
 
     return read
 
