@@ -1,16 +1,18 @@
 """Waiting for a cold load: all requests of this process for one model share one wait.
 
-A request that finds no replica calls `Loads.wait`. The first request of a model admits the operation
-`model_load` (or joins the active one of another process), later requests attach to it. A turn ends with a
-wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not the
-wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so that
-a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the remaining
-requests.
+A request that finds no replica joins the model's load with `Loads.join`. The first request of a model admits
+the operation `model_load` (or joins the active one of another process), later requests attach to it. A turn
+ends with a wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not
+the wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so
+that a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the
+remaining requests.
 """
 
 import asyncio
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Protocol, TypeVar
@@ -154,7 +156,7 @@ def load_failure(model: str, look: LoadStatus, now: datetime, grace: float) -> L
 
 
 @dataclass
-class _ModelWait:
+class ModelWait:
     """A model that at least one request of this process waits for."""
 
     turn: "asyncio.Future[bool]"
@@ -169,28 +171,35 @@ class _ModelWait:
         """Return the time until which the row should be needed, on the monotonic clock."""
         return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
 
+    async def next_turn(self, request: WaitingRequest) -> bool:
+        """Wait until the request should pick again; return True if the load has ended (done or given up).
+
+        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
+        within the grace of the failure.
+        """
+        try:
+            async with asyncio.timeout(_remaining(request.wait_until)):
+                return await asyncio.shield(self.turn)
+        except TimeoutError:
+            budget = conf.cluster().model_load_wait
+            raise still_loading_error(request.model, self.look, budget, clock.now()) from None
+
 
 class Loads:
     """The cold loads that requests of this process wait for."""
 
     def __init__(self, wake_ups: WakeUps) -> None:
         self.wake_ups = wake_ups
-        self._loads: dict[str, _ModelWait] = {}
+        self._loads: dict[str, ModelWait] = {}
 
-    async def wait(self, request: WaitingRequest) -> bool:
-        """Wait until the request should pick again; return True if the load has ended (done or given up).
-
-        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
-        within the grace of the failure.
-        """
-        model, deadline = request.model, request.wait_until
-        load = self._loads.get(model) or self._begin(request)
+    @contextmanager
+    def join(self, request: WaitingRequest) -> Iterator[ModelWait]:
+        """Attach the request to the load of its model; the load is followed until all requests have left."""
+        load = self._loads.get(request.model) or self._begin(request)
+        deadline = request.wait_until
         load.deadlines.append(deadline)
         try:
-            async with asyncio.timeout(_remaining(deadline)):
-                return await asyncio.shield(load.turn)
-        except TimeoutError:
-            raise still_loading_error(model, load.look, conf.cluster().model_load_wait, clock.now()) from None
+            yield load
         finally:
             load.deadlines.remove(deadline)
 
@@ -205,8 +214,8 @@ class Loads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, request: WaitingRequest) -> _ModelWait:
-        load = self._loads[request.model] = _ModelWait(_new_turn())
+    def _begin(self, request: WaitingRequest) -> ModelWait:
+        load = self._loads[request.model] = ModelWait(_new_turn())
         # The watch keeps no reference to the request, which it may outlive and whose body is large.
         operation_request = admission.OperationRequest(
             KIND,
@@ -221,7 +230,7 @@ class Loads:
         load.task = asyncio.get_running_loop().create_task(watch)
         return load
 
-    async def _watch(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
+    async def _watch(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         try:
             await self._follow(load, request, deadline)
         except asyncio.CancelledError:
@@ -234,7 +243,7 @@ class Loads:
         finally:
             self._loads.pop(request.element, None)
 
-    async def _follow(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
+    async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Return when the operation has ended or no request waits any more; raise LoadFailed."""
         load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
         load.look = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
@@ -252,7 +261,7 @@ class Loads:
             raise load_failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
-    async def _extend_deadline(load: _ModelWait) -> None:
+    async def _extend_deadline(load: ModelWait) -> None:
         deadline = load.needed_until()
         if deadline > load.row_deadline + 1 and load.look.kind == KIND:
             load.row_deadline = deadline
@@ -279,7 +288,7 @@ def _new_turn() -> "asyncio.Future[bool]":
     return turn
 
 
-def _end_turn(load: _ModelWait) -> None:
+def _end_turn(load: ModelWait) -> None:
     if load.look.status in (Status.PENDING, Status.PROCESSING, Status.WAITING):
         load.turn, turn = _new_turn(), load.turn
         turn.set_result(False)
