@@ -25,7 +25,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
-from nodes.commands.commands import Worker, unless
+from nodes.commands.commands import Worker, first
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
@@ -87,7 +87,7 @@ class LoadModel:
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:
-            return await unless(_slot_lost(attempt), self._run(attempt, eviction))
+            return await first(_slot_lost(attempt), self._run(attempt, eviction))
         except Exception as error:
             await _give_up(attempt)
             outcome = await in_thread(load_attempts.after_error, attempt, error)

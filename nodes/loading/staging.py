@@ -23,7 +23,7 @@ import httpx
 from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
-from nodes.commands.commands import unless
+from nodes.commands.commands import first
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
@@ -244,7 +244,7 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
     try:
         async with client_of(server) as client:
             sending = ModelTransfer(attempt.definition.name, planned, client, slot.node_id, limits, meter)
-            return await unless(_report_progress(attempt, meter), _send_missing(attempt, sending))
+            return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.sentence(server.contact.address, str(unreachable))

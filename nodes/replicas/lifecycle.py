@@ -17,7 +17,7 @@ from localai_cluster.messaging.messages import process_key
 from nodes.models import LOADING_PHASES, NodeModel, OwnerKind, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import states
-from nodes.replicas.states import TRANSITIONS, ReplicaEvent
+from nodes.replicas.states import ReplicaEvent
 from operations.models import Operation, Status
 
 NO_OWNER: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
@@ -96,7 +96,7 @@ def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) ->
     Writes the phase that follows and `columns`. `engine_ends.py` deletes the rows that
     the event ends.
     """
-    follows = TRANSITIONS[event].moves
+    follows = states.MOVES[event]
     columns["phase"] = Case(
         *(When(phase=source, then=Value(target)) for source, target in follows.items()),
         output_field=CharField(),
