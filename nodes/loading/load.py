@@ -32,7 +32,7 @@ from nodes.decisions import fleet_queries
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import load_attempts, load_placement, load_request, node_options, staging
-from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone, attempt_id
+from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
@@ -101,7 +101,7 @@ class LoadModel:
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )
-        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=attempt_id(work))
+        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=work.attempt)
         slot, listed = placement.slot, placement.listed
         worker = Worker(
             self._bus,
@@ -134,7 +134,7 @@ class LoadModel:
         published = await in_thread(
             slots.publish,
             attempt.slot,
-            attempt=attempt.id,
+            attempt=attempt.work.attempt,
             address=engine.address,
             backend=attempt.definition.backend,
             options=dict(attempt.definition.options),
@@ -284,7 +284,7 @@ async def _start_process(
     backend = attempt.definition.backend
     while True:
         # Before each send: until the last one is answered, it may still reach the worker.
-        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=clock.now()):
+        if not await in_thread(slots.start, attempt.slot, attempt=attempt.work.attempt, now=clock.now()):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
         match outcome:
@@ -319,7 +319,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before controllers have confirmed the end of this engine.
     """
-    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 
@@ -341,5 +341,5 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
     while True:
         await asyncio.sleep(_SLOT_POLL)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
+            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.work.attempt):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")

@@ -171,7 +171,7 @@ async def stage_files(
     if planned.files:
         await _wait_for_turn(attempt)
         sent = await _send_in_time(attempt, planned, limits)
-        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.id):
+        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.work.attempt):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     engine_options, warnings = planned.engine_options(sent.root, sent.failed)
     # Many engines download their models themselves, so a missing model file is no warning for operators.
@@ -198,7 +198,7 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
 async def _wait_for_turn(attempt: Attempt) -> None:
     """Return when no other load sends files of the model to the node."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
-    while not (has_begun := await in_thread(slots.begin_staging, attempt.slot, attempt=attempt.id)):
+    while not (has_begun := await in_thread(slots.begin_staging, attempt.slot, attempt=attempt.work.attempt)):
         if has_begun is None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"
