@@ -11,10 +11,10 @@ from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
-from localai_cluster.kit import backoff
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.batching import Batcher
 from localai_cluster.kit.leases import Attempt
-from operations.ledger import attempts
+from operations.ledger import attempts, progress
 from operations.ledger.progress import Tick
 from operations.models import Operation
 
@@ -120,6 +120,11 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     call = database_sync_to_async(function, thread_sensitive=False)
     result: R = await call(*args, **kwargs)
     return result
+
+
+async def write_batch(batch: Batch) -> set[Attempt]:
+    """Write reports on operations in one of the shared threads."""
+    return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 class Postpone(Exception):

@@ -127,8 +127,7 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it is: the recorder writes the latest of every part together."""
-    from operations.executor.operation_queue import write_batch
-    from operations.executor.work import Batch, Recorder
+    from operations.executor.work import Batch, Recorder, write_batch
 
     async def write(batch: Batch) -> Any:
         lost = await write_batch(batch)
