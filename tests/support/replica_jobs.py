@@ -400,8 +400,9 @@ class Cluster:
 
     # --- nodes
 
-    def registers(self, worker: Worker) -> None:
-        """The worker registers, with what it runs."""
+    def registers(self, worker: Worker, running: list[tuple[str, str]] | None = None) -> None:
+        """The worker registers, with what it runs, or what it ran when it began to."""
+        running = worker.running() if running is None else running
         made = register(
             worker.name,
             secret=own_secret(worker.name),
@@ -411,7 +412,7 @@ class Cluster:
             total_vram=3 * GB,
             available_vram=3 * GB,
             max_replicas_per_model=2,
-            running_processes=[registration.Running(*one) for one in worker.running()],
+            running_processes=[registration.Running(*one) for one in running],
         )
         worker.is_registered, worker.is_reachable = True, True
         if worker.id != made.node.id:

@@ -51,10 +51,21 @@ OUTSIDE = (
     + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
     + ["web_process_stops", "web_process_is_silent", "settles", "recounts"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
-    + ["engine_dies", "reports_an_exit"]
+    + ["engine_dies", "reports_an_exit", "registers_late"]
+    + ["a_note_comes_late"] * 3
 )
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
 OF_NAMED_CONTROLLERS = ("works", "upgrades")
+NOTES = (
+    *("restore_lost", "record_sent", "confirm", "record_failure", "record_results"),
+    *("end_unlisted", "end_stopped", "end_at_address", "publish", "end_attempt"),
+)
+"""Calls that write what a controller has seen or decided before."""
+NOTE_WRITERS = ["stops"] * 4 + ["works", "checks", "compares", "upgrades"]
+MEANWHILE = ["falls_silent", "crashes", "asks_for_unload", "asks_for_unload", "picks", "time_passes"]
+"""What happens before a note is written."""
+LONGEST_JOB = 60
+"""Points."""
 
 
 class History:
@@ -120,16 +131,20 @@ class History:
         """Begin a job, go on to some later point of it, or be killed there."""
         if actor.is_idle:
             is_alone = all(other.is_idle for other in self.controllers)
-            actor.job = dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER)
-            self.world.note(f"{actor.name} {actor.job}")
-            job = getattr(self.cluster, actor.job)
-            self.go(actor, partial(job, actor.name) if actor.job in OF_NAMED_CONTROLLERS else job)
+            self.begins(actor, dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER))
             if dice.random() < 0.4:
                 self.finishes(actor)
         elif dice.random() < 0.1:
             self.kill(actor)
         else:
             self.goes_on(actor, dice)
+
+    def begins(self, actor: Actor, name: str) -> None:
+        """Begin a job and go on to its first point."""
+        actor.job = name
+        self.world.note(f"{actor.name} {name}")
+        job = getattr(self.cluster, name)
+        self.go(actor, partial(job, actor.name) if name in OF_NAMED_CONTROLLERS else job)
 
     def goes_on(self, actor: Actor, dice: Random) -> None:
         """Go on to some later point."""
@@ -157,6 +172,40 @@ class History:
             self.world.note(f"{other.name} recovers beside {slow.name} at {slow.point}")
             self.go(other, self.cluster.recovers)
             self.finishes(other)
+
+    def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
+        """A controller is about to write what it has seen; before that something else happens."""
+        slow, other = dice.sample(self.controllers, 2)
+        if slow.is_idle:
+            self.act(partial(self.cluster.loses, dice))
+            self.begins(slow, dice.choice(NOTE_WRITERS))
+        for _ in range(LONGEST_JOB):
+            if slow.is_idle or slow.point in NOTES:
+                break
+            self.go(slow)
+        self.check()
+        if slow.is_idle:
+            return
+        self.world.note(f"{slow.name} stands still at {slow.point}")
+        self.somebody_acts(dice.choice(MEANWHILE), dice)
+        self.check()
+        if other.is_idle:
+            self.begins(other, dice.choice(["works", "recovers"]))
+        self.finishes(other)
+        self.check()
+        self.finishes(slow)
+
+    def registers_late(self, worker: Worker, dice: Random) -> None:
+        """A worker registers again while controllers go on: its list of engines is old when it arrives."""
+        if not (worker.is_registered and worker.is_reachable):
+            return
+        running = worker.running()
+        self.world.note(f"{worker.name} sends a registration with {running}")
+        for actor in self.controllers:
+            self.goes_on(actor, dice)
+        self.check()
+        self.world.note(f"it arrives at {worker.name}")
+        self.act(partial(self.cluster.registers, worker, running))
 
     def kill(self, actor: Actor) -> None:
         """End the process where it is; another one takes its place."""
