@@ -97,8 +97,8 @@ def engine_ids(node_id: UUID) -> frozenset[UUID]:
 def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
     """End the engines that a worker reports as stopped; return their keys (nats.md §6.2).
 
-    `among` are the engines from before the command (`engine_ids`): a row that was made since stands for another
-    engine under the same key. What is no key is ignored.
+    `among` are the engines from before the command (`engine_ids`): a row that was made since stands for
+    another engine under the same key. What is no key is ignored.
     """
     slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
     with transaction.atomic():

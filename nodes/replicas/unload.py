@@ -240,7 +240,7 @@ def _targets(work: Work) -> list[OperationTarget]:
 
 
 def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
-    """Return the reason why no stop was sent: the row has gone with its worker or node, or is in use again."""
+    """Return the reason why no stop was sent: the row has gone with its node, or the replica is in use."""
     if drains.is_in_use(replica):
         return f"{replica.process_key} is in use again: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()

@@ -57,13 +57,15 @@ OUTSIDE = (
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
 OF_NAMED_CONTROLLERS = ("works", "upgrades")
 NOTES = (
-    *("restore_lost", "record_sent", "confirm", "record_failure", "record_results"),
-    *("end_unlisted", "end_stopped", "end_at_address", "publish", "end_attempt"),
+    *[("stops", "restore_lost")] * 4,
+    *[("works", "publish")] * 3,
+    *(("stops", "record_sent"), ("stops", "confirm"), ("stops", "record_failure")),
+    *(("works", "end_attempt"), ("works", "end_at_address"), ("checks", "record_results")),
+    *(("compares", "end_unlisted"), ("upgrades", "end_stopped")),
 )
-"""Calls that write what a controller has seen or decided before."""
-NOTE_WRITERS = ["stops"] * 4 + ["works", "checks", "compares", "upgrades"]
-MEANWHILE = ["falls_silent", "crashes", "asks_for_unload", "asks_for_unload", "picks", "time_passes"]
-"""What happens before a note is written."""
+"""Jobs, and the calls in which they write what the controller has seen or decided before."""
+MEANWHILE = ["falls_silent", "crashes", "asks_for_unload", "asks_for_unload", "", ""]
+"""What happens before a note is written; empty: its lease runs out."""
 LONGEST_JOB = 60
 """Points."""
 
@@ -176,21 +178,28 @@ class History:
     def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
         """A controller is about to write what it has seen; before that something else happens."""
         slow, other = dice.sample(self.controllers, 2)
+        job, note = dice.choice(NOTES)
         if slow.is_idle:
-            self.act(partial(self.cluster.loses, dice))
-            self.begins(slow, dice.choice(NOTE_WRITERS))
+            if note == "restore_lost":
+                self.act(partial(self.cluster.loses, dice))
+            self.begins(slow, job)
         for _ in range(LONGEST_JOB):
-            if slow.is_idle or slow.point in NOTES:
+            if slow.is_idle or slow.point == note:
                 break
             self.go(slow)
         self.check()
         if slow.is_idle:
             return
         self.world.note(f"{slow.name} stands still at {slow.point}")
-        self.somebody_acts(dice.choice(MEANWHILE), dice)
+        if what := dice.choice(MEANWHILE):
+            self.somebody_acts(what, dice, self.cluster.busy_worker(dice))
+        else:
+            self.pass_seconds(LEASE + 2)
         self.check()
-        if other.is_idle:
-            self.begins(other, dice.choice(["works", "recovers"]))
+        for job in dice.choice([["works"], ["recovers"], ["recovers", "works"]]):
+            self.finishes(other)
+            if other.is_idle:
+                self.begins(other, job)
         self.finishes(other)
         self.check()
         self.finishes(slow)
@@ -215,9 +224,9 @@ class History:
         actor.is_dead = True
         self.go(actor)
 
-    def somebody_acts(self, what: str, dice: Random) -> None:
+    def somebody_acts(self, what: str, dice: Random, worker: Worker | None = None) -> None:
         """Something happens outside of the controllers."""
-        worker = dice.choice(list(self.world.workers.values()))
+        worker = worker or dice.choice(list(self.world.workers.values()))
         if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
             what = "comes_back"
         if what in OF_WORKERS:
