@@ -141,7 +141,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         version, since = cursor.fetchone()
     workers, other_versions = _workers()
     operations, failures, oldest_failure = _operations()
-    definitions = async_to_sync(folder.list_problems)()
+    definitions = async_to_sync(folder.folder().problems)()
     return Facts(
         version=__version__,
         database=f"PostgreSQL {version}",

@@ -40,17 +40,26 @@ class LeasedRow(models.Model):
     class Meta:
         abstract = True
 
-    def begin_lease(self, owner: str, *, now: datetime, lease: float) -> None:
-        """Set the columns of a new attempt for `lease` seconds; the caller saves them."""
-        self.lease_owner, self.lease_until = owner, now + timedelta(seconds=lease)
-        self.fence += 1
-
     def end_lease(self) -> None:
         """Clear the owner; the caller saves it."""
         self.lease_owner, self.lease_until = "", None
 
 
 L = TypeVar("L", bound=LeasedRow)
+
+
+def claim(
+    rows: "QuerySet[L]", owner: str, *, now: datetime, lease: float, limit: int | None = None
+) -> list[L]:
+    """Return up to `limit` of the rows that no other transaction locks, locked, each with a new attempt.
+
+    The caller saves `COLUMNS`.
+    """
+    claimed = list(rows.select_for_update(no_key=True, skip_locked=True)[:limit])
+    for row in claimed:
+        row.lease_owner, row.lease_until = owner, now + timedelta(seconds=lease)
+        row.fence += 1
+    return claimed
 
 
 def renew(

@@ -158,7 +158,7 @@ class LoadView(APIView):
     def _load(self, request: Request) -> Response:
         fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
-        if async_to_sync(folder.find_definition)(model) is None:
+        if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
         if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))

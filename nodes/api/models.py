@@ -123,7 +123,7 @@ class CapabilitiesView(APIView):
         Only administrators are told nodes and files. 503 while the models folder does not answer.
         """
         is_admin = principal(request).is_admin
-        defined = {definition.name: definition for definition in async_to_sync(folder.list_definitions)()}
+        defined = {definition.name: definition for definition in async_to_sync(folder.folder().all)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -142,7 +142,7 @@ class CapabilitiesView(APIView):
             )
             for name in names
         ]
-        broken = async_to_sync(folder.list_problems)().files if is_admin else {}
+        broken = async_to_sync(folder.folder().problems)().files if is_admin else {}
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=models, definitionErrors=errors))
 

@@ -25,10 +25,10 @@ from localai_cluster.web.rest import (
     FastJSONRenderer,
     NullIsAbsent,
     Text,
-    parse_json,
     validate_body,
 )
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
+from localai_cluster.web.wire import parse_json
 from nodes.api.base import NodeView, request_example, require_node_id, response_example, response_header
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands

@@ -211,7 +211,7 @@ async def _storage_size() -> int:
         return size
     _storage = (clock.monotonic(), size)  # a second caller does not measure as well
     models = folder.folder()
-    files = await asyncio.gather(*(models.sizes.of(one) for one in (await folder.list_definitions())[:100]))
+    files = await asyncio.gather(*(models.sizes.of(one) for one in (await models.all())[:100]))
     _storage = (clock.monotonic(), sum(model.payload for model in files))
     return _storage[1]
 
@@ -223,7 +223,7 @@ class _DefinitionView(APIView):
 
     def check_defined(self, model: str) -> None:
         """Raise NotFound unless a file defines the model."""
-        if async_to_sync(folder.find_definition)(model) is None:
+        if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound("model configuration not found")
 
 
@@ -243,7 +243,7 @@ class ConfigurationView(_DefinitionView):
     def get(self, request: Request, model: str) -> Response:
         """The content of the model's file, as JSON."""
         self.check_defined(model)
-        document: dict[str, Any] | None = async_to_sync(folder.read_document)(model)
+        document: dict[str, Any] | None = async_to_sync(folder.folder().document)(model)
         if document is None:
             raise errors.NotFound("model configuration not found")
         return Response(_as_json(document))
@@ -307,6 +307,6 @@ class ReloadView(_DefinitionView):
     )
     def post(self, request: Request) -> Response:
         """In this web process at once; the others read it within a few seconds by themselves."""
-        number = len(async_to_sync(folder.reload)())
+        number = len(async_to_sync(folder.folder().reload)())
         defined = "1 model is defined" if number == 1 else f"{number} models are defined"
         return Response(CHANGED.of(success=True, message=defined))

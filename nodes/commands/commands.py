@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol, TypeVar, assert_never
+from typing import Any, Protocol, TypeVar, assert_never
 
 from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints, names
@@ -104,25 +104,8 @@ _MOST_PINGS = 50
 """Pings a second in this process: with more commands than that, each worker is pinged less often."""
 
 
-class _Watching:
-    """The number of running commands that are watched, which sets the pause between their pings."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __enter__(self) -> None:
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next ping for one command."""
-        return max(PING_EVERY, self._count / _MOST_PINGS)
-
-
-_watching = _Watching()
+_watches: set["asyncio.Task[Any] | None"] = set()
+"""The tasks that wait for their next ping."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -144,7 +127,7 @@ class Worker:
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
-        return await self._measured_request(
+        return await self._request(
             messages.backend_list(self.node_id),
             messages.Nothing(),
             messages.ListReply,
@@ -178,7 +161,7 @@ class Worker:
 
     async def running(self) -> Outcome[messages.RunningReply]:
         """Return the engine processes that the worker runs."""
-        return await self._measured_request(
+        return await self._request(
             messages.models_running(self.node_id),
             messages.Nothing(),
             messages.RunningReply,
@@ -190,7 +173,7 @@ class Worker:
     async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
         """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
-        return await self._measured_request(
+        return await self._request(
             messages.model_stop(self.node_id),
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
@@ -201,7 +184,7 @@ class Worker:
 
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
         """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
-        return await self._measured_request(
+        return await self._request(
             messages.model_unload(self.node_id),
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
@@ -212,7 +195,7 @@ class Worker:
 
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
         """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
-        return await self._measured_request(
+        return await self._request(
             messages.model_delete(self.node_id),
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
@@ -319,7 +302,7 @@ class Worker:
         Return Unheard if the worker does not support cancellation, as a stock worker: the command continues
         there.
         """
-        outcome = await self._measured_request(
+        outcome = await self._request(
             messages.backend_cancel(self.node_id),
             messages.CancelRequest(op_id),
             messages.CancelReply,
@@ -366,32 +349,28 @@ class Worker:
         """Return True if our connection is old enough for a missing listener to mean a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
 
-    async def _measured_request(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
-    ) -> Outcome[R]:
-        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
-        began = clock.monotonic()
-        outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
-        metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
-        return outcome
-
     async def _request(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        inbox = messages.inbox(self.node_id)
+        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
+        began, inbox = clock.monotonic(), messages.inbox(self.node_id)
+        outcome: Outcome[R]
         try:
             with failpoints.asked(point):
-                reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)
+                reply = decode(await self.bus.request(subject, encode(request), timeout, inbox=inbox), kind)
         except carrier.NoResponders:
-            return NoResponders(f"node {self.name} is not responding")
+            outcome = NoResponders(f"node {self.name} is not responding")
         except carrier.RequestTimeout:
-            return StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
+            outcome = StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
         except carrier.BusError:
-            return BusDown("the message bus is not connected")
+            outcome = BusDown("the message bus is not connected")
         except DecodeError as error:
-            return Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
-        reason = names.readable(refusal(reply))
-        return Refused(reason, reply) if reason else Done(reply)
+            outcome = Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
+        else:
+            reason = names.readable(refusal(reply))
+            outcome = Refused(reason, reply) if reason else Done(reply)
+        metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
+        return outcome
 
     async def _command(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
@@ -429,7 +408,7 @@ class Worker:
         """Send the request until a worker listens, or the lack of a listener is certain."""
         misses = 0
         while True:
-            outcome = await self._measured_request(subject, request, kind, refusal, timeout, point=point)
+            outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
@@ -441,8 +420,11 @@ class Worker:
         """Return NoResponders when the worker is gone, or None when the command must be sent again."""
         misses = 0
         while True:
-            with _watching:
-                await asyncio.sleep(_watching.pause)
+            _watches.add(task := asyncio.current_task())
+            try:
+                await asyncio.sleep(max(PING_EVERY, len(_watches) / _MOST_PINGS))
+            finally:
+                _watches.discard(task)
             if self.bus.generation != generation:
                 return None
             answer = await self.backends(PING_TIMEOUT)
@@ -473,7 +455,10 @@ def _failure(reply: _Verdict) -> str:
 
 
 async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
-    """Return the result of the coroutine that ends first, `second_work` in a tie. Cancel the other one."""
+    """Return the result, or raise the exception, of the coroutine that ends first. Cancel the other one.
+
+    `second_work` wins a tie.
+    """
     tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -482,8 +467,3 @@ async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def unless(failure: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, R]) -> R:
-    """Return the result of `work`; if `failure` raises first, cancel `work` and raise the same exception."""
-    return await first(failure, work)

@@ -300,18 +300,7 @@ def _decide_on(nodes: Sequence[Candidate], view: FleetView) -> tuple[FleetView, 
     return full_view, full_view.decide()
 
 
-_cache = FleetCache()
-
-
-def shared_cache() -> FleetCache:
-    """Return the cache of this process."""
-    return _cache
-
-
-def _replace_after_fork() -> None:
-    global _cache
-    _cache = FleetCache()
-
-
+CACHE = FleetCache()
+"""The cache of this process."""
 # The lock may be held by a thread that the child of a fork does not have.
-os.register_at_fork(after_in_child=_replace_after_fork)
+os.register_at_fork(after_in_child=CACHE.__init__)  # type: ignore[misc]

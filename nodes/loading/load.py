@@ -25,14 +25,14 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
-from nodes.commands.commands import Worker, unless
+from nodes.commands.commands import Worker, first
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import Definition, load_options, revision
+from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from nodes.loading import load_attempts, load_placement, load_request, node_options, staging
-from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone, attempt_id
+from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
@@ -81,13 +81,15 @@ class LoadModel:
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
-            definition
+        replaced = request.replaces
+        if (
+            replaced is not None
+            and await in_thread(fleet_queries.loaded_revision, replaced) == definition.revision
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:
-            return await unless(_slot_lost(attempt), self._run(attempt, eviction))
+            return await first(_slot_lost(attempt), self._run(attempt, eviction))
         except Exception as error:
             await _give_up(attempt)
             outcome = await in_thread(load_attempts.after_error, attempt, error)
@@ -101,7 +103,7 @@ class LoadModel:
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )
-        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=attempt_id(work))
+        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=work.attempt)
         slot, listed = placement.slot, placement.listed
         worker = Worker(
             self._bus,
@@ -141,12 +143,12 @@ class LoadModel:
         published = await in_thread(
             slots.publish,
             attempt.slot,
-            attempt=attempt.id,
+            attempt=attempt.work.attempt,
             address=engine.address,
             backend=attempt.definition.backend,
-            options=load_options(attempt.definition),
+            options=dict(attempt.definition.options),
             options_hash=node_options.fingerprint(options),
-            revision=revision(attempt.definition),
+            revision=attempt.definition.revision,
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,
             result=result,
@@ -286,7 +288,7 @@ async def _start_process(
     backend = attempt.definition.backend
     while True:
         # Before each send: until the last one is answered, it may still reach the worker.
-        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=clock.now()):
+        if not await in_thread(slots.start, attempt.slot, attempt=attempt.work.attempt, now=clock.now()):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
         match outcome:
@@ -321,7 +323,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before controllers have confirmed the end of this engine.
     """
-    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 
@@ -343,5 +345,5 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
     while True:
         await asyncio.sleep(_SLOT_POLL)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
+            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.work.attempt):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")

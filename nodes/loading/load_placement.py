@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, leases
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
 from nodes.backends.backend_requests import recent_refusals
@@ -43,7 +43,6 @@ from nodes.placement.node_backoff import (
     seconds_until_retry,
 )
 from nodes.replicas import eviction, slots
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Work, in_thread
 from operations.ledger.progress import Tick
@@ -101,7 +100,7 @@ class Placement:
     """The node's backends, as its worker has just listed them; None if they must be listed again."""
 
 
-async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: AttemptId) -> Placement:
+async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leases.Attempt) -> Placement:
     """Reserve a slot on the best node whose worker answers.
 
     Raises Postpone, LoadFailed or Abandoned if there is none.
@@ -115,7 +114,9 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
         question, decision = await in_thread(
             decide, wanted, request, backoffs, excluded_nodes, refusing_nodes
         )
-        victims = await _choose_victims(question, decision, wanted)
+        victims = None
+        if question.lacking(decision):
+            victims = await in_thread(find_eviction, wanted.definition.name, question, decision)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
             lacks_room = await in_thread(_lacks_room, request, question, decision)
@@ -154,7 +155,7 @@ def decide(
     name = wanted.definition.name
     backoffs = {**recent_refusals(wanted.definition.backend, now=clock.now()), **backoffs}
     selector = fleet_queries.selectors_of([name])[name]
-    view, decision = fleet_cache.shared_cache().decide(
+    view, decision = fleet_cache.CACHE.decide(
         name,
         FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), request.is_restricted),
         only=request.allowed_nodes,
@@ -165,20 +166,13 @@ def decide(
     return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
 
 
-async def _choose_victims(question: LoadQuestion, decision: Decision, wanted: LoadNeeds) -> Eviction | None:
-    """Return an eviction that frees enough memory; reads rows only if memory is all that is lacking."""
-    if not question.lacking(decision):
-        return None
-    return await in_thread(find_eviction, wanted.definition.name, question, decision)
-
-
 def _reserve(
     load: UUID,
     wanted: LoadNeeds,
     question: LoadQuestion,
     victims: Eviction | None,
     explanation: Explanation,
-    attempt: AttemptId,
+    attempt: leases.Attempt,
 ) -> Slot | NoSlot:
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from localai_cluster.kit import conf
 from localai_cluster.messaging.messages import InstallReply
-from nodes.definitions.files import Definition, load_options
+from nodes.definitions.files import Definition
 from nodes.loading.load_attempts import NodeRefused
 from nodes.models import BackendNode
 from nodes.replicas.slots import Slot
@@ -21,7 +21,7 @@ from nodes.replicas.slots import Slot
 
 def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
     """Return the options for an engine at the node; one query."""
-    options = load_options(definition)
+    options = dict(definition.options)
     if not conf.cluster().node_options:
         return options
     columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")

@@ -170,14 +170,10 @@ _HANDED_BACK = [
 def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operation]:
     """Claim up to `limit` due operations under a lease of `lease` seconds; skip locked rows."""
     with committed("ledger.claim"):
-        due = list(
-            Operation.objects.due(at=now)
-            .select_for_update(skip_locked=True, no_key=True)
-            .order_by("next_attempt_at")[:limit]
-        )
+        queue = Operation.objects.due(at=now).order_by("next_attempt_at")
+        due = leases.claim(queue, owner, now=now, lease=lease, limit=limit)
         for operation in due:
             operation.status = after(Event.CLAIM, operation.status)
-            operation.begin_lease(owner, now=now, lease=lease)
             operation.started_at = operation.started_at or now
             operation.updated_at = now
             operation.phase, operation.message = "", "starting"

@@ -12,9 +12,10 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, ask
+from localai_cluster.messaging.bus import BusError
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import mint_service, parse_url
+from tests.support.bus import ask
 from tests.support.cluster import TOKEN, Cluster, running_cluster
 from tests.support.effort import EFFORT, swept
 from tests.support.simulator import SimulatedWorker, fleet

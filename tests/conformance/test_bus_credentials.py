@@ -13,7 +13,7 @@ from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout, ask
+from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import (
     Credentials,
@@ -24,6 +24,7 @@ from localai_cluster.messaging.servers import (
     revoking_token,
 )
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
+from tests.support.bus import ask
 from tests.support.ports import free_port
 
 NODE = "2bade988-0b3a-4400-83eb-e2cf86d9429a"

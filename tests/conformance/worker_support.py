@@ -17,9 +17,8 @@ import httpx
 
 from localai_cluster.embedded.nats import nats_binary as nats_binary
 from localai_cluster.kit import clock
-from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.codec import encode_galleries
+from localai_cluster.messaging.codec import decode, encode, encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
 from tests.conftest import BUSY
@@ -252,4 +251,4 @@ def engines_of(folder: Path) -> list[int]:
 
 async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float) -> R:
     """One question, with replies in an inbox that every user of this server may use."""
-    return await carrier.ask(bus, subject, request, reply, timeout, inbox=INBOX)
+    return decode(await bus.request(subject, encode(request), timeout, inbox=INBOX), reply)

@@ -16,7 +16,7 @@ from django.db import connection, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.backends import intent_queue, intents, inventory
 from nodes.backends.intents import Ended, Intent, PutBack, Settlement
@@ -41,7 +41,6 @@ from nodes.replicas import (
     unload_requests,
 )
 from nodes.replicas.checks import ExitReport
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload import DeleteModel, UnloadModel
@@ -106,7 +105,7 @@ class Cluster:
         call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
 
     def _load(self, operation: Operation) -> None:
-        attempt, model = AttemptId(operation.id, operation.fence), operation.element
+        attempt, model = (operation.id, operation.fence), operation.element
         if operation.result:
             return
         with self.ended(partial(abandoned_loads, model)):
@@ -141,7 +140,7 @@ class Cluster:
             call(slots.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
-    def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
+    def _publish(self, operation: Operation, slot: Slot, attempt: Attempt) -> None:
         if operation.payload["stages"]:
             if not call(slots.begin_staging, slot, attempt=attempt):
                 raise LoadFailed("another load sends the files")
@@ -166,7 +165,7 @@ class Cluster:
         ):
             raise LoadFailed("the slot was lost")
 
-    def _start(self, operation: Operation, slot: Slot, attempt: AttemptId) -> str:
+    def _start(self, operation: Operation, slot: Slot, attempt: Attempt) -> str:
         key = f"{operation.element}#{slot.replica_index}"
         for _ in range(3):
             if not slots_started(slot, attempt):
@@ -461,7 +460,7 @@ class Cluster:
         lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
 
 
-def slots_started(slot: Slot, attempt: AttemptId) -> bool:
+def slots_started(slot: Slot, attempt: Attempt) -> bool:
     """Record that the start is sent; the time of the start is when that is committed."""
     pause("start")
     sends(clock.now())

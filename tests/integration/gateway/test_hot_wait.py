@@ -351,6 +351,27 @@ def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
 
 
 @pytest.mark.rule("C34")
+def test_a_load_that_ends_while_its_request_picks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these loads ends between a turn of the wait and the result of the pick that follows it."""
+    pick = gateway.Gateway._pick
+
+    async def picks_late(self: gateway.Gateway, request: Any) -> Any:
+        replica = await pick(self, request)
+        if operation := await hot.in_thread(claim):
+            await hot.in_thread(lambda: end(operation, Event.COMPLETE))
+            assert await clock.wait_until(is_over, timeout=60, every=0.01)
+        return replica
+
+    async def is_over() -> bool:
+        return not gateway.current()._loads._loads
+
+    monkeypatch.setattr(gateway.Gateway, "_pick", picks_late)
+    (answered,) = run(lambda client: ask_many(client, 1))
+    assert "no replica of it is available" in answered.body["error"]["message"]
+    assert Operation.objects.count() == gateway.MAX_LOADS
+
+
+@pytest.mark.rule("C34")
 def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
     """C34: a request that attached while it was being cancelled does not fail with it, but asks again."""
 

@@ -18,7 +18,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
 from nodes.loading import load_request, staging, transfer, wait
-from nodes.loading.load_attempts import LoadFailed, NodeRefused, attempt_id, refusals
+from nodes.loading.load_attempts import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile, plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
@@ -337,9 +337,7 @@ def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
     (view,) = [one for one in fleet_cache.read_fleet("echo") if one.id == node.id]
-    return slots.reserve(
-        view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
-    )
+    return slots.reserve(view, "echo", attempt=work.attempt, backend="echo", now=clock.now(), need=NO_NEED)
 
 
 def another_load() -> Work:
@@ -363,7 +361,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=attempt_id(work))
+        return slots.begin_staging(slot, attempt=work.attempt)
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
@@ -373,8 +371,8 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     left = await in_thread(partial(slots.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempt_id(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=other.attempt))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=stage.work.attempt))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -384,7 +382,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=attempt_id(works[number]))
+        return slots.begin_staging(places[number], attempt=works[number].attempt)
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]

@@ -30,7 +30,6 @@ from nodes.models.replica import load_key
 from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.operation_queue import write_batch
 from operations.executor.work import Abandoned, Postpone, Recorder, Work
@@ -239,9 +238,7 @@ async def placed(work: Work) -> load_placement.Placement:
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[messages.backend_list(str(id))] = m.ListReply(())
     wanted = load_placement.LoadNeeds(definition(), NO_NEED)
-    return await load_placement.reserve_slot(
-        bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
-    )
+    return await load_placement.reserve_slot(bus, work, wanted, attempt=(work.id, work.operation.fence))
 
 
 class TestPlacing:

@@ -10,6 +10,7 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
@@ -21,7 +22,6 @@ from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.operation_queue import write_batch
@@ -204,7 +204,7 @@ async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
 
 async def test_the_next_attempt_leaves_the_slot_of_a_killed_one_alone(stage: Stage, loads: list[Any]) -> None:
     """Its engine may run, so its index and its process key are not used again before that is stopped."""
-    killed = AttemptId(stage.work.id, 0)
+    killed = (stage.work.id, 0)
     await in_thread(lambda: hot.replica(stage.two, phase="starting", address="", owner=killed))
     stage.lists(stage.two, BACKEND)
     stage.installs(stage.two, STARTED)
@@ -223,14 +223,14 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     A request's load does not make one beside that which is on its way.
     """
-    marks: list[AttemptId] = []
+    marks: list[Attempt] = []
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
         active = request_scale_up("echo", allowed_nodes=None, actor="test", reason="test")
         (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
-        marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
+        marks.extend(((active.id, operation.fence), (uuid4(), 1)))
         for index, mark in enumerate(marks):
             (view, _) = sorted(fleet_cache.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
@@ -247,7 +247,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     assert (await stage.handler(stage.work))["replica_index"] == 2
     active, _ = marks
     loading = NodeModel.objects.filter(state="loading")
-    assert await in_thread(lambda: [row.owner_id for row in loading]) == [active.operation_id]
+    assert await in_thread(lambda: [row.owner_id for row in loading]) == [active[0]]
     assert await in_thread(left) == [("echo#1", "")], "what the ended one may have started is stopped"
 
 

@@ -53,7 +53,7 @@ def models(settings: Settings, tmp_path: Path) -> Path:
 
 
 def revision() -> str:
-    (found,) = asyncio.run(folder.list_definitions())
+    (found,) = asyncio.run(folder.folder().all())
     return found.revision
 
 

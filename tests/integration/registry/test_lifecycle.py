@@ -21,7 +21,6 @@ from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, slots
 from nodes.replicas.hooks import RemovedReplica
-from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
 from tests.checks.states import everything
 from tests.support.fleet import (
@@ -525,10 +524,10 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     (operation,) = Operation.objects.bulk_create(
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
-    current = AttemptId(operation.id, 2)
+    current = (operation.id, 2)
     view = next(one for one in fleet_cache.read_fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
-    other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
+    other = slots.reserve(view, "m", attempt=(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
     assert removed(lambda: slots.end_attempt(mine, attempt=attempt("another:1"), now=now)) == []

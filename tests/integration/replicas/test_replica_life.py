@@ -12,6 +12,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
@@ -26,7 +27,7 @@ from nodes.registry.registration import Running
 from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations, unload_requests
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
-from nodes.replicas.lifecycle import AttemptId, engine_of
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stops import Stopper
@@ -55,17 +56,17 @@ def heard() -> Iterator[list[RemovedReplica]]:
     hooks.on_removed.remove(told.append)
 
 
-def running_load() -> AttemptId:
+def running_load() -> Attempt:
     """A load that a controller executes."""
     request = admission.OperationRequest(
         load_request.KIND, key=load_key("echo"), element="echo", actor="test"
     )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
-    return AttemptId(operation.id, operation.fence)
+    return (operation.id, operation.fence)
 
 
-def reserved(node: BackendNode, owner: AttemptId) -> Slot:
+def reserved(node: BackendNode, owner: Attempt) -> Slot:
     (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
@@ -325,7 +326,7 @@ def test_a_start_that_is_sent_again_may_arrive_after_its_last_send() -> None:
     assert slots.start(slot, attempt=owner, now=sent_again_at)
     engine = engine_of(NodeModel.engines.get(pk=slot.id))
     assert engine.may_still_start(sent_again_at + timedelta(seconds=5))
-    assert not slots.start(slot, attempt=AttemptId(owner.operation_id, owner.fence + 1), now=sent_again_at)
+    assert not slots.start(slot, attempt=(owner[0], owner[1] + 1), now=sent_again_at)
 
 
 # --- what comes late

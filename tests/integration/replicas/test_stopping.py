@@ -4,7 +4,6 @@ The bus is played by the test, the database is real.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
@@ -26,7 +26,6 @@ from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
 from nodes.replicas import drained_nodes, engine_ends, slots
 from nodes.replicas.drained_nodes import CANNOT_TELL
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
@@ -52,23 +51,23 @@ class Stage:
     def answers(self, subject: Callable[[str], str], reply: Any) -> None:
         self.bus.replies[subject(str(self.node.id))] = reply
 
-    def note(self, attempt: AttemptId | None = None, address: str = ADDRESS) -> Slot:
+    def note(self, attempt: Attempt | None = None, address: str = ADDRESS) -> Slot:
         """An attempt that has ended, by default, had this engine started."""
-        attempt = attempt or AttemptId(uuid4(), 1)
+        attempt = attempt or (uuid4(), 1)
         slot = self.slot(attempt)
         assert slots.start(slot, attempt=attempt, now=clock.now())
         if address:
             slots.record_answer(slot, address)
         return slot
 
-    def slot(self, attempt: AttemptId) -> Slot:
+    def slot(self, attempt: Attempt) -> Slot:
         """The slot of an attempt."""
         (view,) = fleet_cache.read_fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot
 
-    def attempt(self) -> AttemptId:
+    def attempt(self) -> Attempt:
         """An attempt that runs."""
         now = clock.now()
         request = admission.OperationRequest(
@@ -76,7 +75,7 @@ class Stage:
         )
         admission.admit(request, now=now)
         (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
-        return AttemptId(operation.id, operation.fence)
+        return (operation.id, operation.fence)
 
     async def look(self) -> int:
         return await Stopper(self.bus).run_pass()
@@ -193,14 +192,14 @@ class TestEngineOfAnEndedAttempt:
 class TestPlaceOfAnEndedAttempt:
     async def test_gives_its_place_up(self, stage: Stage) -> None:
         """The controller was killed, and no request asks for the model again."""
-        await in_thread(stage.slot, AttemptId(uuid4(), 1))
+        await in_thread(stage.slot, (uuid4(), 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
     async def test_of_an_earlier_attempt_is_given_up_too(self, stage: Stage) -> None:
         """The operation runs, under a later fence."""
-        running = await in_thread(stage.attempt)
-        await in_thread(stage.slot, replace(running, fence=running.fence - 1))
+        operation_id, fence = await in_thread(stage.attempt)
+        await in_thread(stage.slot, (operation_id, fence - 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
@@ -220,7 +219,7 @@ class TestPlaceOfAnEndedAttempt:
         def lost() -> bool:
             running = stage.attempt()
             slot = stage.slot(running)
-            NodeModel.objects.update(owner_fence=running.fence + 1)
+            NodeModel.objects.update(owner_fence=running[1] + 1)
             return slots.start(slot, attempt=running, now=clock.now())
 
         assert not await in_thread(lost)
