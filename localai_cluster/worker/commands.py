@@ -150,17 +150,17 @@ class Commands:
         delete = self._unless_paused(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
         remove = self._unless_paused(remove, None)  # the controller repeats it until it gets a reply
         return [
-            (messages.backend_install(node_id), install, CONCURRENT),
-            (messages.backend_upgrade(node_id), upgrade, CONCURRENT),
-            (messages.backend_cancel(node_id), cancel, CONCURRENT),
-            (messages.backend_stop(node_id), self._stop_backend, 1),
-            (messages.backend_delete(node_id), delete, 1),
-            (messages.backend_list(node_id), listing, 1),
-            (messages.models_running(node_id), running, 1),
-            (messages.model_unload(node_id), unload, 1),
-            (messages.model_stop(node_id), stop, 1),
-            (messages.model_delete(node_id), remove, 1),
-            (messages.stop(node_id), self._stop_node, 1),
+            (messages.subject("backend.install", node_id), install, CONCURRENT),
+            (messages.subject("backend.upgrade", node_id), upgrade, CONCURRENT),
+            (messages.subject("backend.cancel", node_id), cancel, CONCURRENT),
+            (messages.subject("backend.stop", node_id), self._stop_backend, 1),
+            (messages.subject("backend.delete", node_id), delete, 1),
+            (messages.subject("backend.list", node_id), listing, 1),
+            (messages.subject("models.running", node_id), running, 1),
+            (messages.subject("model.unload", node_id), unload, 1),
+            (messages.subject("model.stop", node_id), stop, 1),
+            (messages.subject("model.delete", node_id), remove, 1),
+            (messages.subject("stop", node_id), self._stop_node, 1),
         ]
 
     def _handler(

@@ -128,7 +128,6 @@ class Worker:
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
         return await self._request(
-            messages.backend_list(self.node_id),
             messages.Nothing(),
             messages.ListReply,
             lambda reply: reply.error,
@@ -162,7 +161,6 @@ class Worker:
     async def running(self) -> Outcome[messages.RunningReply]:
         """Return the engine processes that the worker runs."""
         return await self._request(
-            messages.models_running(self.node_id),
             messages.Nothing(),
             messages.RunningReply,
             lambda reply: reply.error,
@@ -174,7 +172,6 @@ class Worker:
         """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
         return await self._request(
-            messages.model_stop(self.node_id),
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
             lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
@@ -185,7 +182,6 @@ class Worker:
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
         """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
         return await self._request(
-            messages.model_unload(self.node_id),
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
             _failure,
@@ -196,7 +192,6 @@ class Worker:
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
         """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
         return await self._request(
-            messages.model_delete(self.node_id),
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
             _failure,
@@ -211,12 +206,12 @@ class Worker:
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
         with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
-            await self.bus.publish(messages.backend_stop(self.node_id), payload)
+            await self.bus.publish(messages.subject("backend.stop", self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
-            await self.bus.publish(messages.stop(self.node_id), _NO_PAYLOAD)
+            await self.bus.publish(messages.subject("stop", self.node_id), _NO_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
@@ -230,7 +225,6 @@ class Worker:
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
                 return await self._command(
-                    messages.backend_install(self.node_id),
                     command,
                     messages.InstallReply,
                     _failure,
@@ -253,7 +247,6 @@ class Worker:
         request = understood(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
-                messages.backend_upgrade(self.node_id),
                 request,
                 messages.UpgradeReply,
                 _failure,
@@ -272,9 +265,8 @@ class Worker:
                 op_id=request.op_id,
                 install_only=True,
             )
-            subject = messages.backend_install(self.node_id)
             answer = await self._command(
-                subject, forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
+                forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
             )
         match answer:
             case Done():
@@ -287,7 +279,6 @@ class Worker:
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
-            messages.backend_delete(self.node_id),
             messages.DeleteRequest(bare(backend)),
             messages.DeleteReply,
             _failure,
@@ -303,7 +294,6 @@ class Worker:
         there.
         """
         outcome = await self._request(
-            messages.backend_cancel(self.node_id),
             messages.CancelRequest(op_id),
             messages.CancelReply,
             lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
@@ -350,10 +340,15 @@ class Worker:
         return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
 
     async def _request(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
+        """Send one request; return its outcome.
+
+        `point` is the command, with `.forced` for an install in place of an upgrade. It names the request in
+        metrics and as a failpoint in tests too.
+        """
         began, inbox = clock.monotonic(), messages.inbox(self.node_id)
+        subject = messages.subject(point.removesuffix(".forced"), self.node_id)
         outcome: Outcome[R]
         try:
             with failpoints.asked(point):
@@ -373,7 +368,7 @@ class Worker:
         return outcome
 
     async def _command(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         """Send the command, again after each loss of our connection, and watch the worker meanwhile."""
         deadline, instance = clock.monotonic() + timeout, self.instance
@@ -394,7 +389,7 @@ class Worker:
                         assert_never(contact)
             outcome = await first(
                 self._watch(self.bus.generation, instance),
-                self._send(subject, request, kind, refusal, remaining, point=point),
+                self._send(request, kind, refusal, remaining, point=point),
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
@@ -403,12 +398,12 @@ class Worker:
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         """Send the request until a worker listens, or the lack of a listener is certain."""
         misses = 0
         while True:
-            outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
+            outcome = await self._request(request, kind, refusal, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome

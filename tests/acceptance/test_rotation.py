@@ -33,7 +33,7 @@ async def ask_all(controller: NatsBus, workers: list[SimulatedWorker], until: fl
         nonlocal asked
         while clock.monotonic() < until:
             for worker in mine:
-                subject = messages.backend_list(worker.node_id)
+                subject = messages.subject("backend.list", worker.node_id)
                 inbox = messages.inbox(worker.node_id)
                 try:
                     await ask(controller, subject, m.Nothing(), m.ListReply, 30, inbox=inbox)

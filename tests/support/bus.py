@@ -86,5 +86,5 @@ class PlayedBus:
 
     def stops(self, node_id: Any) -> list[str]:
         """What the node's worker was asked to stop by `backend.stop`."""
-        wanted = messages.backend_stop(str(node_id))
+        wanted = messages.subject("backend.stop", str(node_id))
         return [decode(body, m.StopBackend).backend for subject, body in self.published if subject == wanted]

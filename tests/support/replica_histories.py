@@ -386,17 +386,17 @@ class World:
         return reply
 
     def _reply(self, worker: Worker, subject: str, payload: bytes) -> bytes:
-        if subject == messages.model_stop(str(worker.id)):
+        if subject == messages.subject("model.stop", str(worker.id)):
             return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
-        if subject == messages.model_delete(str(worker.id)):
+        if subject == messages.subject("model.delete", str(worker.id)):
             return encode(m.DeleteModelReply(success=True))
-        if subject == messages.models_running(str(worker.id)):
+        if subject == messages.subject("models.running", str(worker.id)):
             if self.fate("lost") == "lost":
                 raise RequestTimeout("list")
             listed = [(m.split_process_key(key), address) for key, address in worker.running()]
             running = tuple(m.RunningModel(*key, address) for key, address in listed if key)
             return encode(m.RunningReply(running, instance=worker.instance))
-        if subject == messages.backend_list(str(worker.id)):
+        if subject == messages.subject("backend.list", str(worker.id)):
             return encode(m.ListReply((), instance=worker.instance))
         raise NoResponders(subject)
 

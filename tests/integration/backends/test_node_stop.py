@@ -37,13 +37,13 @@ class Stage:
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node("one")
-        self.list = messages.backend_list(str(self.node.id))
+        self.list = messages.subject("backend.list", str(self.node.id))
         self.bus.replies[self.list] = HERE
 
     @property
     def told(self) -> int:
         """How often the worker was told to stop."""
-        assert {subject for subject, _ in self.bus.published} <= {messages.stop(str(self.node.id))}
+        assert {subject for subject, _ in self.bus.published} <= {messages.subject("stop", str(self.node.id))}
         return len(self.bus.published)
 
     def begins(self) -> Work:

@@ -105,7 +105,7 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
 async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
     """Review R21. It stops the last replica of m too: nobody would be asked about it."""
     stage.kind = backend_requests.INSTALL
-    stage.bus.replies[messages.models_running(str(stage.node.id))] = m.RunningReply(())
+    stage.bus.replies[messages.subject("models.running", str(stage.node.id))] = m.RunningReply(())
 
     def begins() -> Intent:
         stage.alone()

@@ -50,8 +50,8 @@ def rows(node: BackendNode) -> list[str]:
 async def ask(node: BackendNode, reply: Any) -> PlayedBus:
     """The question for its backends, which the worker answers, and what follows from it."""
     bus = PlayedBus()
-    bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
-    bus.replies[messages.models_running(str(node.id))] = reply
+    bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
+    bus.replies[messages.subject("models.running", str(node.id))] = reply
     assert await inventory.ask(bus, inventory.question(node))
     return bus
 
@@ -111,7 +111,7 @@ async def test_only_stock_workers_are_asked() -> None:
     """Ours list their engines when they register."""
     node = await hot.in_thread(api.make_node)
     bus = await ask(node, running())
-    assert list(bus.asked) == [messages.backend_list(str(node.id))]
+    assert list(bus.asked) == [messages.subject("backend.list", str(node.id))]
 
 
 def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
     return await load_placement.reserve_slot(bus, work, what, attempt=(work.id, work.operation.fence))
 

@@ -209,7 +209,9 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
     assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
-    assert not stage.bus.asked[messages.backend_install(str(stage.one.id))], "no engine was started for it"
+    assert not stage.bus.asked[messages.subject("backend.install", str(stage.one.id))], (
+        "no engine was started for it"
+    )
 
 
 CLOSED = "127.0.0.1:1"

@@ -56,7 +56,7 @@ def defined(stage: Stage) -> Definition:
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:
-    sent = stage.bus.asked[messages.backend_install(str(node.id))]
+    sent = stage.bus.asked[messages.subject("backend.install", str(node.id))]
     return [decode(body, m.InstallRequest) for body in sent]
 
 
@@ -94,7 +94,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     loads.append(lambda: looked("loads"))
     assert (await stage.handler(stage.work))["node"] == "one"
     # Review L5: it was asked three times.
-    assert len(stage.bus.asked[messages.backend_list(str(stage.one.id))]) == 1
+    assert len(stage.bus.asked[messages.subject("backend.list", str(stage.one.id))]) == 1
     assert steps.said == [
         "installing",
         "loading",

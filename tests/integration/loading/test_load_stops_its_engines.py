@@ -170,7 +170,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
     assert isinstance(ended, Postpone), ended
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
     await stops(stage)
-    (stop,) = stage.bus.asked[messages.model_stop(str(stage.one.id))]
+    (stop,) = stage.bus.asked[messages.subject("model.stop", str(stage.one.id))]
     assert decode(stop, m.StopModelRequest).expected_address == STARTED.address
 
 
@@ -190,7 +190,7 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
-    assert stage.bus.asked[messages.backend_install(str(stage.one.id))] == []
+    assert stage.bus.asked[messages.subject("backend.install", str(stage.one.id))] == []
     assert await hot.in_thread(left) == []
 
 

@@ -382,7 +382,7 @@ async def test_the_worker_and_the_engine_are_told_the_gpus(
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, m.InstallReply(True, STARTED.address, gpus=chosen))
     assert (await stage.handler(stage.work))["node"] == "one"
-    (asked,) = stage.bus.asked[messages.backend_install(str(stage.one.id))]
+    (asked,) = stage.bus.asked[messages.subject("backend.install", str(stage.one.id))]
     assert tuple(json.loads(asked)["gpus"]) == chosen
     assert [one.get("TensorSplit") for one in heard] == [split]
     assert await hot.in_thread(rooms, stage.one) == ([4, 24] if split is None else [8, 8])

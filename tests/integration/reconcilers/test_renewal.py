@@ -75,14 +75,14 @@ def bus_of(*nodes: BackendNode) -> PlayedBus:
     """Their workers have the backend, start engines, and confirm stops."""
     bus = PlayedBus()
     for one in nodes:
-        bus.replies[messages.backend_list(str(one.id))] = m.ListReply((BACKEND,))
-        bus.replies[messages.backend_install(str(one.id))] = STARTED
-        bus.replies[messages.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
+        bus.replies[messages.subject("backend.list", str(one.id))] = m.ListReply((BACKEND,))
+        bus.replies[messages.subject("backend.install", str(one.id))] = STARTED
+        bus.replies[messages.subject("model.stop", str(one.id))] = m.StopModelReply(terminated=True)
     return bus
 
 
 def stopped(bus: PlayedBus, on: BackendNode) -> list[str]:
-    found = bus.asked[messages.model_stop(str(on.id))]
+    found = bus.asked[messages.subject("model.stop", str(on.id))]
     return [decode(body, m.StopModelRequest).process_key for body in found]
 
 

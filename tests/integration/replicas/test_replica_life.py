@@ -75,12 +75,14 @@ def reserved(node: BackendNode, owner: Attempt) -> Slot:
 
 def bus_of(node: BackendNode, reply: Any = GONE) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[messages.model_stop(str(node.id))] = reply
+    bus.replies[messages.subject("model.stop", str(node.id))] = reply
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    sent = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
+    sent = [
+        decode(body, m.StopModelRequest) for body in bus.asked[messages.subject("model.stop", str(node.id))]
+    ]
     return [(stop.process_key, stop.expected_address) for stop in sent]
 
 
@@ -277,7 +279,7 @@ async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> Non
     await in_thread(lambda: node_drains.drain(node.pk, actor=actors.task("test"), now=clock.now()))
     assert await in_thread(phases) == ["departed"]
     bus = bus_of(node)
-    bus.replies[messages.models_running(str(node.id))] = m.RunningReply()
+    bus.replies[messages.subject("models.running", str(node.id))] = m.RunningReply()
     await Stopper(bus).run_pass()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None
