@@ -48,7 +48,10 @@ class Stage(OneIntent):
         self.lists(ECHO)
         self.other = hot.node("two")
         for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
-            served = {"address": f"127.0.0.1:{50000 + port}", "updated_at": clock.now() - timedelta(minutes=1)}
+            served = {
+                "address": f"127.0.0.1:{50000 + port}",
+                "updated_at": clock.now() - timedelta(minutes=1),
+            }
             hot.replica(node, model, backend_type="echo", **served)
         self.answers(STOPPED)
 
