@@ -72,7 +72,7 @@ class LoadModel:
             raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
         if request.is_scale_up and work.operation.result:
-            return work.operation.result  # an attempt before has published its replica
+            return dict(work.operation.result)  # an attempt before has published its replica
         name, besides = definition.name, request.excluded_nodes
         if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}

@@ -256,4 +256,5 @@ def has_no_operation() -> Q:
         node_id=OuterRef("node_id"),
     ).exclude(status__in=targets.ENDED)
     index = Cast(KeyTextTransform("replica_index", "operation__payload"), IntegerField())
-    return ~Exists(about.annotate(index=index).filter(Q(index=None) | Q(index=OuterRef("replica_index"))))
+    its_own = about.annotate(index=index).filter(Q(index=None) | Q(index=OuterRef("replica_index")))
+    return Q(~Exists(its_own))
