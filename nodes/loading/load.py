@@ -71,6 +71,8 @@ class LoadModel:
         if definition is None:
             raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
+        if request.is_scale_up and work.operation.result:
+            return dict(work.operation.result)  # an attempt before has published its replica
         name, besides = definition.name, request.excluded_nodes
         if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}
@@ -131,6 +133,13 @@ class LoadModel:
         located, without = await staging.stage_files(attempt, options, self._transfer_limits)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
+        result = {
+            "node": attempt.slot.node_name,
+            "address": engine.address,
+            "replica_index": attempt.slot.replica_index,
+            "why": attempt.why,
+            **without,
+        }
         published = await in_thread(
             slots.publish,
             attempt.slot,
@@ -142,16 +151,11 @@ class LoadModel:
             revision=attempt.definition.revision,
             now=clock.now(),
             replaces=request_of(attempt.work.operation).replaces,
+            result=result,
         )
         if not published:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
-        return {
-            "node": attempt.slot.node_name,
-            "address": engine.address,
-            "replica_index": attempt.slot.replica_index,
-            "why": attempt.why,
-            **without,
-        }
+        return result
 
     async def _ensure_backend(self, attempt: Attempt) -> None:
         """Install the backend if the worker does not list it, and wait for that operation."""

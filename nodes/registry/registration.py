@@ -36,7 +36,7 @@ from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_a
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import engine_ends
-from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.states import STARTS_WITHIN
 from nodes.scheduling.passes import clear_cooldowns
 
 
@@ -462,8 +462,13 @@ def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
 
 
 def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> bool:
-    """Return True if the worker's list proves that the engine does not run and will not start."""
-    if registration.running_processes is None or engine_of(row).may_still_start(now):
+    """Return True if the worker's list proves that the engine does not run and will not start.
+
+    An engine that was started a moment ago may have come up since the worker made the list.
+    """
+    if registration.running_processes is None:
+        return False
+    if row.started_at is not None and now < row.started_at + STARTS_WITHIN:
         return False
     return not _lists(registration, row)
 

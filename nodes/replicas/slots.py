@@ -5,6 +5,8 @@ attempt, so an attempt that was overtaken changes nothing (I3). An index is free
 when the engine is confirmed to have ended.
 """
 
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,7 +15,7 @@ from uuid import UUID
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import Attempt
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from nodes.decisions import decision_log, reserved_memory
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.reserved_memory import GpuShare
@@ -35,6 +37,7 @@ from nodes.replicas import engine_ends, eviction, lifecycle, states, termination
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
+from operations.ledger import attempts
 
 
 @dataclass(frozen=True)
@@ -206,13 +209,19 @@ def publish(
     now: datetime,
     options_hash: str = "",
     replaces: UUID | None = None,
+    result: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> bool:
     """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
 
     `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
-    The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
+    The replica that it replaces leaves the picks with it: there is no moment with neither or with both. The
+    operation keeps the `result` from then on: a repeated attempt has nothing to load.
     """
     with committed("load.publish"):
+        try:
+            operation = attempts.owned(*attempt)
+        except LeaseLost:
+            return False
         former = _locked_beside(slot, replaces)
         published = lifecycle.apply_event(
             _of(slot, attempt),
@@ -229,6 +238,8 @@ def publish(
             loaded_at=now,
         )
         if published:
+            operation.result = dict(result)
+            operation.save(update_fields=["result"])
             model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
             ModelLoadInfo.objects.update_or_create(
                 model_name=model_name,

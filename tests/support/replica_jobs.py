@@ -106,6 +106,8 @@ class Cluster:
 
     def _load(self, operation: Operation) -> None:
         attempt, model = (operation.id, operation.fence), operation.element
+        if operation.result:
+            return
         with self.ended(partial(abandoned_loads, model)):
             call(slots.end_abandoned_loads, model, now=clock.now())
         views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
@@ -159,6 +161,7 @@ class Cluster:
             revision="",
             now=clock.now(),
             replaces=UUID(replaces) if replaces else None,
+            result={"address": address},
         ):
             raise LoadFailed("the slot was lost")
 
@@ -247,6 +250,7 @@ class Cluster:
     def asks_for_load(self, dice: Random) -> None:
         """One more replica of a model is wanted on a node."""
         rows = list(NodeModel.objects.filter(phase="serving").order_by("created_at"))
+        leaving = list(NodeModel.engines.filter(phase__in=("stopping", "departed")).order_by("created_at"))
         payload: dict[str, Any] = {
             "node": str(dice.choice(list(self.world.workers))),
             "stages": dice.random() < 0.3,
@@ -254,6 +258,10 @@ class Cluster:
             "replaces": None,
         }
         model = dice.choice(MODELS)
+        if leaving and dice.random() < 0.5:
+            # Where the model was before.
+            former = dice.choice(leaving)
+            model, payload["node"] = former.model_name, str(former.node_id)
         if rows and dice.random() < 0.3:
             victim = dice.choice(rows)
             payload |= {"evicts": [str(victim.id)], "node": str(victim.node_id)}
@@ -268,7 +276,8 @@ class Cluster:
         """An operator has a model or a replica unloaded."""
         rows = list(NodeModel.objects.all().select_related("node").order_by("created_at"))
         if rows:
-            row = dice.choice(rows)
+            waiting = [row for row in rows if row.phase in ("draining", "terminating")]
+            row = dice.choice(waiting if waiting and dice.random() < 0.5 else rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
             wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
             if index is None and dice.random() < 0.2:
@@ -399,8 +408,9 @@ class Cluster:
 
     # --- nodes
 
-    def registers(self, worker: Worker) -> None:
-        """The worker registers, with what it runs."""
+    def registers(self, worker: Worker, running: list[tuple[str, str]] | None = None) -> None:
+        """The worker registers, with what it runs, or what it ran when it began to."""
+        running = worker.running() if running is None else running
         made = register(
             worker.name,
             secret=own_secret(worker.name),
@@ -410,7 +420,7 @@ class Cluster:
             total_vram=3 * GB,
             available_vram=3 * GB,
             max_replicas_per_model=2,
-            running_processes=[registration.Running(*one) for one in worker.running()],
+            running_processes=[registration.Running(*one) for one in running],
         )
         worker.is_registered, worker.is_reachable = True, True
         if worker.id != made.node.id:
@@ -423,6 +433,12 @@ class Cluster:
         node = BackendNode.objects.get(pk=worker.id)
         figures = {"instance": worker.instance, "available_vram": 3 * GB}
         beat(beat_of(node, secret=own_secret(worker.name), at=clock.now(), **figures))
+
+    def busy_worker(self, dice: Random) -> Worker | None:
+        """Return a worker with an engine that is being started or about to stop."""
+        rows = NodeModel.objects.exclude(phase="serving").order_by("created_at")
+        busy = [self.world.workers[id] for id in rows.values_list("node_id", flat=True)]
+        return dice.choice(busy) if busy else None
 
     def falls_silent(self, worker: Worker) -> None:
         """The node is declared gone; its engines run on."""

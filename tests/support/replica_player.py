@@ -51,10 +51,23 @@ OUTSIDE = (
     + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
     + ["web_process_stops", "web_process_is_silent", "settles", "recounts"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
-    + ["engine_dies", "reports_an_exit"]
+    + ["engine_dies", "reports_an_exit", "registers_late"]
+    + ["a_note_comes_late"] * 3
 )
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
 OF_NAMED_CONTROLLERS = ("works", "upgrades")
+NOTES = (
+    *[("stops", "restore_lost")] * 4,
+    *[("works", "publish")] * 3,
+    *(("stops", "record_sent"), ("stops", "confirm"), ("stops", "record_failure")),
+    *(("works", "end_attempt"), ("works", "end_at_address"), ("checks", "record_results")),
+    *(("compares", "end_unlisted"), ("upgrades", "end_stopped")),
+)
+"""Jobs, and the calls in which they write what the controller has seen or decided before."""
+MEANWHILE = ["falls_silent", "crashes", "asks_for_unload", "asks_for_unload", "", ""]
+"""What happens before a note is written; empty: its lease runs out."""
+LONGEST_JOB = 60
+"""Points."""
 
 
 class History:
@@ -120,16 +133,20 @@ class History:
         """Begin a job, go on to some later point of it, or be killed there."""
         if actor.is_idle:
             is_alone = all(other.is_idle for other in self.controllers)
-            actor.job = dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER)
-            self.world.note(f"{actor.name} {actor.job}")
-            job = getattr(self.cluster, actor.job)
-            self.go(actor, partial(job, actor.name) if actor.job in OF_NAMED_CONTROLLERS else job)
+            self.begins(actor, dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER))
             if dice.random() < 0.4:
                 self.finishes(actor)
         elif dice.random() < 0.1:
             self.kill(actor)
         else:
             self.goes_on(actor, dice)
+
+    def begins(self, actor: Actor, name: str) -> None:
+        """Begin a job and go on to its first point."""
+        actor.job = name
+        self.world.note(f"{actor.name} {name}")
+        job = getattr(self.cluster, name)
+        self.go(actor, partial(job, actor.name) if name in OF_NAMED_CONTROLLERS else job)
 
     def goes_on(self, actor: Actor, dice: Random) -> None:
         """Go on to some later point."""
@@ -158,6 +175,47 @@ class History:
             self.go(other, self.cluster.recovers)
             self.finishes(other)
 
+    def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
+        """A controller is about to write what it has seen; before that something else happens."""
+        slow, other = dice.sample(self.controllers, 2)
+        job, note = dice.choice(NOTES)
+        if slow.is_idle:
+            if note == "restore_lost":
+                self.act(partial(self.cluster.loses, dice))
+            self.begins(slow, job)
+        for _ in range(LONGEST_JOB):
+            if slow.is_idle or slow.point == note:
+                break
+            self.go(slow)
+        self.check()
+        if slow.is_idle:
+            return
+        self.world.note(f"{slow.name} stands still at {slow.point}")
+        if what := dice.choice(MEANWHILE):
+            self.somebody_acts(what, dice, self.cluster.busy_worker(dice))
+        else:
+            self.pass_seconds(LEASE + 2)
+        self.check()
+        for job in dice.choice([["works"], ["recovers"], ["recovers", "works"]]):
+            self.finishes(other)
+            if other.is_idle:
+                self.begins(other, job)
+        self.finishes(other)
+        self.check()
+        self.finishes(slow)
+
+    def registers_late(self, worker: Worker, dice: Random) -> None:
+        """A worker registers again while controllers go on: its list of engines is old when it arrives."""
+        if not (worker.is_registered and worker.is_reachable):
+            return
+        running = worker.running()
+        self.world.note(f"{worker.name} sends a registration with {running}")
+        for actor in self.controllers:
+            self.goes_on(actor, dice)
+        self.check()
+        self.world.note(f"it arrives at {worker.name}")
+        self.act(partial(self.cluster.registers, worker, running))
+
     def kill(self, actor: Actor) -> None:
         """End the process where it is; another one takes its place."""
         self.world.note(f"{actor.name} is killed at {actor.point}")
@@ -166,9 +224,9 @@ class History:
         actor.is_dead = True
         self.go(actor)
 
-    def somebody_acts(self, what: str, dice: Random) -> None:
+    def somebody_acts(self, what: str, dice: Random, worker: Worker | None = None) -> None:
         """Something happens outside of the controllers."""
-        worker = dice.choice(list(self.world.workers.values()))
+        worker = worker or dice.choice(list(self.world.workers.values()))
         if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
             what = "comes_back"
         if what in OF_WORKERS:

@@ -11,6 +11,7 @@ from nodes.replicas import slots
 from nodes.replicas.lifecycle import owned_by
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import WITHOUT_ENGINE
+from operations.models import Operation
 
 _OF_STATE = {
     "loading": Phase.RESERVED,
@@ -71,10 +72,24 @@ def columns(
     return life | fields
 
 
+def run(owner: Attempt) -> None:
+    """Has a controller execute the attempt."""
+    running = {
+        "kind": "model_load",
+        "key": str(owner[0]),
+        "status": "processing",
+        "fence": owner[1],
+        "lease_owner": "test",
+        "lease_until": clock.now() + SOON,
+    }
+    Operation.objects.update_or_create(pk=owner[0], defaults=running)
+
+
 def publish(slot: Slot, owner: Attempt, *, address: str = "127.0.0.1:1", **fields: Any) -> bool:
     """Starts the engine of a slot and publishes it."""
     now = fields.pop("now", None) or clock.now()
     values: dict[str, Any] = {"backend": "b", "options": {}, "revision": "", **fields}
+    run(owner)
     slots.start(slot, attempt=owner, now=now)
     return slots.publish(slot, attempt=owner, address=address, now=now, **values)
 

@@ -48,7 +48,13 @@ class Stage(OneIntent):
         self.lists(ECHO)
         self.other = hot.node("two")
         for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
-            hot.replica(node, model, address=f"127.0.0.1:{50000 + port}", backend_type="echo")
+            hot.replica(
+                node,
+                model,
+                address=f"127.0.0.1:{50000 + port}",
+                backend_type="echo",
+                updated_at=clock.now() - timedelta(minutes=1),
+            )
         self.answers(STOPPED)
 
     def begins_in_waves(self, *confirmed: str) -> Intent:

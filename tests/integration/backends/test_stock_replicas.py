@@ -94,6 +94,19 @@ async def test_a_worker_that_cannot_say_what_runs_keeps_its_rows(reply: Any) -> 
     assert await hot.in_thread(rows, node) == ["echo#0", "echo#1"]
 
 
+async def test_a_replica_that_a_slower_clock_has_published_later_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clocks of two controllers differ: it was published while the worker answered."""
+    node = await hot.in_thread(stock_node)
+    asked_at = clock.now()
+    earlier = asked_at - timedelta(seconds=0.5)
+    await hot.in_thread(lambda: hot.replica(node, index=2, updated_at=earlier))
+    monkeypatch.setattr(clock, "now", lambda: asked_at)
+    await ask(node, running(("echo", 1, f"{HOST}:50001")))
+    assert await hot.in_thread(rows, node) == ["echo#1", "echo#2"]
+
+
 async def test_only_stock_workers_are_asked() -> None:
     """Ours list their engines when they register."""
     node = await hot.in_thread(api.make_node)

@@ -33,7 +33,11 @@ class Stage(OneIntent):
     def __init__(self) -> None:
         super().__init__()
         self.lists(ECHO)
-        self.replicas = [hot.replica(self.node, name, backend_type="echo") for name in ("one#two", "other")]
+        earlier = clock.now() - timedelta(minutes=1)
+        self.replicas = [
+            hot.replica(self.node, name, backend_type="echo", updated_at=earlier)
+            for name in ("one#two", "other")
+        ]
 
     def runs(self, *models: m.RunningModel) -> None:
         self.bus.replies[messages.subject("models.running", str(self.node.id))] = m.RunningReply(models)

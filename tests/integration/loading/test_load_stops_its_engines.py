@@ -1,6 +1,7 @@
 """An attempt of a load stops the engine that it has left, and no other one."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -23,8 +24,10 @@ from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
-from operations.executor.work import Abandoned, Postpone, in_thread
+from operations.executor.operation_queue import write_batch
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread
 from operations.ledger import attempts
+from operations.models import Operation
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage, stops
@@ -94,6 +97,46 @@ async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     assert isinstance(ended, ends), ended
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+
+
+@pytest.mark.rule("R2.64")
+async def test_a_scale_up_that_is_repeated_after_its_replica_serves_loads_no_second_one(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """Its controller was killed before it wrote the end of the operation."""
+
+    def again() -> Work:
+        at = clock.now() + timedelta(minutes=5)
+        assert attempts.reap(now=at) == (1, 0)
+        (operation,) = attempts.claim("other", now=at, lease=60, limit=1)
+        return Work(operation, Recorder(write_batch))
+
+    for node in (stage.one, stage.two):
+        stage.lists(node, BACKEND)
+        stage.installs(node, STARTED)
+    stage.work.operation.payload |= {SCALE_UP: True}
+    await in_thread(lambda: Operation.objects.update(payload=stage.work.operation.payload))
+    result = await stage.handler(stage.work)
+    assert await stage.handler(await in_thread(again)) == result
+    assert await in_thread(NodeModel.objects.count) == 1
+
+
+async def test_an_attempt_whose_operation_another_controller_has_publishes_nothing(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """It stood still for too long; the other one has not ended its row yet."""
+
+    def overtaken() -> None:
+        at = clock.now() + timedelta(minutes=5)
+        eventually(lambda: attempts.reap(now=at) == (1, 0), seconds=60, what="no report has it locked")
+        assert attempts.claim("other", now=at, lease=60, limit=1)
+
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await in_thread(stage.need_until)
+    loads.append(overtaken)
+    assert isinstance(await stage.play(), Postpone)
+    assert (await in_thread(NodeModel.objects.get)).phase == "stopping"
 
 
 async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage, loads: list[Any]) -> None:

@@ -35,7 +35,7 @@ from operations.states import Event
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.loading import BACKEND, STARTED, loads
-from tests.support.replicas import attempt
+from tests.support.replicas import attempt, run
 
 __all__ = ["loads"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -220,6 +220,7 @@ def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
     one = node()
     former = old(one)
     new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
+    run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
     lost = slots.publish(place, attempt=attempt("1:2"), now=clock.now(), replaces=former.pk, **wish)
@@ -275,6 +276,7 @@ def test_a_replacement_is_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -
     former = old(one)
     new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
     info = ModelLoadInfo.objects.create(model_name="echo", backend_type="former", updated_at=clock.now())
+    run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
 

@@ -198,7 +198,7 @@ def test_pending_offline_healthy() -> None:
     assert beat(beat_of(node, at=later(71))) == {(node.pk, node.fingerprint, ""): None}
     lifecycle.drain_by_worker(node.pk, now=later(72))
     lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=later(72), reason="x")
-    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(73))
+    lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(73))
     register(now=later(80))
     assert status(node) == "pending"
     assert {event.status_after for event in told(node)} == {"pending"}
@@ -403,13 +403,13 @@ def test_unhealthy_and_back() -> None:
         "no answer",
     )
     assert replicas(node) == ["m#0"]
-    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(2))
-    assert status(node) == "healthy"
-    with pytest.raises(errors.Conflict, match="not marked unhealthy"):
-        lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(3))
-    for verb in (lifecycle.mark_healthy, lifecycle.mark_unhealthy):
-        with pytest.raises(errors.NotFound):
-            verb(uuid4(), actor=ROOT, now=NOW, reason="x")
+    assert lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(2)) == 0, "it has not sent a heartbeat"
+    beat(beat_of(node, at=later(3)))
+    assert lifecycle.mark_recovered([node.pk, uuid4()], actor=ROOT, now=later(4)) == 1
+    assert (status(node), replicas(node)) == ("healthy", ["m#0"])
+    assert lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(5)) == 0, "it is not marked unhealthy"
+    with pytest.raises(errors.NotFound):
+        lifecycle.mark_unhealthy(uuid4(), actor=ROOT, now=NOW, reason="x")
 
 
 @pytest.mark.rule("R1.18")

@@ -424,7 +424,7 @@ class TestLeftBehind:
         running = asyncio.create_task(stage.fails(work))
         assert await clock.wait_until(leaves, timeout=30)
         await in_thread(is_put_back)
-        assert await asyncio.wait_for(running, 30) == "one: echo#0 was put back and serves: try again"
+        assert await asyncio.wait_for(running, 30) == "one: echo#0 is in use again: try again"
 
     async def test_an_engine_that_was_not_confirmed_is_stopped_later(self, stage: Stage) -> None:
         stage.stops(stage.one, m.StopModelReply(matched=True, error="stuck"))
