@@ -24,6 +24,7 @@ from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
+from nodes.dialects import routes as inference
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import Endpoint
 
@@ -58,6 +59,26 @@ _SLASHED = (
 _REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
 
 
+_EXACT = {route.path: route.app for route in raw_routes.ROUTES if "{" not in route.path}
+# A model's name may contain `/`.
+_PATTERNS = [
+    (re.compile(re.sub(r"\{[^/}]+\}", "[^/]+", route.path.replace("{model}", ".+"))), route.app)
+    for route in raw_routes.ROUTES
+    if "{" in route.path
+]
+
+
+def find_route(path: str) -> Any | None:
+    """Return the raw application of a path (without a trailing slash), None if the path is Django's.
+
+    All of `/v1` is inference: what is unknown there is refused in the dialect of the client.
+    """
+    app = _EXACT.get(path)
+    if app is None:
+        app = next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
+    return inference.refuse_unknown if app is None and path.startswith("/v1/") else app
+
+
 class Edge:
     """The outermost application. With `stopping` it refuses new requests on open connections."""
 
@@ -79,7 +100,7 @@ class Edge:
 
     async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
-        app: Any = raw_routes.find(scope["path"]) or self._django
+        app: Any = find_route(scope["path"]) or self._django
         refused = app.refused if isinstance(app, Endpoint) else wire.error_answer
         origin = _allowed_origin(scope) if isinstance(app, Endpoint) else b""
         if origin:

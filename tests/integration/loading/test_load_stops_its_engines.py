@@ -24,8 +24,7 @@ from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
 from operations.models import Operation
 from tests.conftest import eventually
