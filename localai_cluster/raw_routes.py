@@ -17,9 +17,9 @@ from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
+from nodes.backends import worker_logs
 from nodes.dialects import routes as inference
 from nodes.live import watch as nodes
-from nodes.live import worker_logs
 from nodes.registry import heartbeats
 from operations.changes import topics as operations
 

@@ -1,6 +1,6 @@
 """Engines: load, stop and monitor a model by its name (`contract/http-api.md` §6), and the engines' logs.
 
-`nodes/live/worker_logs.py` streams the logs (§2.13).
+`nodes/backends/worker_logs.py` streams the logs (§2.13).
 """
 
 import asyncio
