@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
@@ -45,7 +45,7 @@ class Recorder:
         self._write, self._lost = write, lost
         self._batches: Batcher[Attempt, list[Tick]] = Batcher(
             self._write_batch,
-            merge=lambda earlier, later: _merge([*earlier, *later]),
+            merge=_merge,
             interval=(BATCH_EVERY, BATCH_EVERY_AT_MOST),
             retry_on=_UNREACHABLE,
         )
@@ -96,13 +96,13 @@ class Recorder:
         return left
 
 
-def _merge(ticks: Iterable[Tick]) -> list[Tick]:
+def _merge(earlier_ticks: list[Tick], later_ticks: list[Tick]) -> list[Tick]:
     """Merge the reports of one attempt: at most two for a node, in the order in which they came.
 
     A report without bytes follows the last one with bytes, whose final figures it must not replace.
     """
     merged: dict[tuple[UUID | None, bool], Tick] = {}
-    for tick in ticks:
+    for tick in (*earlier_ticks, *later_ticks):
         key = (tick.node_id, tick.total_bytes > 0)
         earlier = merged.pop(key, None)
         merged[key] = tick.after(earlier) if earlier else tick
