@@ -33,7 +33,7 @@ from localai_cluster.web.openapi import Operation, RawRoute, json_body, refusals
 from localai_cluster.web.policy import CSP, policy
 from nodes.api import openapi as api
 from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
-from nodes.dialects import openapi as inference
+from nodes.dialects import routes as inference
 from nodes.live import shapes as live
 from nodes.live import shapes as messages
 

@@ -1,6 +1,6 @@
 """Engines: load, stop and monitor a model by its name (`contract/http-api.md` §6), and the engines' logs.
 
-`nodes/live/worker_logs.py` streams the logs (§2.13).
+`nodes/backends/worker_logs.py` streams the logs (§2.13).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
+from localai_cluster.web.rest import Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
@@ -337,8 +337,6 @@ _REFUSALS = refusals(401, 403, 404, 409, 502, 504)
 class LoggedModelsView(NodeView):
     """`/api/nodes/:id/backend-logs`."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @extend_schema(
         operation_id="nodes_logs_list",
         summary="List the models that have logs on a node",
@@ -353,8 +351,6 @@ class LoggedModelsView(NodeView):
 
 class LogLinesView(NodeView):
     """`/api/nodes/:id/backend-logs/:model`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_logs_read",

@@ -23,7 +23,6 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import flat_refusals, refusals
 from localai_cluster.web.rest import (
     Described,
-    FastJSONRenderer,
     Flag,
     NullIsAbsent,
     Text,
@@ -108,7 +107,6 @@ class CapabilitiesView(APIView):
 
     envelope = "flat"
     permission_classes = [IsUser]
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="models_capabilities",

@@ -22,7 +22,6 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import (
     Described,
-    FastJSONRenderer,
     NullIsAbsent,
     Text,
     validate_body,
@@ -305,8 +304,6 @@ _EXAMPLE = response_example(
 
 class NodeBackendsView(NodeView):
     """`/api/nodes/:id/backends`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_backends",

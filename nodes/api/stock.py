@@ -17,7 +17,6 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals, refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
 from nodes.api.base import response_example
 from nodes.backends import catalogue
@@ -106,8 +105,6 @@ _EXAMPLE = {
 class SystemView(APIView):
     """`/system`."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @extend_schema(
         operation_id="system",
         summary="List backends and loaded models",
@@ -128,8 +125,6 @@ class SystemView(APIView):
 
 class ResourcesView(APIView):
     """`/api/resources`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="resources",
@@ -229,8 +224,6 @@ class _DefinitionView(APIView):
 
 class ConfigurationView(_DefinitionView):
     """`/api/models/config-json/:model`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="models_configuration",

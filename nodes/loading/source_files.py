@@ -64,8 +64,8 @@ def key_of(model: str, relative: str) -> str:
 
 
 def path_of(key: str) -> str:
-    """Return the URL path of this key, with every reserved character encoded."""
-    return _ROUTE + "/".join(quote(part, safe="") for part in key.split("/"))
+    """Return the URL path of this key, with every reserved character of its parts encoded."""
+    return _ROUTE + quote(key)
 
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"

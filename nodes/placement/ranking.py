@@ -100,7 +100,9 @@ class _Ranking:
         """Judge the changed nodes again."""
         rebuild = len(self.changed) * _REBUILT > len(fleet)
         for id in self.changed:
-            before = self._forget(id)
+            self.nodes.pop(id, None)
+            self.refused.pop(id, None)
+            before = self.ranks.pop(id, None)
             if before is not None and not rebuild:
                 self.order.remove(id, before)
             node_rank = self._judge(fleet[id]) if id in fleet else None
@@ -110,11 +112,6 @@ class _Ranking:
             ranked = sorted(self.ranks.items(), key=itemgetter(1))
             self.order = _Order([node_rank for _, node_rank in ranked], [self.nodes[id] for id, _ in ranked])
         self.changed.clear()
-
-    def _forget(self, id: UUID) -> Rank | None:
-        self.nodes.pop(id, None)
-        self.refused.pop(id, None)
-        return self.ranks.pop(id, None)
 
     def _judge(self, node: Candidate) -> Rank | None:
         tested_labels = self.selector.tested(node.labels)

@@ -183,13 +183,9 @@ def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
 
 
 def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> None:
+    """Delete the rows, tell other processes of the removed replicas, and call the hooks after commit."""
     if rows:
         NodeModel.engines.filter(pk__in=[row.pk for row in rows]).delete()
-    _announce(removed)
-
-
-def _announce(removed: Iterable[RemovedReplica]) -> None:
-    """Tell other processes, and call the hooks after commit."""
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
         transaction.on_commit(lambda: hooks.call_hooks(announced))

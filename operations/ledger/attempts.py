@@ -13,12 +13,11 @@ from uuid import UUID
 
 from localai_cluster.kit import errors, leases
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.kit.rows import update_rows
 from operations import targets
 from operations.changes import events
 from operations.changes.publish import announce
-from operations.ledger.progress import REPORTED, Tick, catch_up, record
+from operations.ledger.progress import REPORTED, Tick, catch_up
 from operations.models import (
     QUEUED,
     Operation,
@@ -39,12 +38,6 @@ def leased() -> OperationQuerySet:
 def owned(operation_id: UUID, fence: int) -> Operation:
     """Return the operation of the attempt, locked; raise LeaseLost if the attempt does not own it."""
     return leases.lock_attempt(leased(), (operation_id, fence))
-
-
-def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
-    """Record one report of the running attempt; raise LeaseLost if it no longer owns the operation."""
-    if record({(operation_id, fence): [tick]}, now=now):
-        raise LeaseLost(str(operation_id))
 
 
 def target_done(

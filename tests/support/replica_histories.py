@@ -36,8 +36,7 @@ from nodes.reconcilers import state_pass
 from nodes.replicas import drained_nodes, stops, unload
 from operations.changes import events
 from operations.executor import work as executor_work
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder
+from operations.executor.work import Recorder, write_batch
 
 MOST_DELAYED = timedelta(seconds=57)
 """A start arrives within this time or never: `states.STARTS_WITHIN`, less what two clocks differ."""

@@ -19,8 +19,7 @@ from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import lifecycle
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Postpone, Recorder, Work
+from operations.executor.work import Postpone, Recorder, Work, write_batch
 from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot

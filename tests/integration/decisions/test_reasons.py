@@ -40,8 +40,7 @@ from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import decision_replay, tasks
 from nodes.reconcilers.decision_replay import ReplayedDecision
 from nodes.replicas import slots
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import api, hot

@@ -23,7 +23,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from nodes.registry import timeline
 from operations.ledger import admission, attempts
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation, Status
 from operations.states import Event
 from tests.support import api, backends, hot
@@ -207,7 +207,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
             node_id=node.pk,
             node_name="w2",
         )
-        await hot.in_thread(lambda: attempts.progress(operation.pk, operation.fence, tick, now=clock.now()))
+        await hot.in_thread(lambda: record({(operation.pk, operation.fence): [tick]}, now=clock.now()))
         return await asked
 
     (answered,) = run(scenario)
@@ -429,7 +429,7 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     operation = claim()
     assert operation is not None
     tick = Tick(phase="loading", node_id=hot.node("w2").pk, node_name="w2")
-    attempts.progress(operation.pk, operation.fence, tick, now=clock.now())
+    record({(operation.pk, operation.fence): [tick]}, now=clock.now())
     code, body = status(user)
     assert 0 <= body.pop("progress") < 100
     del counters["progress"]

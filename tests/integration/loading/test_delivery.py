@@ -26,8 +26,7 @@ from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import slots, unload
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation

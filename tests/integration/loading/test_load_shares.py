@@ -31,8 +31,7 @@ from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
 from nodes.replicas.unload_requests import UnloadRequest
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation

@@ -17,15 +17,14 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
-from nodes.loading import node_options
+from nodes.loading import load
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
 from operations.models import Operation
 from tests.conftest import eventually
@@ -179,13 +178,13 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = node_options.tuned_options
+    plain = load.tuned_options
 
     def lost(*given: Any) -> Any:
         NodeModel.objects.all().delete()
         return plain(*given)
 
-    monkeypatch.setattr(node_options, "tuned_options", lost)
+    monkeypatch.setattr(load, "tuned_options", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()

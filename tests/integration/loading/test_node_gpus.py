@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from google.protobuf import json_format
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.rpc.messages import options_to_mapping
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.decisions import fleet_cache
 from nodes.live import rows as live_rows
@@ -356,7 +356,7 @@ def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[
             """Nothing to open."""
 
         async def load_model(self, options: Any, timeout: float) -> Any:
-            heard.append(options_to_mapping(options))
+            heard.append(json_format.MessageToDict(options, preserving_proto_field_name=True))
             return SimpleNamespace(success=True, message="")
 
         async def close(self) -> None:

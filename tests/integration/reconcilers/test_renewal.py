@@ -27,9 +27,8 @@ from nodes.replicas import eviction, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.operation_queue import write_batch
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Recorder, Work
+from operations.executor.work import Postpone, Recorder, Work, write_batch
 from operations.ledger import attempts
 from operations.models import Operation
 from operations.states import Event

@@ -26,8 +26,7 @@ from nodes.replicas import drains, unload, unload_requests
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder, Work, in_thread
+from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation, OperationTarget
 from tests.support import hot
