@@ -222,6 +222,10 @@ class Worker:
         """Return key and address of each process."""
         return [(one.key, one.address) for one in self.processes.values()]
 
+    def free_memory(self, total: int, each: int) -> int:
+        """Return the memory that its engines leave."""
+        return max(total - each * len(self.processes), 0)
+
     def start(self, row: UUID, key: str) -> str:
         """Start an engine, or return the address of the one that has the key."""
         self.arrive(lambda one: one.what == "start" and one.key == key)

@@ -53,6 +53,8 @@ from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secre
 from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause, sends
 
 GB = 2**30
+MEMORY = 2 * GB
+"""Of a node; an engine takes one."""
 LEASE = 15
 """Seconds; nobody renews it while a controller stands still."""
 MODELS = ("m", "n")
@@ -150,6 +152,8 @@ class Cluster:
         call(slots.record_answer, slot, address)
         call(engine_ends.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
+        if self.world.fate("refused", "") == "refused":
+            raise LoadFailed("its engine refuses the model")
         replaces = operation.payload["replaces"]
         if not call(
             slots.publish,
@@ -197,10 +201,14 @@ class Cluster:
         stays = before & left()
         assert not stays, f"nobody moves these on: {stays}"
 
-    def recovers(self) -> None:
-        """A controller takes back what another one has left."""
+    def reaps(self) -> None:
+        """A controller takes back the operations that another one has left."""
         call(attempts.reap, now=clock.now())
         call(intents.reap, now=clock.now())
+
+    def recovers(self) -> None:
+        """A controller takes back everything that another one has left."""
+        self.reaps()
         call(drains.return_without_upgrade)
         self.stops()
 
@@ -262,8 +270,9 @@ class Cluster:
             # Where the model was before.
             former = dice.choice(leaving)
             model, payload["node"] = former.model_name, str(former.node_id)
-        if rows and dice.random() < 0.3:
-            victim = dice.choice(rows)
+        if rows and dice.random() < 0.4:
+            used = [row for row in rows if row.in_flight]
+            victim = dice.choice(used if used and dice.random() < 0.5 else rows)
             payload |= {"evicts": [str(victim.id)], "node": str(victim.node_id)}
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
@@ -301,7 +310,7 @@ class Cluster:
 
     def picks(self, dice: Random) -> None:
         """Some requests begin."""
-        if not self.processes:
+        if not self.processes or (len(self.processes) < 2 and dice.random() < 0.3):
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
         self._settle(process)
@@ -361,6 +370,8 @@ class Cluster:
             self.requests = [one for one in self.requests if one[0] != process]
         else:
             self.uncounted.add(process)
+            if dice.random() < 0.5:
+                self.releases(dice)
 
     def settles(self, dice: Random) -> None:
         """A web process sets its counts, as it does from time to time."""
@@ -417,8 +428,8 @@ class Cluster:
             instance=worker.instance,
             now=clock.now(),
             auto_approve=True,
-            total_vram=3 * GB,
-            available_vram=3 * GB,
+            total_vram=MEMORY,
+            available_vram=worker.free_memory(MEMORY, GB),
             max_replicas_per_model=2,
             running_processes=[registration.Running(*one) for one in running],
         )
@@ -431,7 +442,7 @@ class Cluster:
     def beats(self, worker: Worker) -> None:
         """The worker reports its memory."""
         node = BackendNode.objects.get(pk=worker.id)
-        figures = {"instance": worker.instance, "available_vram": 3 * GB}
+        figures = {"instance": worker.instance, "available_vram": worker.free_memory(MEMORY, GB)}
         beat(beat_of(node, secret=own_secret(worker.name), at=clock.now(), **figures))
 
     def busy_worker(self, dice: Random) -> Worker | None:

@@ -40,19 +40,19 @@ WEEK = 8 * 86_400
 
 CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["upgrades"] * 2 + ["recovers", "checks", "compares"]
 """What a controller does next; one that is at a job mostly goes on with it."""
-BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6]
+BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6, "reaps"]
 """The same while the other one stands still at a job: its lease may be over."""
 OUTSIDE = (
     ["asks_for_load"] * 6
-    + ["picks"] * 4
-    + ["releases"] * 3
+    + ["picks"] * 8
+    + ["releases"] * 4
     + ["asks_for_unload", "loses", "cancels"] * 3
     + ["time_passes", "a_lease_is_lost"] * 4
     + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
-    + ["web_process_stops", "web_process_is_silent", "settles", "recounts"]
+    + ["web_process_stops", *["web_process_is_silent"] * 3, "settles", "recounts"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
     + ["engine_dies", "reports_an_exit", "registers_late"]
-    + ["a_note_comes_late"] * 3
+    + ["a_note_comes_late"] * 6
 )
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
 OF_NAMED_CONTROLLERS = ("works", "upgrades")
@@ -64,7 +64,9 @@ NOTES = (
     *(("compares", "end_unlisted"), ("upgrades", "end_stopped")),
 )
 """Jobs, and the calls in which they write what the controller has seen or decided before."""
-MEANWHILE = ["falls_silent", "crashes", "asks_for_unload", "asks_for_unload", "", ""]
+CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgrade"}
+"""What gives the controller something to do in these jobs."""
+MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
 """What happens before a note is written; empty: its lease runs out."""
 LONGEST_JOB = 60
 """Points."""
@@ -124,7 +126,7 @@ class History:
         """Take the step that this number decides."""
         dice = self.world.dice = Random(number)
         self.world.passes(1)
-        if dice.random() < 0.65:
+        if dice.random() < 0.6:
             self.controller_goes_on(dice.choice(self.controllers), dice)
         else:
             self.somebody_acts(dice.choice(OUTSIDE), dice)
@@ -171,20 +173,24 @@ class History:
             self.finishes(other)
         if other.is_idle:
             self.pass_seconds(LEASE + 2)
-            self.world.note(f"{other.name} recovers beside {slow.name} at {slow.point}")
-            self.go(other, self.cluster.recovers)
-            self.finishes(other)
+            self.world.note(f"{slow.name} stands still at {slow.point}")
+            for job in dice.choice([["recovers"], ["recovers", "works"], ["reaps", "works"]]):
+                self.check()
+                if other.is_idle:
+                    self.begins(other, job)
+                    self.finishes(other)
 
     def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
         """A controller is about to write what it has seen; before that something else happens."""
         slow, other = dice.sample(self.controllers, 2)
         job, note = dice.choice(NOTES)
+        notes = {note} if slow.is_idle else {note for _, note in NOTES}
         if slow.is_idle:
-            if note == "restore_lost":
-                self.act(partial(self.cluster.loses, dice))
+            if job in CAUSES:
+                self.act(partial(getattr(self.cluster, CAUSES[job]), dice))
             self.begins(slow, job)
         for _ in range(LONGEST_JOB):
-            if slow.is_idle or slow.point == note:
+            if slow.is_idle or slow.point in notes:
                 break
             self.go(slow)
         self.check()

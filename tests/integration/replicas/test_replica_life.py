@@ -1,5 +1,6 @@
 """One engine is one row, from its reserved slot to the confirmed end, whatever becomes of its node."""
 
+import asyncio
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -437,3 +438,29 @@ async def test_a_stop_that_an_unload_has_given_up_goes_on_while_the_unload_waits
     assert await Stopper(bus).run_pass() == 1
     assert stops(bus, node) == [("echo#0", "127.0.0.1:50000")]
     assert await in_thread(phases) == ["draining"], "the other one waits for its request"
+
+
+async def test_what_needs_no_worker_goes_on_without_the_bus() -> None:
+    """Requests reach engines without it: a replica whose unload has ended must not wait for it."""
+    node = await in_thread(hot.node)
+    left: dict[str, Any] = {"phase": "draining", "owner_kind": "operation", "owner_id": uuid4()}
+
+    def rows() -> None:
+        hot.replica(node, **left)
+        hot.replica(node, index=1, phase="reserved")
+        hot.replica(node, index=2, phase="terminating")
+
+    await in_thread(rows)
+    bus = bus_of(node)
+    bus.connected = False
+    stopper = asyncio.create_task(Stopper(bus).run())
+
+    async def is_settled() -> bool:
+        return await in_thread(phases) == ["serving", "terminating"]
+
+    try:
+        assert await clock.wait_until(is_settled, timeout=60)
+    finally:
+        stopper.cancel()
+        await asyncio.gather(stopper, return_exceptions=True)
+    assert not bus.asked
