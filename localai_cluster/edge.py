@@ -3,22 +3,28 @@
 Every request passes `Edge`: it assigns the request's id, accepts a trailing slash without a redirect, and
 converts an unexpected error to a plain 500 of the route's dialect with that id, while the log has the cause.
 It adds the headers that a response lacks: no caching, and no guessing of types.
+
+Pages of the origins in `CLUSTER_CORS_ORIGINS` may use inference (CORS), with a key: credentials of browsers
+are never allowed, so no page of another origin uses a session. A preflight has no key; it tells only that the
+route exists.
 """
 
 import logging
+import re
 from collections.abc import MutableMapping
 from typing import Any
 
 from django.conf import settings
 
 from localai_cluster import raw_routes
-from localai_cluster.kit import clock, logs
+from localai_cluster.kit import clock, conf, logs
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from localai_cluster.raw_routes import websocket_application
-from localai_cluster.web import cors, wire
+from localai_cluster.web import wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
+from nodes.dialects import routes as inference
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import Endpoint
 
@@ -53,6 +59,26 @@ _SLASHED = (
 _REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
 
 
+_EXACT = {route.path: route.app for route in raw_routes.ROUTES if "{" not in route.path}
+# A model's name may contain `/`.
+_PATTERNS = [
+    (re.compile(re.sub(r"\{[^/}]+\}", "[^/]+", route.path.replace("{model}", ".+"))), route.app)
+    for route in raw_routes.ROUTES
+    if "{" in route.path
+]
+
+
+def find_route(path: str) -> Any | None:
+    """Return the raw application of a path (without a trailing slash), None if the path is Django's.
+
+    All of `/v1` is inference: what is unknown there is refused in the dialect of the client.
+    """
+    app = _EXACT.get(path)
+    if app is None:
+        app = next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
+    return inference.refuse_unknown if app is None and path.startswith("/v1/") else app
+
+
 class Edge:
     """The outermost application. With `stopping` it refuses new requests on open connections."""
 
@@ -74,13 +100,13 @@ class Edge:
 
     async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
-        app: Any = raw_routes.find(scope["path"]) or self._django
+        app: Any = find_route(scope["path"]) or self._django
         refused = app.refused if isinstance(app, Endpoint) else wire.error_answer
-        origin = cors.allowed_origin(scope) if isinstance(app, Endpoint) else b""
+        origin = _allowed_origin(scope) if isinstance(app, Endpoint) else b""
         if origin:
-            answer.add(cors.response_headers(origin))
+            answer.add(_cors_headers(origin))
         try:
-            if origin and (preflight := cors.preflight(scope, app.method)) is not None:
+            if origin and (preflight := _preflight(scope, app.method)) is not None:
                 await wire.send_answer(answer, preflight)
                 return
             if self.stopping:
@@ -162,3 +188,37 @@ async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
             await gateway.stop()
             await send({"type": "lifespan.shutdown.complete"})
             return
+
+
+_CORS_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(?:, ?[A-Za-z0-9_-]{1,64}){0,63}")
+_CORS_EXPOSED = (
+    b"access-control-expose-headers",
+    b"x-request-id, x-correlation-id, x-localai-node, retry-after",
+)
+_CORS_KEPT_FOR = (b"access-control-max-age", b"600")
+
+
+def _allowed_origin(scope: wire.Scope) -> bytes:
+    """Return the origin of the request if its pages may use inference, "" otherwise."""
+    origins = conf.cluster().cors_origins
+    if not origins:
+        return b""
+    origin: bytes = next((value for name, value in scope["headers"] if name == b"origin"), b"")
+    return origin if origin and ("*" in origins or origin.decode("latin-1").lower() in origins) else b""
+
+
+def _cors_headers(origin: bytes) -> tuple[wire.Header, ...]:
+    """Return the headers of a response to a page of this allowed origin."""
+    return ((b"access-control-allow-origin", origin), (b"vary", b"Origin"), _CORS_EXPOSED)
+
+
+def _preflight(scope: wire.Scope, method: str) -> wire.Answer | None:
+    """Return the answer to a preflight for a route with this method, None for any other request."""
+    headers = dict(scope["headers"])
+    if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
+        return None
+    wanted: bytes = headers.get(b"access-control-request-headers", b"")
+    allowed = [(b"access-control-allow-methods", method.encode()), _CORS_KEPT_FOR]
+    if _CORS_NAMES.fullmatch(wanted.decode("latin-1")):
+        allowed.append((b"access-control-allow-headers", wanted))
+    return wire.Answer(b"", headers=tuple(allowed), kind=b"text/plain")

@@ -3,7 +3,6 @@
 `edge.py` dispatches by it; the OpenAPI document, and the tests that check every route, read it.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,9 @@ from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
+from nodes.backends import worker_logs
 from nodes.dialects import routes as inference
 from nodes.live import watch as nodes
-from nodes.live import worker_logs
 from nodes.registry import heartbeats
 from operations.changes import topics as operations
 
@@ -49,9 +48,6 @@ websocket_application: Any = CookieMiddleware(
 )
 
 
-_PARAMETER = re.compile(r"\{[^/}]+\}")
-
-
 @dataclass(frozen=True)
 class RawRoute:
     """One route; `path` is an OpenAPI template."""
@@ -72,22 +68,3 @@ ROUTES: tuple[RawRoute, ...] = (
         HeartbeatApplication(database_pool.shared, heartbeats.identity_cache()),
     ),
 )
-
-_EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
-# A model's name may contain `/`.
-_PATTERNS = [
-    (re.compile(_PARAMETER.sub("[^/]+", route.path.replace("{model}", ".+"))), route.app)
-    for route in ROUTES
-    if "{" in route.path
-]
-
-
-def find(path: str) -> Any | None:
-    """Return the raw application of a path (without a trailing slash), None if the path is Django's.
-
-    All of `/v1` is inference: what is unknown there is refused in the dialect of the client.
-    """
-    app = _EXACT.get(path)
-    if app is None:
-        app = next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)
-    return inference.refuse_unknown if app is None and path.startswith("/v1/") else app

@@ -184,7 +184,7 @@ REST_FRAMEWORK = {
         "localai_cluster.accounts.authentication.CookieAuthentication",
     ],
     "DEFAULT_PERMISSION_CLASSES": ["localai_cluster.accounts.authentication.IsAdmin"],
-    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_RENDERER_CLASSES": ["localai_cluster.web.rest.FastJSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["localai_cluster.web.rest.StrictJSONParser"],
     "DEFAULT_CONTENT_NEGOTIATION_CLASS": "localai_cluster.web.rest.AlwaysJSON",
     "DEFAULT_METADATA_CLASS": None,
@@ -211,7 +211,7 @@ SPECTACULAR_SETTINGS = {
         "defaultModelsExpandDepth": -1,
         "docExpansion": "list",
     },
-    "PREPROCESSING_HOOKS": ["nodes.api.openapi.add_registration"],
+    "PREPROCESSING_HOOKS": ["nodes.api.registrations.add_registration"],
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
         "localai_cluster.api_document.add_raw_routes",

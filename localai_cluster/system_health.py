@@ -80,7 +80,6 @@ HEALTH = Shape(
         field("workers", mapping(count()), "How many nodes are in each state."),
     ],
 )
-COMPONENTS = (PART, SCHEDULE, PROCESS, HEALTH)
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _noticed: dict[str, tuple[str, datetime]] = {}
 """Last result of each probe, and the time since which it is unchanged."""
@@ -141,7 +140,7 @@ def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Fac
         version, since = cursor.fetchone()
     workers, other_versions = _workers()
     operations, failures, oldest_failure = _operations()
-    definitions = async_to_sync(folder.list_problems)()
+    definitions = async_to_sync(folder.folder().problems)()
     return Facts(
         version=__version__,
         database=f"PostgreSQL {version}",

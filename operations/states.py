@@ -75,13 +75,8 @@ TRANSITIONS: dict[Event, Transition] = {
 }
 
 
-def allowed(event: Event, status: Status) -> bool:
-    """Return True if the table allows `event` in `status`."""
-    return status in TRANSITIONS[event].sources
-
-
 def after(event: Event, status: str) -> Status:
     """Return the next status; raise ValueError if the table does not allow `event`."""
-    if not allowed(event, Status(status)):
+    if status not in TRANSITIONS[event].sources:
         raise ValueError(f"{event} cannot happen to an operation that is {status}")
     return TRANSITIONS[event].target

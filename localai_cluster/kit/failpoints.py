@@ -75,6 +75,9 @@ def passed(point: str) -> None:
 @contextlib.contextmanager
 def asked(point: str) -> Iterator[None]:
     """Wrap a request on the bus: pass `:before`, `:sent` when the bus has it, and `:answered`."""
+    if _kill is None:
+        yield
+        return
     with told(point):
         yield
     passed(f"{point}:answered")

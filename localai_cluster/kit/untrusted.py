@@ -11,19 +11,26 @@ constructors let Python's own errors through: an impossible date is a ValueError
 `!!int ""` an IndexError. A caller that catches only `YAMLError` would fail on more than that text.
 
 `open_file` and `read_file` accept regular files only: a FIFO blocks its reader until there is a writer, a
-device may never end. Neither is opened.
+device may never end. Neither is opened. `in_daemon_thread` reads from a folder that may hang: on a mount
+whose server is down, a read returns late or never.
 """
 
+import asyncio
 import errno
 import os
 import stat
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import yaml
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LEVELS = 64
 """Deepest accepted nesting of lists and objects (`docs/configuration.md`)."""
@@ -148,3 +155,31 @@ def read_file(path: Path, limit: int) -> bytes:
 def _check(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
+
+
+def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+    """Call the function in a thread of its own, which does not keep the process alive; return its future.
+
+    The call cannot be cancelled, so several callers may wait for it, each by `asyncio.wrap_future`.
+    """
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(function(*args, **kwargs))
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return result
+
+
+async def wait_until_done(call: "Future[Any]", *, timeout: float) -> bool:
+    """Wait for the end of the call; return False if it has not ended within `timeout` seconds."""
+    waiter = asyncio.wrap_future(call)
+    try:
+        await asyncio.wait([waiter], timeout=timeout)
+    finally:
+        waiter.cancel()
+    return call.done()

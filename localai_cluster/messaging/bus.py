@@ -7,13 +7,10 @@ request or reads its rows.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, Unavailable
-from localai_cluster.messaging.codec import decode, encode
-
-R = TypeVar("R")
 
 
 class BusError(Unavailable):
@@ -106,11 +103,3 @@ class Bus(Protocol):
 
     async def close(self) -> None:
         """Accept no new messages, let running handlers finish for a limited time, then disconnect."""
-
-
-async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float, *, inbox: str) -> R:
-    """Send the message `request` and decode its reply.
-
-    Raise BusError types, or DecodeError for a bad reply.
-    """
-    return decode(await bus.request(subject, encode(request), timeout, inbox=inbox), reply)

@@ -50,7 +50,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
 
 def encode_galleries(galleries: Sequence[Gallery]) -> str:
     """Encode the value of `backend_galleries`: a JSON list inside a string."""
-    return json.dumps([_plain(gallery) for gallery in galleries], separators=(",", ":"))
+    return json.dumps(_plain(tuple(galleries)), separators=(",", ":"))
 
 
 def decode_galleries(text: str) -> tuple[Gallery, ...]:
@@ -62,22 +62,17 @@ def decode_galleries(text: str) -> tuple[Gallery, ...]:
     return tuple(_list(value, Gallery, "backend_galleries"))
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        if field.metadata.get(OMIT) and not value:
-            continue
-        values[field.name] = _plain_value(value)
-    return values
-
-
-def _plain_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return _plain(value)
+def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain_value(item) for item in value]
-    return value
+        return list(map(_plain, value))
+    if not dataclasses.is_dataclass(value):
+        return value
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if item or not field.metadata.get(OMIT):
+            values[field.name] = _plain(item)
+    return values
 
 
 def _parse(text: bytes) -> Any:
@@ -93,9 +88,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-@functools.cache
-def _types(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_types = functools.cache(typing.get_type_hints)
 
 
 def _build(value: Any, kind: Any, path: str) -> Any:

@@ -5,7 +5,6 @@ always present. Each class can be built without arguments, which gives the messa
 empty body stands for. Extensions of our own (a stock peer ignores unknown fields) are marked as such.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,24 +32,21 @@ def inbox(node_id: str) -> str:
     return f"_INBOX.{token(node_id)}"
 
 
-def backend_install(node_id: str) -> str:
-    """Request: install the backend's files and, unless `install_only` is set, start a process."""
-    return f"{node_prefix(node_id)}.backend.install"
+def subject(command: str, node_id: str) -> str:
+    """Return the subject of a command for one node.
 
-
-def backend_upgrade(node_id: str) -> str:
-    """Request: stop the backend's processes and install it again."""
-    return f"{node_prefix(node_id)}.backend.upgrade"
-
-
-def backend_cancel(node_id: str) -> str:
-    """Request, an extension of ours: cancel the install or upgrade of one operation."""
-    return f"{node_prefix(node_id)}.backend.cancel"
+    Requests: `backend.install`, `backend.upgrade`, `backend.delete`, `backend.list`, `models.running`,
+    `model.unload` (free a model's memory; its process keeps running), `model.delete` (remove staged files),
+    `model.stop` (stop exactly one process and confirm its end), and `backend.cancel`, an extension of ours
+    (cancel the install or upgrade of one operation). Published: `backend.stop` (stop processes by backend,
+    model or process key) and `stop` (the worker shuts down).
+    """
+    return f"{node_prefix(node_id)}.{command}"
 
 
 def install_progress(node_id: str, op_id: str) -> str:
     """Published by the worker during an install or upgrade with this operation id."""
-    return f"{backend_install(node_id)}.{token(op_id)}.progress"
+    return subject(f"backend.install.{token(op_id)}.progress", node_id)
 
 
 def install_progress_everywhere(op_id: str) -> str:
@@ -60,47 +56,7 @@ def install_progress_everywhere(op_id: str) -> str:
 
 def install_progress_of_all(node_id: str) -> str:
     """Wildcard: the progress of every operation on one node."""
-    return f"{backend_install(node_id)}.*.progress"
-
-
-def backend_stop(node_id: str) -> str:
-    """Published: stop processes by backend, model or process key; empty means all of them."""
-    return f"{node_prefix(node_id)}.backend.stop"
-
-
-def backend_delete(node_id: str) -> str:
-    """Request: stop the backend's processes and remove its files."""
-    return f"{node_prefix(node_id)}.backend.delete"
-
-
-def backend_list(node_id: str) -> str:
-    """Request: list the installed backends."""
-    return f"{node_prefix(node_id)}.backend.list"
-
-
-def models_running(node_id: str) -> str:
-    """Request: list the live processes."""
-    return f"{node_prefix(node_id)}.models.running"
-
-
-def model_unload(node_id: str) -> str:
-    """Request: free a model's memory; its process keeps running."""
-    return f"{node_prefix(node_id)}.model.unload"
-
-
-def model_stop(node_id: str) -> str:
-    """Request: stop exactly one process and confirm that it has ended."""
-    return f"{node_prefix(node_id)}.model.stop"
-
-
-def model_delete(node_id: str) -> str:
-    """Request: remove a model's staged files."""
-    return f"{node_prefix(node_id)}.model.delete"
-
-
-def stop(node_id: str) -> str:
-    """Published: the worker shuts down."""
-    return f"{node_prefix(node_id)}.stop"
+    return subject("backend.install.*.progress", node_id)
 
 
 OMIT = "omit"
@@ -347,20 +303,20 @@ class ProgressEvent:
     seq: int = omitted(0)
 
 
-COMMANDS: dict[Callable[[str], str], tuple[type[Any], type[Any] | None]] = {
-    backend_install: (InstallRequest, InstallReply),
-    backend_upgrade: (UpgradeRequest, UpgradeReply),
-    backend_cancel: (CancelRequest, CancelReply),
-    backend_stop: (StopBackend, None),
-    backend_delete: (DeleteRequest, DeleteReply),
-    backend_list: (Nothing, ListReply),
-    models_running: (Nothing, RunningReply),
-    model_unload: (UnloadRequest, UnloadReply),
-    model_stop: (StopModelRequest, StopModelReply),
-    model_delete: (DeleteModelRequest, DeleteModelReply),
-    stop: (Nothing, None),
+COMMANDS: dict[str, tuple[type[Any], type[Any] | None]] = {
+    "backend.install": (InstallRequest, InstallReply),
+    "backend.upgrade": (UpgradeRequest, UpgradeReply),
+    "backend.cancel": (CancelRequest, CancelReply),
+    "backend.stop": (StopBackend, None),
+    "backend.delete": (DeleteRequest, DeleteReply),
+    "backend.list": (Nothing, ListReply),
+    "models.running": (Nothing, RunningReply),
+    "model.unload": (UnloadRequest, UnloadReply),
+    "model.stop": (StopModelRequest, StopModelReply),
+    "model.delete": (DeleteModelRequest, DeleteModelReply),
+    "stop": (Nothing, None),
 }
-"""Every command to a worker by its subject: the request, and the reply if it has one (§2.1, §4)."""
+"""Every command to a worker: its request, and its reply if it has one (§2.1, §4)."""
 
 
 def human_bytes(count: int) -> str:

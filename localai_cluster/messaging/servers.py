@@ -88,7 +88,7 @@ def permissions_of(node_type: str, node_id: str) -> Permissions:
     prefix = messages.node_prefix(node_id)
     if node_type == AGENT:
         return Permissions(
-            (*_AGENT_PUBLISHES, inbox), (*_AGENT_SUBSCRIBES, messages.backend_stop(node_id), inbox)
+            (*_AGENT_PUBLISHES, inbox), (*_AGENT_SUBSCRIBES, messages.subject("backend.stop", node_id), inbox)
         )
     return Permissions(
         (messages.install_progress_of_all(node_id), f"{prefix}.files.>", inbox), (f"{prefix}.>", inbox)

@@ -87,7 +87,6 @@ __all__ = [
     "TranscriptWord",
     "Usage",
     "options_from_mapping",
-    "options_to_mapping",
 ]
 
 
@@ -101,8 +100,3 @@ def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
         return json_format.ParseDict(dict(mapping), ModelOptions())
     except json_format.ParseError as error:
         raise InvalidInput(f"Not a valid load option: {error}", field="options") from error
-
-
-def options_to_mapping(options: ModelOptions) -> dict[str, Any]:
-    """Convert load options to plain data for a JSON column, without the fields at their zero value."""
-    return json_format.MessageToDict(options, preserving_proto_field_name=True)

@@ -18,7 +18,7 @@ from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
 from localai_cluster.kit import disk, errors, names, outage
-from localai_cluster.web.rest import MALFORMED
+from localai_cluster.web.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,8 @@ Any body results in a value or in one 400, never in a 500. Null means absence wh
 lists spend more time in the encoder than in the database, so responses are encoded by orjson.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import orjson
 from django.conf import settings
@@ -17,38 +16,8 @@ from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
-from localai_cluster.kit import errors, untrusted
-
-MALFORMED = "invalid request body"
-
-
-def parse_json(raw: bytes) -> Any:
-    """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
-    if not raw.strip():
-        return {}
-    if problem := untrusted.json_problem(raw):
-        raise errors.InvalidInput(f"the request body is {problem}")
-    try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise errors.InvalidInput(MALFORMED) from error
-
-
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of `raw`; raise InvalidInput for any other value."""
-    value = parse_json(raw)
-    if not isinstance(value, dict):
-        raise errors.InvalidInput(MALFORMED)
-    return value
-
-
-def is_json(content_type: str) -> bool:
-    """Return True if a Content-Type header announces JSON, or if it is absent."""
-    return content_type.split(";", 1)[0].strip().lower() in ("", "application/json")
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+from localai_cluster.kit import errors
+from localai_cluster.web.wire import MALFORMED, is_json, parse_json
 
 
 class StrictJSONParser(BaseParser):

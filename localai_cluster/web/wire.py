@@ -1,10 +1,11 @@
 """Requests and responses of raw routes: bodies, headers, the error envelope of inference."""
 
+import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 import orjson
@@ -136,6 +137,41 @@ async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None
     headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": more})
+
+
+MALFORMED = "invalid request body"
+
+
+def is_json(content_type: str) -> bool:
+    """Return True if a Content-Type header announces JSON, or if it is absent."""
+    return content_type.split(";", 1)[0].strip().lower() in ("", "application/json")
+
+
+def parse_json(raw: bytes) -> Any:
+    """Return the JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
+    if not raw.strip():
+        return {}
+    if problem := untrusted.json_problem(raw):
+        raise InvalidInput(f"the request body is {problem}")
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(MALFORMED) from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+async def read_json_object(receive: Receive, content_type: str, limit: int) -> dict[str, Any]:
+    """Return the body as a JSON object; an empty one counts as `{}`. Raises InvalidInput (413 for size)."""
+    too_large = InvalidInput(f"the request body is over {limit // 1024} kB")
+    too_large.status = 413
+    raw = await read_body(receive, limit, too_large)
+    value = parse_json(raw) if not raw or is_json(content_type) else None
+    if not isinstance(value, dict):
+        raise InvalidInput(MALFORMED)
+    return value
 
 
 def parse_json_object(body: bytes) -> Mapping[str, Any]:

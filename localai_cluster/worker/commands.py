@@ -83,7 +83,7 @@ class Pauses:
 
 
 CONCURRENT = 64
-_CONCURRENT = (messages.backend_install, messages.backend_upgrade, messages.backend_cancel)
+_CONCURRENT = ("backend.install", "backend.upgrade", "backend.cancel")
 
 
 class Commands:
@@ -138,39 +138,43 @@ class Commands:
         self._shutting_down = True
 
     def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
-        acts: dict[Callable[[str], str], Callable[[Any], Awaitable[Any]]] = {
-            messages.backend_install: self._install,
-            messages.backend_upgrade: self._upgrade,
-            messages.backend_cancel: self._cancel,
-            messages.backend_delete: self._delete,
-            messages.backend_list: self._list,
-            messages.models_running: self._running,
-            messages.model_unload: self._unload,
-            messages.model_stop: self._stop_model,
-            messages.model_delete: self._delete_model,
+        acts: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "backend.install": self._install,
+            "backend.upgrade": self._upgrade,
+            "backend.cancel": self._cancel,
+            "backend.delete": self._delete,
+            "backend.list": self._list,
+            "models.running": self._running,
+            "model.unload": self._unload,
+            "model.stop": self._stop_model,
+            "model.delete": self._delete_model,
         }
-        handlers = {subject: self._handler(subject, act) for subject, act in acts.items()}
-        for subject in (messages.backend_install, messages.backend_upgrade, messages.backend_delete):
-            reply: Any = m.COMMANDS[subject][1]
+        handlers = {command: self._handler(command, act) for command, act in acts.items()}
+        for command in ("backend.install", "backend.upgrade", "backend.delete"):
+            reply: Any = m.COMMANDS[command][1]
             late = encode(reply(error=LATE, interrupted=True))
-            handlers[subject] = self._unless_paused(handlers[subject], late)
+            handlers[command] = self._unless_paused(handlers[command], late)
         # Without a reply: the controller repeats it until it gets one.
-        handlers[messages.model_delete] = self._unless_paused(handlers[messages.model_delete], None)
-        handlers |= {messages.backend_stop: self._stop_backend, messages.stop: self._stop_node}
+        handlers["model.delete"] = self._unless_paused(handlers["model.delete"], None)
+        handlers |= {"backend.stop": self._stop_backend, "stop": self._stop_node}
         return [
-            (subject(node_id), handlers[subject], CONCURRENT if subject in _CONCURRENT else 1)
-            for subject in m.COMMANDS
+            (
+                messages.subject(command, node_id),
+                handlers[command],
+                CONCURRENT if command in _CONCURRENT else 1,
+            )
+            for command in m.COMMANDS
         ]
 
-    def _handler(self, subject: Callable[[str], str], act: Callable[[Any], Awaitable[Any]]) -> Handler:
-        kind, reply_kind = m.COMMANDS[subject]
+    def _handler(self, command: str, act: Callable[[Any], Awaitable[Any]]) -> Handler:
+        kind, reply_kind = m.COMMANDS[command]
         assert reply_kind is not None
 
         def failed(text: str) -> bytes:
             return encode(reply_kind(error=text))
 
         async def handle(message: Message) -> bytes | None:
-            command, started_at, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
+            started_at, outcome = clock.monotonic(), "failed"
             try:
                 request = kind() if kind is m.Nothing else decode(message.payload, kind)
                 reply = await act(request)

@@ -17,7 +17,6 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, enum_schema, query_parameter, response_example
 from nodes.backends import catalogue, inventory, node_commands, upgrade_state
@@ -240,7 +239,6 @@ class BackendsView(APIView):
     """`/api/backends`."""
 
     envelope = "flat"
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="backends_list",
@@ -304,7 +302,6 @@ KNOWN = Shape(
         field("installed", FLAG, "On any approved node."),
     ],
 )
-COMPONENTS = (AVAILABLE, KNOWN)
 _REPOSITORY = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
 _AVAILABLE = {
     "name": "minilm",
@@ -319,7 +316,6 @@ _AVAILABLE = {
 
 class _List(APIView):
     envelope = "flat"
-    renderer_classes = [FastJSONRenderer]
 
 
 class AvailableView(_List):

@@ -10,7 +10,6 @@ from rest_framework.response import Response
 from localai_cluster.kit import clock, errors
 from localai_cluster.web import rest
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
@@ -51,8 +50,6 @@ _EXAMPLE = response_example(
 class ConflictsView(NodeView):
     """`/api/nodes/conflicts`."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @describe_list(
         "conflicts_list", "List open identity conflicts", tag="identity", rows=CONFLICT.many, example=_EXAMPLE
     )
@@ -63,8 +60,6 @@ class ConflictsView(NodeView):
 
 class NodeConflictsView(NodeView):
     """`/api/nodes/:id/conflicts`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @describe_list(
         "nodes_conflicts",

@@ -1,6 +1,6 @@
 """Engines: load, stop and monitor a model by its name (`contract/http-api.md` §6), and the engines' logs.
 
-`nodes/live/worker_logs.py` streams the logs (§2.13).
+`nodes/backends/worker_logs.py` streams the logs (§2.13).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
 from localai_cluster.web.envelopes import nested
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer, Text, validate_body
+from localai_cluster.web.rest import Text, validate_body
 from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, TIME, Shape, count, field, mapping
 from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import (
@@ -37,7 +37,6 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.models import (
-    DONE,
     HOLD,
     LONGEST_MODEL,
     UNLOADED,
@@ -158,7 +157,7 @@ class LoadView(APIView):
     def _load(self, request: Request) -> Response:
         fields = validate_body(BackendModelSerializer, request)
         model: str = fields["model"]
-        if async_to_sync(folder.find_definition)(model) is None:
+        if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound(f"model {model} is not defined")
         if fleet_queries.is_served(model):
             return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
@@ -337,8 +336,6 @@ _REFUSALS = refusals(401, 403, 404, 409, 502, 504)
 class LoggedModelsView(NodeView):
     """`/api/nodes/:id/backend-logs`."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @extend_schema(
         operation_id="nodes_logs_list",
         summary="List the models that have logs on a node",
@@ -353,8 +350,6 @@ class LoggedModelsView(NodeView):
 
 class LogLinesView(NodeView):
     """`/api/nodes/:id/backend-logs/:model`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_logs_read",
@@ -382,6 +377,3 @@ def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)
-
-
-COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR, LOADING, LOG_LINE)

@@ -24,12 +24,10 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.batching import Batcher, CallBatcher
 from localai_cluster.kit.database_pool import UNREACHABLE
 from localai_cluster.metrics import web as metrics
-from localai_cluster.web import throttle
+from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translate_error
 from localai_cluster.web.openapi import Operation, json_body
-from localai_cluster.web.rest import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
-from localai_cluster.web.wire import Disconnected
 from nodes.api import worker_routes
 from nodes.api.worker_routes import NO_CREDENTIAL, parse_node_id
 from nodes.registry import claims, heartbeats, identity, resources
@@ -146,7 +144,7 @@ class HeartbeatApplication:
     async def __call__(self, scope: worker_routes.Scope, receive: Any, send: Any) -> None:
         try:
             status, body, headers = await self._answer(scope, receive)
-        except Disconnected:
+        except wire.Disconnected:
             return
         except Exception as raised:
             error = translate_error(raised)
@@ -198,18 +196,11 @@ async def _read(scope: worker_routes.Scope, receive: Any) -> _Call:
         raise identity.WrongCredential("invalid node credential")
     node_id, at, instance = _node_in(scope["path"]), clock.now(), _instance(headers)
     try:
-        body = await _body(headers.get(b"content-type", ""), receive)
+        body = await wire.read_json_object(receive, headers.get(b"content-type", ""), LIMIT)
         figures, ended = heartbeats.read(body), heartbeats.read_ended(body)
     except errors.ClusterError as problem:
         return _Call(Beat(node_id, fingerprint, at, instance), problem=problem)
     return _Call(Beat(node_id, fingerprint, at, instance, **figures), ended)
-
-
-async def _body(content_type: str, receive: Any) -> dict[str, Any]:
-    text = await worker_routes.read_body(receive, LIMIT)
-    if text and not is_json(content_type):
-        raise errors.InvalidInput(MALFORMED)
-    return parse_object(text)
 
 
 def _instance(headers: Mapping[bytes, str]) -> str:

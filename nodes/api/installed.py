@@ -15,7 +15,6 @@ from rest_framework.views import APIView
 from localai_cluster.gallery_index import folded
 from localai_cluster.kit import clock
 from localai_cluster.web.openapi import flat_refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, response_example
 from nodes.api.catalogue import CATALOGUE_OLD
@@ -76,7 +75,6 @@ UPGRADE = Shape(
         field("node_drift", DRIFT.many, optional=True),
     ],
 )
-COMPONENTS = (METADATA, INSTALLED, DRIFT, UPGRADE)
 
 _UPGRADES = {200: mapping(UPGRADE.ref), **flat_refusals()}
 _NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}
@@ -158,7 +156,6 @@ def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None, pen
 
 class _Flat(APIView):
     envelope = "flat"
-    renderer_classes = [FastJSONRenderer]
 
 
 class InstalledView(_Flat):

@@ -23,7 +23,6 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import flat_refusals, refusals
 from localai_cluster.web.rest import (
     Described,
-    FastJSONRenderer,
     Flag,
     NullIsAbsent,
     Text,
@@ -90,7 +89,6 @@ MODELS = Shape(
         field("definitionErrors", DEFINITION_ERROR.many, "Files whose models do not serve, and why."),
     ],
 )
-COMPONENTS = (PLACE, MODEL, DEFINITION_ERROR, MODELS)
 _PLACE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
 _EXAMPLE = {
     "id": "minilm",
@@ -108,7 +106,6 @@ class CapabilitiesView(APIView):
 
     envelope = "flat"
     permission_classes = [IsUser]
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="models_capabilities",
@@ -123,7 +120,7 @@ class CapabilitiesView(APIView):
         Only administrators are told nodes and files. 503 while the models folder does not answer.
         """
         is_admin = principal(request).is_admin
-        defined = {definition.name: definition for definition in async_to_sync(folder.list_definitions)()}
+        defined = {definition.name: definition for definition in async_to_sync(folder.folder().all)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
         rows = NodeModel.objects.order_by("model_name", "node__name", "replica_index")
@@ -142,7 +139,7 @@ class CapabilitiesView(APIView):
             )
             for name in names
         ]
-        broken = async_to_sync(folder.list_problems)().files if is_admin else {}
+        broken = async_to_sync(folder.folder().problems)().files if is_admin else {}
         errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
         return Response(MODELS.of(data=models, definitionErrors=errors))
 

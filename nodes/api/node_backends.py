@@ -22,13 +22,12 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import (
     Described,
-    FastJSONRenderer,
     NullIsAbsent,
     Text,
-    parse_json,
     validate_body,
 )
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, column, field
+from localai_cluster.web.wire import parse_json
 from nodes.api.base import NodeView, request_example, require_node_id, response_example, response_header
 from nodes.api.worker_routes import parse_node_id
 from nodes.backends import inventory, node_commands
@@ -305,8 +304,6 @@ _EXAMPLE = response_example(
 
 class NodeBackendsView(NodeView):
     """`/api/nodes/:id/backends`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_backends",

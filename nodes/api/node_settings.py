@@ -8,8 +8,9 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import errors, names
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import MALFORMED, NullIsAbsent, Text, Whole, validate_body
+from localai_cluster.web.rest import NullIsAbsent, Text, Whole, validate_body
 from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
+from localai_cluster.web.wire import MALFORMED
 from nodes.api.base import (
     REVISION,
     NodeView,

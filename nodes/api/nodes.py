@@ -8,7 +8,6 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import BYTES, TIME, Row, Shape, field
 from nodes.api.base import (
     FINGERPRINT,
@@ -129,8 +128,6 @@ _BEHIND = {
 class NodesView(NodeView):
     """`/api/nodes` (R1.61)."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @describe_list(
         "nodes_list",
         "List nodes",
@@ -150,8 +147,6 @@ class NodesView(NodeView):
 
 class NodeDetailView(NodeView):
     """`/api/nodes/:id`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_read",
@@ -198,8 +193,6 @@ _REPLICAS_EXAMPLE = response_example(
 class NodeReplicasView(NodeView):
     """`/api/nodes/:id/models`."""
 
-    renderer_classes = [FastJSONRenderer]
-
     @extend_schema(
         operation_id="nodes_models",
         summary="List a node's replicas",
@@ -214,8 +207,6 @@ class NodeReplicasView(NodeView):
 
 class ReplicasView(NodeView):
     """`/api/nodes/models` (R1.61)."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="models_list",
@@ -260,8 +251,6 @@ _EXAMPLE = {
 
 class EventsView(NodeView):
     """`/api/nodes/:id/events`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_events",
@@ -316,13 +305,10 @@ SAMPLE = Shape(
     ],
 )
 SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
-COMPONENTS = (SAMPLE, SAMPLES)
 
 
 class MemoryView(NodeView):
     """`/api/nodes/:id/memory`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_memory",

@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer, NullIsAbsent, Number, Text, Whole, validate_body
+from localai_cluster.web.rest import NullIsAbsent, Number, Text, Whole, validate_body
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, request_example, response_example
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
@@ -294,8 +294,6 @@ _FIT = {
 
 class FitView(NodeView):
     """`/api/placement/fit/:model`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="placement_fit",

@@ -32,12 +32,11 @@ from localai_cluster import bus_access
 from localai_cluster.accounts import principals
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.kit.addresses import EXPECTED
-from localai_cluster.web import throttle
+from localai_cluster.web import throttle, wire
 from localai_cluster.web.envelopes import body_of, refusal_headers, translate_error
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import MALFORMED, Described, NullIsAbsent, Text, Whole, is_json, parse_object
+from localai_cluster.web.rest import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
-from localai_cluster.web.wire import Disconnected
 from nodes.api.base import response_example
 from nodes.api.worker_routes import (
     INSTANCE,
@@ -52,7 +51,6 @@ from nodes.api.worker_routes import (
     refusal_for_caller,
     send_json,
 )
-from nodes.api.worker_routes import read_body as request_body
 from nodes.models import NodeType
 from nodes.registry import identity, joining, registration, resources
 from nodes.registry.heartbeats import LARGEST
@@ -354,7 +352,7 @@ class RegistrationApplication:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
-        except Disconnected:
+        except wire.Disconnected:
             return
         except Exception as error:
             refusal = translate_error(error)
@@ -431,10 +429,9 @@ async def _authenticate(
 
 async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
     """Return the fields of the body; raise InvalidInput, or DRF's ValidationError naming a field."""
-    raw = await request_body(receive, settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
-    if raw and not is_json(headers.get(b"content-type", "")):
-        raise errors.InvalidInput(MALFORMED)
-    fields: dict[str, Any] = _BODY.run_validation(parse_object(raw))
+    limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    body = await wire.read_json_object(receive, headers.get(b"content-type", ""), limit)
+    fields: dict[str, Any] = _BODY.run_validation(body)
     return fields
 
 
@@ -492,3 +489,9 @@ class RegistrationDescription(APIView):
     )
     def post(self, request: Request) -> None:
         """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""
+
+
+def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
+    """Add the route that Django's resolver does not know; drf-spectacular's preprocessing hook."""
+    path = "/api/node/register"
+    return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]

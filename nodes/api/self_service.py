@@ -16,7 +16,7 @@ from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
-from localai_cluster.web.rest import FastJSONRenderer, MessageSerializer
+from localai_cluster.web.rest import MessageSerializer
 from nodes.api.base import NodeView, response_example
 from nodes.api.nodes import replica_rows
 from nodes.api.worker_routes import (
@@ -126,8 +126,6 @@ class SelfResumeView(SelfServiceView):
 
 class SelfReplicasView(SelfServiceView):
     """`/api/node/:id/models` (§1.6)."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="node_models",

@@ -5,6 +5,7 @@ The control plane runs no engines, so `/system` and `/api/resources` describe th
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +18,12 @@ from rest_framework.views import APIView
 
 from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import flat_refusals, refusals
-from localai_cluster.web.rest import FastJSONRenderer
 from localai_cluster.web.shapes import BYTES, FLAG, TEXT, TEXTS, Row, Shape, count, field
 from nodes.api.base import response_example
 from nodes.backends import catalogue
 from nodes.definitions import folder
+from nodes.definitions.files import Definition
+from nodes.definitions.sizes import MEASURE_LIMIT
 from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.scheduling import store
 
@@ -85,7 +87,6 @@ RESOURCES = Shape(
     ],
 )
 CHANGED = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
-COMPONENTS = (LOADED_MODEL, SYSTEM, GPU_USE, RAM_USE, MEMORY_SUM, RESOURCES, CHANGED)
 _MODEL = OpenApiParameter("model", str, OpenApiParameter.PATH)
 _MEMORY = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
 _RAM = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}
@@ -105,8 +106,6 @@ _EXAMPLE = {
 
 class SystemView(APIView):
     """`/system`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="system",
@@ -128,8 +127,6 @@ class SystemView(APIView):
 
 class ResourcesView(APIView):
     """`/api/resources`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="resources",
@@ -219,13 +216,13 @@ async def _storage_size() -> int:
 
 async def _measure_storage() -> int:
     """Measure the files of all definitions, a few at a time, since each one takes a thread."""
-    sizes, slots = folder.folder().sizes, asyncio.Semaphore(_MEASURED_AT_ONCE)
+    models, slots = folder.folder(), asyncio.Semaphore(_MEASURED_AT_ONCE)
 
     async def measure(definition: Definition) -> int:
         async with slots:
-            return (await sizes.of(definition)).payload
+            return (await models.sizes.of(definition)).payload
 
-    return sum(await asyncio.gather(*map(measure, await folder.list_definitions())))
+    return sum(await asyncio.gather(*map(measure, await models.all())))
 
 
 class _DefinitionView(APIView):
@@ -235,14 +232,12 @@ class _DefinitionView(APIView):
 
     def check_defined(self, model: str) -> None:
         """Raise NotFound unless a file defines the model."""
-        if async_to_sync(folder.find_definition)(model) is None:
+        if async_to_sync(folder.folder().find)(model) is None:
             raise errors.NotFound("model configuration not found")
 
 
 class ConfigurationView(_DefinitionView):
     """`/api/models/config-json/:model`."""
-
-    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="models_configuration",
@@ -255,7 +250,7 @@ class ConfigurationView(_DefinitionView):
     def get(self, request: Request, model: str) -> Response:
         """The content of the model's file, as JSON."""
         self.check_defined(model)
-        document: dict[str, Any] | None = async_to_sync(folder.read_document)(model)
+        document: dict[str, Any] | None = async_to_sync(folder.folder().document)(model)
         if document is None:
             raise errors.NotFound("model configuration not found")
         return Response(_as_json(document))
@@ -319,6 +314,6 @@ class ReloadView(_DefinitionView):
     )
     def post(self, request: Request) -> Response:
         """In this web process at once; the others read it within a few seconds by themselves."""
-        number = len(async_to_sync(folder.reload)())
+        number = len(async_to_sync(folder.folder().reload)())
         defined = "1 model is defined" if number == 1 else f"{number} models are defined"
         return Response(CHANGED.of(success=True, message=defined))

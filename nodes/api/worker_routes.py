@@ -209,13 +209,6 @@ async def _from_a_person(scope: Scope) -> bool:
     return callers[0].is_authenticated
 
 
-async def read_body(receive: Any, limit: int) -> bytes:
-    """Return the body; raise Disconnected, and InvalidInput (413) for one over `limit` bytes."""
-    too_large = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
-    too_large.status = 413
-    return await wire.read_body(receive, limit, too_large)
-
-
 def method_not_allowed(method: str) -> errors.ClusterError:
     error = errors.InvalidInput(f'method "{method}" not allowed')
     error.status = 405

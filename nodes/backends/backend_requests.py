@@ -16,7 +16,6 @@ from localai_cluster.kit import errors
 from nodes.backends import node_commands
 from nodes.backends.waves import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
-from nodes.placement.node_backoff import NodeBackoff
 from operations.ledger import target_changes
 from operations.models import Operation, OperationTarget, TargetStatus
 
@@ -253,25 +252,3 @@ def _conflict(row: PendingBackendOp, node: str, state: str) -> errors.Conflict:
         kind=f"backend_{row.op}",
         state="processing" if row.has_begun else "pending",
     )
-
-
-REMEMBERED_FOR = timedelta(minutes=10)
-
-
-def recent_refusals(backend: str, *, now: datetime) -> dict[UUID, NodeBackoff]:
-    """Return the nodes that recently failed to install the backend and still lack it; one query.
-
-    Their back-off only ranks them last: none of them has to rest.
-    """
-    since = now - REMEMBERED_FOR
-    failed = OperationTarget.objects.filter(
-        status=TargetStatus.ERROR,
-        finished_at__gt=since,
-        operation__kind=INSTALL,
-        operation__payload__backend__iexact=backend,
-        operation__finished_at__gt=since,
-    )
-    lacking = failed.exclude(node_id__in=NodeBackend.objects.named(backend).values("node_id"))
-    return {
-        id: NodeBackoff(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None
-    }

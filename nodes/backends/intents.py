@@ -239,9 +239,7 @@ def _claim(
         if not due:
             return []
         free = PendingBackendOp.objects.filter(pk__in=due, lease_until__isnull=True).order_by("id")
-        rows = list(free.select_for_update(no_key=True, skip_locked=True))
-        for row in rows:
-            row.begin_lease(owner, now=now, lease=lease)
+        rows = leases.claim(free, owner, now=now, lease=lease)
         update_rows(rows, leases.COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = target_changes.change(beginning, now=now)

@@ -31,6 +31,7 @@ from localai_cluster.metrics import passes
 from nodes.backends import intents, upgrade_state
 from nodes.commands.commands import LIST_TIMEOUT, Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.decisions.reserved_memory import CLOCKS_DIFFER
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import mass_silence
@@ -325,7 +326,7 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     running = await engines_of(Worker(bus, str(node_id), node_name))
     if running is None:
         return
-    retired = await in_thread(end_unlisted, node_id, running, before=asked_at)
+    retired = await in_thread(end_unlisted, node_id, running, before=asked_at - CLOCKS_DIFFER)
     if retired:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(retired))
 

@@ -3,6 +3,10 @@
 Only the registered address is dialled (`registry/dial_targets.py`): redirects are not followed and proxies of
 the environment are not used. The reply is untrusted: its size and time are bounded, and only messages of the
 expected shape are forwarded.
+
+`/ws/nodes/:id/backend-logs/:model` sends the messages to a browser. The node must exist before the handshake
+is answered; what fails afterwards closes the socket with 1011 and the reason. What the client says is not
+passed on: a worker ignores it.
 """
 
 import asyncio
@@ -11,13 +15,17 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
+from uuid import UUID
 
 import httpx
 import msgspec
+from channels.db import database_sync_to_async
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from localai_cluster.kit import errors
+from localai_cluster.web.sockets import FAILED, Ended, Scope
+from nodes.models import BackendNode
 from nodes.registry import dial_targets
 from nodes.registry.dial_targets import Contact, HttpServer, NotReachable
 
@@ -234,3 +242,33 @@ def _status_error(server: HttpServer, status: int) -> errors.ClusterError:
     }
     reason = meaning.get(status, f"it answers {status}")
     return NotReachable(f"node {server.node}: its worker cannot be read: {reason}")
+
+
+async def admit(scope: Scope) -> None:
+    """Raise NotFound for an unknown node, InvalidInput for a name that no model has."""
+    node, model = _node_and_model(scope)
+    if node is None or not await database_sync_to_async(BackendNode.objects.filter(pk=node).exists)():
+        raise errors.NotFound("node not found")
+    if len(model) > LONGEST_NAME:
+        raise errors.InvalidInput(f"the model's name is over {LONGEST_NAME} characters")
+
+
+async def output(scope: Scope) -> AsyncGenerator[str, None]:
+    """Yield the worker's messages; end with the reason."""
+    node, model = _node_and_model(scope)
+    assert node is not None
+    try:
+        server = await database_sync_to_async(dial_targets.http_server)(node)
+        async with contextlib.aclosing(follow(server, model)) as messages:
+            async for message in messages:
+                yield message
+    except errors.ClusterError as error:
+        raise Ended(FAILED, error.message) from error
+
+
+def _node_and_model(scope: Scope) -> tuple[UUID | None, str]:
+    kwargs = scope["url_route"]["kwargs"]
+    try:
+        return UUID(kwargs["node_id"]), kwargs["model"]
+    except ValueError:
+        return None, kwargs["model"]

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol, TypeVar, assert_never
+from typing import Any, Protocol, TypeVar, assert_never
 
 from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints, names
@@ -104,25 +104,8 @@ _MOST_PINGS = 50
 """Pings a second in this process: with more commands than that, each worker is pinged less often."""
 
 
-class _Watching:
-    """The number of running commands that are watched, which sets the pause between their pings."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __enter__(self) -> None:
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next ping for one command."""
-        return max(PING_EVERY, self._count / _MOST_PINGS)
-
-
-_watching = _Watching()
+_watches: set["asyncio.Task[Any] | None"] = set()
+"""The tasks that wait for their next ping."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -144,8 +127,7 @@ class Worker:
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """Return the worker's list of backends, from a single request."""
-        return await self._measured_request(
-            messages.backend_list(self.node_id),
+        return await self._request(
             messages.Nothing(),
             messages.ListReply,
             lambda reply: reply.error,
@@ -178,8 +160,7 @@ class Worker:
 
     async def running(self) -> Outcome[messages.RunningReply]:
         """Return the engine processes that the worker runs."""
-        return await self._measured_request(
-            messages.models_running(self.node_id),
+        return await self._request(
             messages.Nothing(),
             messages.RunningReply,
             lambda reply: reply.error,
@@ -190,8 +171,7 @@ class Worker:
     async def stop_model(self, process_key: str, address: str) -> Outcome[messages.StopModelReply]:
         """Stop the engine process at exactly this address; `Done` means that the key has no process."""
         name, _, _ = process_key.rpartition("#")
-        return await self._measured_request(
-            messages.model_stop(self.node_id),
+        return await self._request(
             messages.StopModelRequest(name, process_key, address),
             messages.StopModelReply,
             lambda reply: "" if reply.terminated else reply.error or "termination not confirmed",
@@ -201,8 +181,7 @@ class Worker:
 
     async def unload_model(self, model_name: str, address: str) -> Outcome[messages.UnloadReply]:
         """Make the engine at this address free its memory; its process keeps running (nats.md §4.9)."""
-        return await self._measured_request(
-            messages.model_unload(self.node_id),
+        return await self._request(
             messages.UnloadRequest(model_name, address),
             messages.UnloadReply,
             _failure,
@@ -212,8 +191,7 @@ class Worker:
 
     async def delete_model(self, model_name: str) -> Outcome[messages.DeleteModelReply]:
         """Remove the staged files of the model; a model without files is a success (nats.md §4.10)."""
-        return await self._measured_request(
-            messages.model_delete(self.node_id),
+        return await self._request(
             messages.DeleteModelRequest(model_name),
             messages.DeleteModelReply,
             _failure,
@@ -228,12 +206,12 @@ class Worker:
         """
         payload = encode(messages.StopBackend(target, force)) if target or force else _NO_PAYLOAD
         with contextlib.suppress(carrier.BusError), failpoints.told("backend.stop"):
-            await self.bus.publish(messages.backend_stop(self.node_id), payload)
+            await self.bus.publish(messages.subject("backend.stop", self.node_id), payload)
 
     async def stop_node(self) -> None:
         """Request the shutdown of the worker; there is no reply (nats.md §4.11)."""
         with contextlib.suppress(carrier.BusError), failpoints.told("node.stop"):
-            await self.bus.publish(messages.stop(self.node_id), _NO_PAYLOAD)
+            await self.bus.publish(messages.subject("stop", self.node_id), _NO_PAYLOAD)
 
     async def install(
         self, request: messages.InstallRequest, *, timeout: float, on_progress: OnProgress | None = None
@@ -247,7 +225,6 @@ class Worker:
         async def send(report: OnProgress | None) -> Outcome[messages.InstallReply]:
             async with self._progress(command.op_id, report):
                 return await self._command(
-                    messages.backend_install(self.node_id),
                     command,
                     messages.InstallReply,
                     _failure,
@@ -270,7 +247,6 @@ class Worker:
         request = understood(request)
         async with self._progress(request.op_id, on_progress):
             outcome = await self._command(
-                messages.backend_upgrade(self.node_id),
                 request,
                 messages.UpgradeReply,
                 _failure,
@@ -289,9 +265,8 @@ class Worker:
                 op_id=request.op_id,
                 install_only=True,
             )
-            subject = messages.backend_install(self.node_id)
             answer = await self._command(
-                subject, forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
+                forced, messages.InstallReply, _failure, timeout, point="backend.install.forced"
             )
         match answer:
             case Done():
@@ -304,7 +279,6 @@ class Worker:
     async def delete(self, backend: str, *, timeout: float = DELETE_TIMEOUT) -> Outcome[messages.DeleteReply]:
         """Stop the processes of the backend and remove its files."""
         return await self._command(
-            messages.backend_delete(self.node_id),
             messages.DeleteRequest(bare(backend)),
             messages.DeleteReply,
             _failure,
@@ -319,8 +293,7 @@ class Worker:
         Return Unheard if the worker does not support cancellation, as a stock worker: the command continues
         there.
         """
-        outcome = await self._measured_request(
-            messages.backend_cancel(self.node_id),
+        outcome = await self._request(
             messages.CancelRequest(op_id),
             messages.CancelReply,
             lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
@@ -366,35 +339,36 @@ class Worker:
         """Return True if our connection is old enough for a missing listener to mean a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
 
-    async def _measured_request(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    async def _request(
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """Send one request; return its outcome. `point` names it in metrics and as a failpoint in tests."""
-        began = clock.monotonic()
-        outcome = await self._request(subject, request, kind, refusal, timeout, point=point)
+        """Send one request; return its outcome.
+
+        `point` is the command, with `.forced` for an install in place of an upgrade. It names the request in
+        metrics and as a failpoint in tests too.
+        """
+        began, inbox = clock.monotonic(), messages.inbox(self.node_id)
+        subject = messages.subject(point.removesuffix(".forced"), self.node_id)
+        outcome: Outcome[R]
+        try:
+            with failpoints.asked(point):
+                reply = decode(await self.bus.request(subject, encode(request), timeout, inbox=inbox), kind)
+        except carrier.NoResponders:
+            outcome = NoResponders(f"node {self.name} is not responding")
+        except carrier.RequestTimeout:
+            outcome = StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
+        except carrier.BusError:
+            outcome = BusDown("the message bus is not connected")
+        except DecodeError as error:
+            outcome = Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
+        else:
+            reason = names.readable(refusal(reply))
+            outcome = Refused(reason, reply) if reason else Done(reply)
         metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
         return outcome
 
-    async def _request(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
-    ) -> Outcome[R]:
-        inbox = messages.inbox(self.node_id)
-        try:
-            with failpoints.asked(point):
-                reply = await carrier.ask(self.bus, subject, request, kind, timeout, inbox=inbox)
-        except carrier.NoResponders:
-            return NoResponders(f"node {self.name} is not responding")
-        except carrier.RequestTimeout:
-            return StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
-        except carrier.BusError:
-            return BusDown("the message bus is not connected")
-        except DecodeError as error:
-            return Unreadable(f"the answer of node {self.name} cannot be read: {error.message}")
-        reason = names.readable(refusal(reply))
-        return Refused(reason, reply) if reason else Done(reply)
-
     async def _command(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         """Send the command, again after each loss of our connection, and watch the worker meanwhile."""
         deadline, instance = clock.monotonic() + timeout, self.instance
@@ -415,7 +389,7 @@ class Worker:
                         assert_never(contact)
             outcome = await first(
                 self._watch(self.bus.generation, instance),
-                self._send(subject, request, kind, refusal, remaining, point=point),
+                self._send(request, kind, refusal, remaining, point=point),
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
@@ -424,12 +398,12 @@ class Worker:
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 
     async def _send(
-        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+        self, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
         """Send the request until a worker listens, or the lack of a listener is certain."""
         misses = 0
         while True:
-            outcome = await self._measured_request(subject, request, kind, refusal, timeout, point=point)
+            outcome = await self._request(request, kind, refusal, timeout, point=point)
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
@@ -441,8 +415,11 @@ class Worker:
         """Return NoResponders when the worker is gone, or None when the command must be sent again."""
         misses = 0
         while True:
-            with _watching:
-                await asyncio.sleep(_watching.pause)
+            _watches.add(task := asyncio.current_task())
+            try:
+                await asyncio.sleep(max(PING_EVERY, len(_watches) / _MOST_PINGS))
+            finally:
+                _watches.discard(task)
             if self.bus.generation != generation:
                 return None
             answer = await self.backends(PING_TIMEOUT)
@@ -473,7 +450,10 @@ def _failure(reply: _Verdict) -> str:
 
 
 async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, Any, T]) -> R | T:
-    """Return the result of the coroutine that ends first, `second_work` in a tie. Cancel the other one."""
+    """Return the result, or raise the exception, of the coroutine that ends first. Cancel the other one.
+
+    `second_work` wins a tie.
+    """
     tasks = asyncio.create_task(first_work), asyncio.create_task(second_work)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -482,8 +462,3 @@ async def first(first_work: Coroutine[Any, Any, R], second_work: Coroutine[Any, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def unless(failure: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, R]) -> R:
-    """Return the result of `work`; if `failure` raises first, cancel `work` and raise the same exception."""
-    return await first(failure, work)

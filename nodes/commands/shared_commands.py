@@ -7,6 +7,7 @@ The command is cancelled when its last caller is gone.
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -48,7 +49,7 @@ async def joined(
         flight = _Flight()
         work = send(flight.forward if on_progress else None)
         flights[key] = flight, asyncio.create_task(work, name="command")
-        flights[key][1].add_done_callback(lambda task: _forget(flights, key, task))
+        flights[key][1].add_done_callback(partial(_forget, flights, key))
     flight, task = flights[key]
     flight.waiting.append(on_progress)
     try:

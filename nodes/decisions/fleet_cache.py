@@ -12,10 +12,10 @@ row count reveals a deleted row, one refresh later at most.
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
 from django.db import connection
@@ -27,6 +27,7 @@ from nodes.placement.choose import ANY_NODE, Candidate, Decision, Selector
 from nodes.placement.explain import FleetView
 from nodes.placement.ranking import ModelFacts, RankedFleet
 
+R = TypeVar("R")
 _MAX_DISTANCE = 2**30
 """Largest distance of two refreshes, in transactions: 32-bit numbers compare within half of their range."""
 _NODE = (
@@ -64,14 +65,16 @@ class _Replica(NamedTuple):
         return self.phase != Phase.DEPARTED and not ended
 
 
-class _TableCopy:
+class _TableCopy(Generic[R]):
     """The rows of one table, by node."""
 
-    def __init__(self, model: type[Model], node: str, columns: Sequence[str]) -> None:
+    def __init__(
+        self, model: type[Model], node: str, columns: Sequence[str], row: Callable[[Iterable[Any]], R]
+    ) -> None:
         self._queryset = model._base_manager.order_by()
-        self._node, self._columns = node, columns
+        self._node, self._columns, self._row = node, columns, row
         self._count = 0
-        self.by_node: dict[UUID, list[tuple[Any, ...]]] = {}
+        self.by_node: dict[UUID, list[R]] = {}
 
     def read(self, node_ids: Collection[UUID] | None = None) -> set[UUID]:
         """Read the rows of these nodes, None = all into an empty table; return the ids."""
@@ -81,7 +84,7 @@ class _TableCopy:
             for id in node_ids:
                 self._count -= len(self.by_node.pop(id, ()))
         for id, *columns in queryset.values_list(self._node, *self._columns):
-            self.by_node.setdefault(id, []).append(tuple(columns))
+            self.by_node.setdefault(id, []).append(self._row(columns))
             self._count += 1
         return set(node_ids or ())
 
@@ -99,9 +102,9 @@ class _Rows:
     """The rows that placement reads."""
 
     def __init__(self) -> None:
-        self._nodes = _TableCopy(BackendNode, "id", _NODE)
-        self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"))
-        self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields)
+        self._nodes = _TableCopy(BackendNode, "id", _NODE, tuple)
+        self._labels = _TableCopy(NodeLabel, "node_id", ("key", "value"), tuple)
+        self._replicas = _TableCopy(NodeModel, "node_id", _Replica._fields, _Replica._make)
         self._nodes_by_model: defaultdict[str, set[UUID]] = defaultdict(set)
         """Nodes with replicas of a model, and some that had; `_of_models` removes those."""
 
@@ -120,7 +123,7 @@ class _Rows:
     def candidate(self, id: UUID) -> Candidate:
         """Return the node with all its labels, without any model's data."""
         row = dict(zip(_NODE, self._nodes.by_node[id][0], strict=True))
-        replicas = self._replicas_of(id)
+        replicas = self._replicas.by_node.get(id, ())
         for replica in replicas:
             self._nodes_by_model[replica.model_name].add(id)
         reserving = [replica for replica in replicas if replica.vram_needed > 0]
@@ -146,9 +149,6 @@ class _Rows:
             gpus=reserved_memory.free_by_gpu(row, reservations),
         )
 
-    def _replicas_of(self, node_id: UUID) -> list[_Replica]:
-        return [_Replica(*columns) for columns in self._replicas.by_node.get(node_id, ())]
-
     def model_facts(
         self, model_name: str, conflicts: Collection[str], file_bytes: Mapping[UUID, int]
     ) -> ModelFacts:
@@ -167,7 +167,8 @@ class _Rows:
         found: dict[UUID, list[_Replica]] = {}
         for name in names:
             for id in tuple(self._nodes_by_model.get(name, ())):
-                replicas = [replica for replica in self._replicas_of(id) if replica.model_name == name]
+                rows = self._replicas.by_node.get(id, ())
+                replicas = [replica for replica in rows if replica.model_name == name]
                 if replicas:
                     found.setdefault(id, []).extend(replicas)
                 else:
@@ -300,18 +301,7 @@ def _decide_on(nodes: Sequence[Candidate], view: FleetView) -> tuple[FleetView, 
     return full_view, full_view.decide()
 
 
-_cache = FleetCache()
-
-
-def shared_cache() -> FleetCache:
-    """Return the cache of this process."""
-    return _cache
-
-
-def _replace_after_fork() -> None:
-    global _cache
-    _cache = FleetCache()
-
-
+CACHE = FleetCache()
+"""The cache of this process."""
 # The lock may be held by a thread that the child of a fork does not have.
-os.register_at_fork(after_in_child=_replace_after_fork)
+os.register_at_fork(after_in_child=CACHE.__init__)  # type: ignore[misc]

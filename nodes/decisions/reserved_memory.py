@@ -25,7 +25,6 @@ from nodes.placement.choose import Need
 from nodes.placement.evict import Resident
 from nodes.placement.memory import (
     NEVER,
-    BytesByGpu,
     FreeByGpu,
     MemoryReading,
     Reservation,
@@ -130,7 +129,11 @@ def reserve_for_load(
         "vram_seen_at": node.vram_read_at,
         "gpus": [_row(by_index[index], share) for index, share in expected.items()],
     }
-    return MemoryReservation(columns, _given(by_index, shares or {}))
+    gpus = (
+        GpuShare(by_index[index]["uuid"] or str(index), share)
+        for index, share in sorted((shares or {}).items())
+    )
+    return MemoryReservation(columns, tuple(gpus))
 
 
 def credit_stopped_engine(gone: NodeModel, *, stop_sent: datetime) -> None:
@@ -158,12 +161,6 @@ def _at_most(returned: CombinedExpression) -> Case:
 
 def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
     return {"index": gpu["index"], "uuid": gpu["uuid"], "bytes": share, "seen": gpu["free_vram"]}
-
-
-def _given(by_index: Mapping[int, Mapping[str, Any]], shares: BytesByGpu) -> tuple[GpuShare, ...]:
-    return tuple(
-        GpuShare(by_index[index]["uuid"] or str(index), share) for index, share in sorted(shares.items())
-    )
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:

@@ -7,15 +7,14 @@ is loaded. `folder` keeps the definitions of the models folder.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from localai_cluster.kit import names, untrusted
 from nodes.definitions import use_cases
 
-T = TypeVar("T")
 _NUMBERS = {
     "temperature": float,
     "top_p": float,
@@ -202,16 +201,6 @@ class Definition:
         return self.name != other.name and not self.groups.isdisjoint(other.groups)
 
 
-def load_options(definition: Definition) -> dict[str, Any]:
-    """Return a fresh copy of the options for `LoadModel`, from the stored file only."""
-    return dict(definition.options)
-
-
-def revision(definition: Definition) -> str:
-    """Return the fingerprint of the load; it changes if and only if the engine or an option changes."""
-    return definition.revision
-
-
 def parse_definition(document: object, source: str) -> Definition:
     """Check one parsed file; raise Unusable."""
     if not isinstance(document, Mapping):
@@ -325,7 +314,7 @@ def read_definition(path: Path) -> Definition:
 
 def read_document(path: Path) -> Any:
     """Return the content of a definition's file; raise UnusableDefinition."""
-    return _parse(_read(path), lambda document: document)
+    return _load(_read(path))
 
 
 def _read(path: Path) -> bytes:
@@ -338,23 +327,24 @@ def _read(path: Path) -> bytes:
     return content
 
 
+def _load(content: bytes) -> Any:
+    try:
+        return untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader)
+    except UnicodeDecodeError as error:
+        raise UnusableDefinition("is not UTF-8 text") from error
+    except untrusted.InvalidYAML as error:
+        raise UnusableDefinition(str(error)) from error
+
+
 def parse_file(content: bytes, source: str) -> Definition:
     """Check the content of one file. Raise Unusable, and nothing else, for all unusable content.
 
     Unexpected exceptions also count as an error of this file, because the models of other files must keep
     working.
     """
-    return _parse(content, lambda document: parse_definition(document, source))
-
-
-def _parse(content: bytes, convert: Callable[[object], T]) -> T:
     try:
-        return convert(untrusted.load_yaml(content.decode("utf-8"), untrusted.PlainLoader))
+        return parse_definition(_load(content), source)
     except UnusableDefinition:
         raise
-    except UnicodeDecodeError as error:
-        raise UnusableDefinition("is not UTF-8 text") from error
-    except untrusted.InvalidYAML as error:
-        raise UnusableDefinition(str(error)) from error
     except Exception as error:
         raise UnusableDefinition(f"cannot be used: {untrusted.yaml_reason(error)}") from error

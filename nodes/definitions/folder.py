@@ -60,14 +60,6 @@ class Problems:
         return bool(self.folder or self.files)
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """One scan in progress; its thread completes `done` when it ends."""
-
-    started_at: float
-    done: "Future[None]" = field(default_factory=Future)
-
-
 class Folder:
     """The definitions of one folder. Thread-safe, and usable from several event loops."""
 
@@ -83,7 +75,8 @@ class Folder:
         self._monotonic = monotonic
         self._limit = limit
         self._lock = threading.Lock()
-        self._scan: _Scan | None = None
+        self._scan: Future[None] | None = None
+        self._scan_began_at = 0.0
         self._scanned_at = float("-inf")
         self._files: _Files = {}
         self._by_name: Mapping[str, Definition] | None = None
@@ -138,38 +131,26 @@ class Folder:
 
     async def _current(self, interval: float = LOOK_EVERY) -> Mapping[str, Definition]:
         scan = self._begin_scan(interval)
-        if scan is not None and not await self._wait_for_scan(scan):
-            self._report_hanging()
+        if scan is not None:
+            limit = max(self._scan_began_at + self._limit - self._monotonic(), 0)
+            if not await untrusted.wait_until_done(scan, timeout=limit):
+                self._report_hanging()
         if self._by_name is None:
             raise self._hang_error()
         return self._by_name
 
-    def _begin_scan(self, interval: float) -> _Scan | None:
+    def _begin_scan(self, interval: float) -> "Future[None] | None":
         """Return the running or a new scan to wait for; None if the last one is recent enough."""
         with self._lock:
             now = self._monotonic()
             if now - self._scanned_at < interval:
                 return None
-            if self._scan is not None:
-                return self._scan
-            scan = self._scan = _Scan(now)
-        scan.done.set_running_or_notify_cancel()  # a cancelled request must not cancel the scan
-        threading.Thread(target=self._scan_folder, args=(scan,), name="definitions", daemon=True).start()
-        return scan
+            if self._scan is None:
+                self._scan_began_at = now
+                self._scan = untrusted.in_daemon_thread(self._scan_folder, now)
+            return self._scan
 
-    async def _wait_for_scan(self, scan: _Scan) -> bool:
-        """Wait for the scan; return False after its time limit."""
-        remaining = scan.started_at + self._limit - self._monotonic()
-        if scan.done.done() or remaining <= 0:
-            return scan.done.done()
-        scan_future = asyncio.wrap_future(scan.done)
-        try:
-            await asyncio.wait([scan_future], timeout=remaining)
-        finally:
-            scan_future.cancel()
-        return scan.done.done()
-
-    def _scan_folder(self, scan: _Scan) -> None:
+    def _scan_folder(self, began_at: float) -> None:
         """Scan the folder once. Runs on a thread of its own."""
         try:
             stamps, problem = self._stamps()
@@ -177,7 +158,7 @@ class Folder:
             by_name, broken = _indexed(files)
             with self._lock:
                 self._files, self._by_name = files, by_name
-                self._scanned_at, self._scan = scan.started_at, None
+                self._scanned_at, self._scan = began_at, None
             self._report(Problems(problem, broken))
             if self._hangs:
                 self._hangs = False
@@ -185,10 +166,8 @@ class Folder:
         except Exception as error:
             with self._lock:
                 self._by_name = self._by_name or {}
-                self._scanned_at, self._scan = scan.started_at, None
+                self._scanned_at, self._scan = began_at, None
             self._report(Problems(_displayable(f"cannot be read: {untrusted.yaml_reason(error)}")), error)
-        finally:
-            scan.done.set_result(None)
 
     def _report_hanging(self) -> None:
         if not self._hangs:
@@ -206,13 +185,18 @@ class Folder:
 
     def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
         """Read the files that are new or changed; keep the results of the others."""
-        cached_files = self._files
-        return {
-            name: cached_files[name]
-            if name in cached_files and cached_files[name][0] == stamp
-            else (stamp, self._read_file(name, stamp))
-            for name, stamp in sorted(stamps.items())
-        }
+        files: _Files = {}
+        for name, stamp in sorted(stamps.items()):
+            cached = self._files.get(name)
+            if cached is not None and cached[0] == stamp:
+                files[name] = cached
+                continue
+            try:
+                definition = read_definition(self._path / name)
+                files[name] = stamp, replace(definition, changed=stamp[0] // 1_000_000_000)
+            except UnusableDefinition as error:
+                files[name] = stamp, error
+        return files
 
     def _stamps(self) -> tuple[dict[str, _Stamp], str]:
         """Return a stamp for each definition file, and the folder's problem ("" if none)."""
@@ -224,22 +208,12 @@ class Folder:
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
-        return {
-            name: stamp for name in listed[:MAX_FILES] if (stamp := self._stamp(name)) is not None
-        }, problem
-
-    def _stamp(self, name: str) -> _Stamp | None:
-        try:
-            status = (self._path / name).stat()
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_size, status.st_ino)
-
-    def _read_file(self, name: str, stamp: _Stamp) -> Definition | UnusableDefinition:
-        try:
-            return replace(read_definition(self._path / name), changed=stamp[0] // 1_000_000_000)
-        except UnusableDefinition as error:
-            return error
+        stamps: dict[str, _Stamp] = {}
+        for name in listed[:MAX_FILES]:
+            with suppress(OSError):
+                status = (self._path / name).stat()
+                stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
+        return stamps, problem
 
     def _report(self, problems: Problems, error: Exception | None = None) -> None:
         """Store the problems, and log those that the previous scan did not have."""
@@ -278,33 +252,3 @@ def _folder(path: Path) -> Folder:
 def folder() -> Folder:
     """Return the models folder of this process's settings."""
     return _folder(conf.cluster().models_path)
-
-
-async def find_definition(name: str) -> Definition | None:
-    """Return the definition that clients request as `name`, or None; raise FolderUnresponsive."""
-    return await folder().find(name)
-
-
-async def read_document(name: str) -> Any:
-    """Return the content of the file that defines the model, None without one; raise FolderUnresponsive."""
-    return await folder().document(name)
-
-
-async def has_tools(definition: Definition) -> bool:
-    """Return True if the model's file is known to have a chat template with tools."""
-    return await folder().has_tools(definition)
-
-
-async def reload() -> list[Definition]:
-    """Scan the models folder now; return every usable definition, sorted by name."""
-    return await folder().reload()
-
-
-async def list_definitions() -> list[Definition]:
-    """Return every usable definition, sorted by name; raise FolderUnresponsive."""
-    return await folder().all()
-
-
-async def list_problems() -> Problems:
-    """Return the reasons why files of the models folder, or the whole folder, are unusable now."""
-    return await folder().problems()

@@ -11,7 +11,6 @@ nothing whose size the file chooses, and gives up after a bounded number of step
 read by then count.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -159,38 +158,25 @@ class Sizes:
 
     async def of(self, definition: Definition) -> ModelFiles:
         """Measure a model's files within the time limit; all sizes are 0 for an unreadable folder (R2.40)."""
-        waiting = asyncio.wrap_future(self._begin(definition))
-        try:
-            done, _ = await asyncio.wait([waiting], timeout=self._limit)
-        finally:
-            waiting.cancel()
-        if done:
-            return waiting.result()
+        with self._lock:
+            measurement = self._running.get(definition.name)
+            if measurement is None:
+                measurement = untrusted.in_daemon_thread(self._measure_files, definition)
+                self._running[definition.name] = measurement
+        if await untrusted.wait_until_done(measurement, timeout=self._limit):
+            return measurement.result()
         logger.warning("The files of %s could not be measured within %g s", definition.name, self._limit)
         return ModelFiles()
 
-    def _begin(self, definition: Definition) -> "Future[ModelFiles]":
-        """Return the running measurement, or start one on a thread of its own."""
-        with self._lock:
-            if (running := self._running.get(definition.name)) is not None:
-                return running
-            measurement = self._running[definition.name] = Future[ModelFiles]()
-        measurement.set_running_or_notify_cancel()  # a cancelled load must not cancel the measurement
-        threading.Thread(
-            target=self._measure_files, args=(definition, measurement), name="sizes", daemon=True
-        ).start()
-        return measurement
-
-    def _measure_files(self, definition: Definition, measurement: "Future[ModelFiles]") -> None:
-        files = ModelFiles()
+    def _measure_files(self, definition: Definition) -> ModelFiles:
         try:
-            files = measure(self._folder, definition)
+            return measure(self._folder, definition)
         except Exception:
             logger.exception("The files of %s cannot be measured", definition.name)
+            return ModelFiles()
         finally:
             with self._lock:
                 del self._running[definition.name]
-            measurement.set_result(files)
 
 
 WANTED = ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv")

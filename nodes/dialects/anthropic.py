@@ -1,12 +1,11 @@
 """Anthropic's Messages, `POST /v1/messages`: requests, complete responses, stream events, error bodies. Pure.
 
-A user's message may hold tool results, which engines expect as separate messages. Prompt caching marks
-(`cache_control`), sources of texts and signatures of thoughts are ignored. A response is a list of numbered
-blocks. The first event has the prompt's token count if the engine has reported it by then, otherwise 0; the
-last but one has the figures of the whole response.
+The conversation is a list of blocks (`anthropic_input.py`), and so is a response, with numbers. The first
+event has the prompt's token count if the engine has reported it by then, otherwise 0; the last but one has
+the figures of the whole response.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,28 +13,24 @@ from msgspec import UNSET, UnsetType
 
 from localai_cluster.kit.errors import ClusterError, InvalidInput
 from localai_cluster.web import wire
-from localai_cluster.web.wire import Answer, ResponseBody, field_error
-from nodes.dialects import blocks, openai_common, openai_messages
+from localai_cluster.web.wire import Answer, ResponseBody
+from nodes.dialects import blocks, openai_common
+from nodes.dialects.anthropic_input import Messages, System, collect_images, convert_messages
 from nodes.dialects.blocks import Block, BlockChange, BlockKind, Blocks, BlockStep
 from nodes.dialects.openai_common import MOST_STOPS, Fraction, NonNegativeInt, PositiveInt, Text
 from nodes.dialects.openai_messages import (
-    MOST_MESSAGES,
-    MOST_PARTS,
     MOST_TOOLS,
-    CalledFunction,
     Choice,
     ForcedTool,
     Function,
     FunctionName,
     Tool,
-    ToolCall,
     check_tools,
     encode_json,
 )
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
     Conversation,
-    ConversationMessage,
     Dialect,
     Generation,
     Head,
@@ -44,190 +39,6 @@ from nodes.gateway.generation import (
     Usage,
     total_usage,
 )
-
-
-class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
-    """Text."""
-
-    text: str
-
-
-class ImageSource(msgspec.Struct, frozen=True):
-    """An image in itself. The cluster fetches nothing, and keeps no files: other types are refused."""
-
-    type: Literal["base64", "url", "file"]
-    data: str | None = None
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
-
-
-class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
-    """An image."""
-
-    source: ImageSource
-
-
-class DocumentSource(msgspec.Struct, frozen=True):
-    """A document in itself: plain text, or blocks of text. No engine here reads other kinds."""
-
-    type: Literal["text", "content", "base64", "url", "file"]
-    data: str | None = None
-    content: str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
-
-
-class DocumentBlock(msgspec.Struct, tag_field="type", tag="document", frozen=True):
-    """A document, which becomes text."""
-
-    source: DocumentSource
-    title: str | None = None
-    context: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The document with its title and context."""
-        source = self.source
-        if source.content is None or isinstance(source.content, str):
-            body = source.content or source.data or ""
-        else:
-            body = "\n".join(block.text for block in source.content)
-        return "\n".join(part for part in (self.title, self.context, body) if part)
-
-
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
-    """What the model thought."""
-
-    thinking: str
-
-
-class HiddenThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", frozen=True):
-    """What the model thought, unreadable here: ignored."""
-
-
-class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
-    """One call of a tool, as an earlier answer asked for it."""
-
-    id: Text
-    name: Text
-    input: dict[str, Any]
-
-
-class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=True):
-    """What came of a call."""
-
-    tool_use_id: Text
-    content: (
-        str
-        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], msgspec.Meta(max_length=MOST_PARTS)]
-        | None
-    ) = None
-    is_error: bool | None = None
-    """Ignored: no template knows it."""
-
-
-InputBlock = (
-    TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
-)
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One message."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[InputBlock], msgspec.Meta(max_length=MOST_PARTS)]
-
-
-Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
-System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
-
-
-def convert_messages(system: System | None, messages: Sequence[Turn]) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form; raise InvalidInput for a block in the wrong message."""
-    if system:
-        yield ConversationMessage("system", system if isinstance(system, str) else _join_texts(system))
-    for number, message in enumerate(messages):
-        if isinstance(message.content, str):
-            yield ConversationMessage(message.role, message.content)
-        else:
-            yield from _convert_message(message.role, message.content, f"messages[{number}].content")
-
-
-_ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
-_USER_BLOCKS = (ResultBlock, ImageBlock, DocumentBlock)
-
-
-def _convert_message(
-    role: str, blocks: Sequence[InputBlock], field_path: str
-) -> Iterator[ConversationMessage]:
-    misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
-    for index, block in enumerate(blocks):
-        if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
-            raise field_error(
-                f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
-            )
-        _check_documents(block, f"{field_path}[{index}]")
-    if role == "assistant":
-        yield _assistant_message(blocks)
-        return
-    yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
-    if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
-        yield ConversationMessage(role, _join_texts(blocks))
-
-
-def _check_documents(block: InputBlock, field_path: str) -> None:
-    inner = block.content if isinstance(block, ResultBlock) and isinstance(block.content, list) else [block]
-    for part in inner:
-        if isinstance(part, DocumentBlock) and part.source.type not in ("text", "content"):
-            raise field_error(
-                f"{field_path}.source", "only documents of plain text are read: a source of the type text"
-            )
-
-
-def _assistant_message(blocks: Sequence[InputBlock]) -> ConversationMessage:
-    calls = [
-        ToolCall(block.id, CalledFunction(block.name, encode_json(block.input)))
-        for block in blocks
-        if isinstance(block, CallBlock)
-    ]
-    return ConversationMessage(
-        "assistant",
-        _join_texts(blocks),
-        reasoning="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
-        tool_calls=encode_json(calls) if calls else "",
-    )
-
-
-def _tool_message(block: ResultBlock) -> ConversationMessage:
-    content = block.content or ""
-    text = content if isinstance(content, str) else _join_texts(content)
-    return ConversationMessage("tool", text, tool_call_id=block.tool_use_id)
-
-
-def _join_texts(blocks: Sequence[InputBlock]) -> str:
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock))
-
-
-def collect_images(messages: Sequence[Turn]) -> tuple[str, ...]:
-    """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
-    return tuple(
-        _image_data(image.source, field_path)
-        for number, message in enumerate(messages)
-        if isinstance(message.content, list)
-        for image, field_path in _images(message.content, f"messages[{number}].content")
-    )
-
-
-def _image_data(source: ImageSource, field_path: str) -> str:
-    if source.type != "base64" or source.media_type is None:
-        raise field_error(f"{field_path}.source", "only images inside the request are accepted, as base64")
-    return openai_messages.check_base64(source.data or "", field_path)
-
-
-def _images(blocks: Sequence[InputBlock], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
-    for index, block in enumerate(blocks):
-        if isinstance(block, ImageBlock):
-            yield block, f"{field_path}[{index}]"
-        elif isinstance(block, ResultBlock) and isinstance(block.content, list):
-            yield from _images(block.content, f"{field_path}[{index}].content")
-
 
 _NAMES = {"response_format": "output_config"}
 

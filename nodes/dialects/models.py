@@ -113,7 +113,7 @@ class ShowResponse(ResponseBody, kw_only=True):
 async def list_models(request: InferenceRequest) -> Answer:
     """Respond with the list of models."""
     await confirm(request)
-    definitions = await folder.list_definitions()
+    definitions = await folder.folder().all()
     if request.is_of_anthropic:
         entries = [_anthropic_entry(definition) for definition in definitions]
         first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
@@ -167,7 +167,7 @@ async def tags(request: InferenceRequest) -> Answer:
     await confirm(request)
     models = [
         DefinedModel(**_identity(definition), modified_at=format_time(definition.changed))
-        for definition in await folder.list_definitions()
+        for definition in await folder.folder().all()
     ]
     return wire.json_answer(TagsResponse(models=models))
 
@@ -181,7 +181,7 @@ async def running(request: InferenceRequest) -> Answer:
         raise Unavailable("the database is not reachable", retry_after=2) from error
     models = [
         LoadedModel(**_identity(definition), size=loaded[definition.name], size_vram=loaded[definition.name])
-        for definition in await folder.list_definitions()
+        for definition in await folder.folder().all()
         if definition.name in loaded
     ]
     return wire.json_answer(RunningResponse(models=models))
@@ -214,7 +214,7 @@ async def _capabilities(definition: Definition) -> list[str]:
     """Return Ollama's names for what the model can do; tools only if its template is known to have them."""
     cases, template = definition.use_cases, definition.generation.template
     generates = "chat" in cases or "completion" in cases
-    has_tools = templates.has_tools(template) if template else await folder.has_tools(definition)
+    has_tools = templates.has_tools(template) if template else await folder.folder().has_tools(definition)
     known = {
         "completion": generates,
         "tools": generates and has_tools,

@@ -51,9 +51,9 @@ precedence.
 
 async def find_definition(name: str) -> Definition:
     """Return the definition for a requested name, with or without the default tag; raise ModelNotFound."""
-    definition = await folder.find_definition(name)
+    definition = await folder.folder().find(name)
     if definition is None and name.endswith(_DEFAULT_TAG):
-        definition = await folder.find_definition(name.removesuffix(_DEFAULT_TAG))
+        definition = await folder.folder().find(name.removesuffix(_DEFAULT_TAG))
     if definition is None:
         raise ModelNotFound(
             f"The model {name[:100]!r} does not exist; GET /v1/models lists them", field="model"
@@ -107,12 +107,16 @@ class Gateway:
 
     async def acquire(self, request: InferenceRequest) -> Replica:
         """Pick a replica and count the request in; wait for a load if none is loaded."""
-        loads = 0
-        while (replica := await self._pick(request)) is None:
-            if loads == MAX_LOADS:
-                raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
-            loads += await self._loads.wait(request)
-        return replica
+        if (replica := await self._pick(request)) is not None:
+            return replica
+        for _ in range(MAX_LOADS):
+            has_ended = False
+            with self._loads.join(request) as load:
+                while not has_ended:
+                    has_ended = await load.next_turn(request)
+                    if (replica := await self._pick(request)) is not None:
+                        return replica
+        raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
 
     def client(self, replica: Replica) -> BackendClient:
         """Return the client of the replica's engine; raise Refused for an unusable address."""

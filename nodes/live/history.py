@@ -66,10 +66,6 @@ class History:
         """The cursor of a reader who has every change."""
         return f"{self.epoch}:{self.number}"
 
-    def take(self, rows: dict[str, Raw], at: float) -> bool:
-        """Compare and accept the rows read at `at` (monotonic seconds); return True if anything differs."""
-        return self.accept(self.compare(rows), at)
-
     def compare(self, rows: dict[str, Raw]) -> Difference:
         """Return the differences from the last accepted snapshot. Thread-safe: it changes nothing."""
         raw_before, before = self._raw, self.nodes
@@ -82,7 +78,7 @@ class History:
         return Difference(rows, nodes, patches, frozenset(raw_before.keys() - rows.keys()))
 
     def accept(self, difference: Difference, at: float) -> bool:
-        """Accept the snapshot compared last; return True if it differs from the one before."""
+        """Accept the snapshot compared last, read at `at` (monotonic seconds); return True if it differs."""
         self._raw = difference.rows
         self.nodes.update(difference.nodes)
         for node in difference.removed:

@@ -7,12 +7,19 @@ that owns it, and each attempt has a row and a slot of its own. An attempt lives
 which departs with the node. If an attempt publishes no replica, its engine is stopped, and the row stays
 until a controller has confirmed the end of the engine. The stored definition alone determines the model and
 its options, the slot determines the node.
+
+Load options are tuned to the node, unless that is disabled (R2.80), and are part of no revision: the same
+definition may load with other values on another node. On a node that reports its GPUs an engine sees only
+those that its slot has reserved.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, assert_never
 from uuid import UUID
 
@@ -21,18 +28,19 @@ from django.db import Error as DatabaseError
 from localai_cluster.kit import clock, conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging.messages import InstallReply
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import admission, backend_requests, node_commands
-from nodes.commands.commands import Worker, unless
+from nodes.commands.commands import Worker, first
 from nodes.commands.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.commands.outcomes import Refused as WorkerRefused
 from nodes.decisions import fleet_queries
-from nodes.definitions.files import Definition, load_options, revision
+from nodes.definitions.files import Definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
-from nodes.loading import load_attempts, load_placement, load_request, node_options, staging
-from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone, attempt_id
+from nodes.loading import load_attempts, load_placement, load_request, staging
+from nodes.loading.load_attempts import Attempt, Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.load_placement import PendingEviction, wait_until_evicted
 from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.loading.staging import TransferLimits
@@ -41,6 +49,7 @@ from nodes.placement.choose import format_gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
 from nodes.replicas import engine_ends, slots
+from nodes.replicas.slots import Slot
 from operations.executor.wake_ups import WakeUps
 from operations.executor.work import Postpone, Work, in_thread
 from operations.models import TERMINAL, Operation, Status
@@ -71,6 +80,8 @@ class LoadModel:
         if definition is None:
             raise await in_thread(load_attempts.undefined, work.id)
         request = request_of(work.operation)
+        if request.is_scale_up and work.operation.result:
+            return dict(work.operation.result)  # an attempt before has published its replica
         name, besides = definition.name, request.excluded_nodes
         if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
             return {"already_loaded": True}
@@ -79,13 +90,15 @@ class LoadModel:
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL
             )
-        if request.replaces and await in_thread(fleet_queries.loaded_revision, request.replaces) == revision(
-            definition
+        replaced = request.replaces
+        if (
+            replaced is not None
+            and await in_thread(fleet_queries.loaded_revision, replaced) == definition.revision
         ):
             return {"already_loaded": True}  # changed back, or requested by a controller with other files
         attempt, eviction = await self._place(work, definition)
         try:
-            return await unless(_slot_lost(attempt), self._run(attempt, eviction))
+            return await first(_slot_lost(attempt), self._run(attempt, eviction))
         except Exception as error:
             await _give_up(attempt)
             outcome = await in_thread(load_attempts.after_error, attempt, error)
@@ -99,7 +112,7 @@ class LoadModel:
         load_needs = load_placement.LoadNeeds(
             definition, need, await self._definitions.conflicting(definition)
         )
-        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=attempt_id(work))
+        placement = await load_placement.reserve_slot(self._bus, work, load_needs, attempt=work.attempt)
         slot, listed = placement.slot, placement.listed
         worker = Worker(
             self._bus,
@@ -125,31 +138,33 @@ class LoadModel:
         if eviction is not None:
             await wait_until_evicted(eviction, attempt.work, attempt.slot)
         await self._ensure_backend(attempt)
-        options = await in_thread(node_options.tuned_options, attempt.definition, attempt.slot.node_id)
+        options = await in_thread(tuned_options, attempt.definition, attempt.slot.node_id)
         located, without = await staging.stage_files(attempt, options, self._transfer_limits)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine, located)
-        published = await in_thread(
-            slots.publish,
-            attempt.slot,
-            attempt=attempt.id,
-            address=engine.address,
-            backend=attempt.definition.backend,
-            options=load_options(attempt.definition),
-            options_hash=node_options.fingerprint(options),
-            revision=revision(attempt.definition),
-            now=clock.now(),
-            replaces=request_of(attempt.work.operation).replaces,
-        )
-        if not published:
-            raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
-        return {
+        result = {
             "node": attempt.slot.node_name,
             "address": engine.address,
             "replica_index": attempt.slot.replica_index,
             "why": attempt.why,
             **without,
         }
+        published = await in_thread(
+            slots.publish,
+            attempt.slot,
+            attempt=attempt.work.attempt,
+            address=engine.address,
+            backend=attempt.definition.backend,
+            options=dict(attempt.definition.options),
+            options_hash=fingerprint(options),
+            revision=attempt.definition.revision,
+            now=clock.now(),
+            replaces=request_of(attempt.work.operation).replaces,
+            result=result,
+        )
+        if not published:
+            raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
+        return result
 
     async def _ensure_backend(self, attempt: Attempt) -> None:
         """Install the backend if the worker does not list it, and wait for that operation."""
@@ -210,7 +225,7 @@ class LoadModel:
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
-            gpus=node_options.reserved_gpus(attempt.slot),
+            gpus=reserved_gpus(attempt.slot),
         )
         reply = await _start_process(attempt, request, offered)
         # Also if it is refused below: its slot is free as soon as the engine has ended.
@@ -224,7 +239,7 @@ class LoadModel:
         except dial_targets.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(slots.record_answer, attempt.slot, engine.address)
-        node_options.check_gpus(reply, attempt.slot)
+        check_gpus(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if retired := await in_thread(
             engine_ends.end_at_address, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
@@ -239,7 +254,7 @@ class LoadModel:
         await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
-            engine_options = options_from_mapping(node_options.with_gpu_split(options, attempt.slot))
+            engine_options = options_from_mapping(with_gpu_split(options, attempt.slot))
             result = await client.load_model(engine_options, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
@@ -282,7 +297,7 @@ async def _start_process(
     backend = attempt.definition.backend
     while True:
         # Before each send: until the last one is answered, it may still reach the worker.
-        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=clock.now()):
+        if not await in_thread(slots.start, attempt.slot, attempt=attempt.work.attempt, now=clock.now()):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
         match outcome:
@@ -317,7 +332,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before controllers have confirmed the end of this engine.
     """
-    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(slots.end_attempt, attempt.slot, attempt=attempt.work.attempt, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 
@@ -339,5 +354,94 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
     while True:
         await asyncio.sleep(_SLOT_POLL)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
+            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.work.attempt):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
+
+
+def tuned_options(definition: Definition, node_id: UUID) -> dict[str, Any]:
+    """Return the options for an engine at the node; one query."""
+    options = dict(definition.options)
+    if not conf.cluster().node_options:
+        return options
+    columns = ("total_vram", "vram_budget_bytes", "gpu_compute_capability")
+    row = BackendNode.objects.filter(pk=node_id).values_list(*columns).first()
+    return tune_options(options, definition.backend, Machine(*row) if row else Machine())
+
+
+_GIB = 2**30
+_MANAGED = (512, 2048)
+"""Default batch sizes, which may be raised; any other value was configured and stays."""
+_CONTEXT = 4096
+_SCRATCH = 1536 * 16
+"""Bytes per token of context that the larger batch allocates."""
+_NEW_ENOUGH = 12
+_PARALLEL = ((32 * _GIB, 8), (8 * _GIB, 4), (4 * _GIB, 2))
+"""Parallel requests by usable memory; the first entry that fits applies."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a node that the options depend on."""
+
+    total_vram: int = 0
+    """Bytes; 0 = unknown."""
+    budget: int = 0
+    """Bytes; 0 = no limit."""
+    compute_capability: str = ""
+
+    @property
+    def usable(self) -> int:
+        """Usable memory in bytes."""
+        return min(self.total_vram, self.budget) if self.budget else self.total_vram
+
+    @property
+    def generation(self) -> int:
+        """Major version of the GPU's compute capability; 0 = unknown."""
+        major = self.compute_capability.partition(".")[0]
+        return int(major) if major.isascii() and major.isdigit() else 0
+
+
+def tune_options(options: Mapping[str, Any], backend: str, machine: Machine) -> dict[str, Any]:
+    """Return the options for this machine; configured values stay as they are."""
+    result = dict(options)
+    roomy = 0 < (options.get("ContextSize") or _CONTEXT) * _SCRATCH <= machine.usable // 4
+    if result.get("NBatch") in _MANAGED:
+        result["NBatch"] = 2048 if roomy and machine.generation >= _NEW_ENOUGH else 512
+    extra = list(result.get("Options") or ())
+    is_configured = any(
+        str(option).partition(":")[0].strip() in ("parallel", "n_parallel") for option in extra
+    )
+    parallel = next((count for least, count in _PARALLEL if machine.usable >= least), 0)
+    if "llama-cpp" in backend.lower() and roomy and parallel and not is_configured:
+        result["Options"] = [*extra, f"parallel:{parallel}"]
+    return result
+
+
+def fingerprint(options: Mapping[str, Any]) -> str:
+    """Return the SHA-256 (hex) of an engine's options."""
+    content = json.dumps(options, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+_MIB = 2**20
+
+
+def reserved_gpus(slot: Slot) -> tuple[str, ...]:
+    """Return the only GPUs that the engine may see; none: all of them."""
+    return tuple(gpu.id for gpu in slot.gpus)
+
+
+def check_gpus(reply: InstallReply, slot: Slot) -> None:
+    """Raise NodeRefused if the engine sees other GPUs, whose memory other loads have reserved."""
+    if slot.gpus and reply.gpus != reserved_gpus(slot):
+        raise NodeRefused(f"its worker did not start it on the GPUs chosen there ({len(slot.gpus)})")
+
+
+def with_gpu_split(options: Mapping[str, Any], slot: Slot) -> Mapping[str, Any]:
+    """Return the options of `LoadModel`, with the split of an engine over several GPUs.
+
+    Without it the engine would split by the memory that is free now, which may be another load's already.
+    """
+    if len(slot.gpus) < 2:
+        return options
+    return {**options, "TensorSplit": ",".join(str(max(gpu.amount // _MIB, 1)) for gpu in slot.gpus)}

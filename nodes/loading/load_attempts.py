@@ -26,7 +26,6 @@ from nodes.loading.load_request import ProgressDeadline, request_of
 from nodes.models import DecisionKind
 from nodes.placement.explain import LONGEST_SENTENCE, DecisionOutcome, truncate
 from nodes.placement.node_backoff import NodeBackoffs, add_failure, into_payload
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, retry_delay
 from operations.ledger.progress import Tick
@@ -136,11 +135,6 @@ class Attempt:
     """The worker's backends, if it has listed them since the slot was free."""
 
     @property
-    def id(self) -> AttemptId:
-        """The owner of the attempt's row."""
-        return attempt_id(self.work)
-
-    @property
     def process_key(self) -> str:
         """The engine process on the worker."""
         return messages.process_key(self.definition.name, self.slot.replica_index)
@@ -153,11 +147,6 @@ class Attempt:
         """Report the next step and its limit in seconds; raise LeaseLost if the lease is lost."""
         limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
         await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
-
-
-def attempt_id(work: Work) -> AttemptId:
-    """Return operation and fence: unique for each attempt."""
-    return AttemptId(work.id, work.operation.fence)
 
 
 def after_error(attempt: Attempt, error: Exception) -> Exception:

@@ -12,13 +12,14 @@ import asyncio
 import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, leases
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
-from nodes.backends.backend_requests import recent_refusals
+from nodes.backends.backend_requests import INSTALL
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
@@ -29,12 +30,13 @@ from nodes.definitions.files import Definition
 from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
 from nodes.loading.load_request import LACKS_ROOM, LoadRequest, request_of
-from nodes.models import ReplicaState
+from nodes.models import NodeBackend, ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
 from nodes.placement.evict import Eviction, choose_victims, join_names
 from nodes.placement.explain import DecisionOutcome, Explanation, FleetView
 from nodes.placement.load_decision import LoadQuestion, decide_load
 from nodes.placement.node_backoff import (
+    NodeBackoff,
     NodeBackoffs,
     add_failure,
     backed_off_nodes,
@@ -43,11 +45,10 @@ from nodes.placement.node_backoff import (
     seconds_until_retry,
 )
 from nodes.replicas import eviction, slots
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Work, in_thread
 from operations.ledger.progress import Tick
-from operations.models import Operation
+from operations.models import Operation, OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ ANSWER_WITHIN = 3.0
 CONTACTS_AT_ONCE = 16
 """Number of nodes that are contacted at the same time."""
 EVICTION_POLL = 0.5
+_REMEMBERED_FOR = timedelta(minutes=10)
+"""The time for which a failed installation of a backend ranks its node last."""
 _NO_BUS = "this controller is not connected to the message bus"
 
 
@@ -101,7 +104,7 @@ class Placement:
     """The node's backends, as its worker has just listed them; None if they must be listed again."""
 
 
-async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: AttemptId) -> Placement:
+async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: leases.Attempt) -> Placement:
     """Reserve a slot on the best node whose worker answers.
 
     Raises Postpone, LoadFailed or Abandoned if there is none.
@@ -115,7 +118,9 @@ async def reserve_slot(bus: Bus, work: Work, wanted: LoadNeeds, *, attempt: Atte
         question, decision = await in_thread(
             decide, wanted, request, backoffs, excluded_nodes, refusing_nodes
         )
-        victims = await _choose_victims(question, decision, wanted)
+        victims = None
+        if question.lacking(decision):
+            victims = await in_thread(find_eviction, wanted.definition.name, question, decision)
         explanation = decide_load(question, decision, victims)
         if explanation.node is None:
             lacks_room = await in_thread(_lacks_room, request, question, decision)
@@ -152,11 +157,12 @@ def decide(
     A node that has refused the backend recently ranks last, like a node that has failed the load.
     """
     name = wanted.definition.name
-    backoffs = {**recent_refusals(wanted.definition.backend, now=clock.now()), **backoffs}
+    backoffs = {**_recent_refusals(wanted.definition.backend), **backoffs}
     selector = fleet_queries.selectors_of([name])[name]
-    view, decision = fleet_cache.shared_cache().decide(
+    is_restricted = request.allowed_nodes is not None or bool(request.excluded_nodes)
+    view, decision = fleet_cache.CACHE.decide(
         name,
-        FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), request.is_restricted),
+        FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), is_restricted),
         only=request.allowed_nodes,
         besides=request.excluded_nodes,
         conflicts=wanted.conflicts,
@@ -165,11 +171,23 @@ def decide(
     return LoadQuestion(view, frozenset(refusing_nodes), evicts=not request.is_scale_up), decision
 
 
-async def _choose_victims(question: LoadQuestion, decision: Decision, wanted: LoadNeeds) -> Eviction | None:
-    """Return an eviction that frees enough memory; reads rows only if memory is all that is lacking."""
-    if not question.lacking(decision):
-        return None
-    return await in_thread(find_eviction, wanted.definition.name, question, decision)
+def _recent_refusals(backend: str) -> dict[UUID, NodeBackoff]:
+    """Return the nodes that recently failed to install the backend and still lack it; one query.
+
+    Their back-off only ranks them last: none of them has to rest.
+    """
+    since = clock.now() - _REMEMBERED_FOR
+    failed = OperationTarget.objects.filter(
+        status=TargetStatus.ERROR,
+        finished_at__gt=since,
+        operation__kind=INSTALL,
+        operation__payload__backend__iexact=backend,
+        operation__finished_at__gt=since,
+    )
+    lacking = failed.exclude(node_id__in=NodeBackend.objects.named(backend).values("node_id"))
+    return {
+        id: NodeBackoff(1, at) for id, at in lacking.values_list("node_id", "finished_at") if at is not None
+    }
 
 
 def _reserve(
@@ -178,7 +196,7 @@ def _reserve(
     question: LoadQuestion,
     victims: Eviction | None,
     explanation: Explanation,
-    attempt: AttemptId,
+    attempt: leases.Attempt,
 ) -> Slot | NoSlot:
     """Reserve the slot of the decision. Its snapshot is stored before, outside of the slot's transaction."""
     assert explanation.node is not None

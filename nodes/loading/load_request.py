@@ -15,7 +15,7 @@ from uuid import UUID
 from django.db import transaction
 
 from localai_cluster.kit import clock, conf
-from nodes.definitions.files import Definition, load_options
+from nodes.definitions.files import Definition
 from nodes.definitions.sizes import ModelFiles
 from nodes.models.replica import load_key
 from nodes.placement import deadlines, memory
@@ -47,11 +47,6 @@ class LoadRequest:
     """The reason for the scale-up."""
     replaces: UUID | None = None
     """The replica of a former definition that is terminated when this one serves."""
-
-    @property
-    def is_restricted(self) -> bool:
-        """True if some nodes are not allowed."""
-        return self.allowed_nodes is not None or bool(self.excluded_nodes)
 
 
 ANYWHERE = LoadRequest(is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason="")
@@ -196,7 +191,7 @@ VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_g
 
 def estimate_need(definition: Definition, files: ModelFiles) -> Need:
     """Return the need of a load (R2.40, R2.37)."""
-    options = load_options(definition)
+    options = definition.options
     vram = memory.estimate_vram(files.weights, files.header, options)
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
     return _need_of(vram, memory.required_disk(files.payload), files.payload, own_gpus=own_gpus)

@@ -15,7 +15,6 @@ not stored: the file could change again within the same tick of its clock.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import stat
@@ -24,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import quote
 
 from localai_cluster.kit import clock, names, untrusted
@@ -65,16 +64,8 @@ def key_of(model: str, relative: str) -> str:
 
 
 def path_of(key: str) -> str:
-    """Return the URL path of this key, with every reserved character encoded."""
-    return _ROUTE + "/".join(quote(part, safe="") for part in key.split("/"))
-
-
-def root_of(local_path: str, relative: str) -> str:
-    """Return the model's folder on the worker by its path of one file; NoKey if they do not match."""
-    root = local_path.removesuffix("/" + relative)
-    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
-        raise NoKey(f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it")
-    return root
+    """Return the URL path of this key, with every reserved character of its parts encoded."""
+    return _ROUTE + quote(key)
 
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
@@ -133,11 +124,6 @@ class FilePlan:
     def files(self) -> dict[str, LocalFile]:
         """Each file once, by its path in the folder; files of the model itself first."""
         return {file.relative: file for target in self.named for file in target.files}
-
-    @property
-    def total(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files.values())
 
     def is_vital(self, relative: str) -> bool:
         """Return True if the model cannot be loaded without this file."""
@@ -307,6 +293,7 @@ class _FolderReader:
         return LocalFile(relative, real, status.st_size)
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -319,26 +306,9 @@ def stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
-async def in_staging_thread(function: Callable[[], T]) -> T:
+async def in_staging_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run the function in a thread; return its result. A cancelled caller does not wait for its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def set_outcome(result: Any, error: Exception | None) -> None:
-        if not done.cancelled():
-            done.set_result(result) if error is None else done.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(set_outcome, result, error)
-
-    threading.Thread(target=run, name="staging", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(untrusted.in_daemon_thread(function, *args, **kwargs))
 
 
 class OpenedFile:
@@ -349,25 +319,18 @@ class OpenedFile:
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
 
-    async def read(self, most: int) -> bytes:
-        """Return the next bytes; none at the end of the file. Raise Changed and OSError."""
-        return await in_staging_thread(lambda: self._read(most))
+    async def read(self, most: int, digest: Any = None) -> bytes:
+        """Return the next bytes and add them to the digest, if there is one; none at the end of the file.
 
-    async def add_to_digest(self, digest: Any, most: int) -> int:
-        """Add the next bytes to the digest, in the thread; return their number. Raise Changed and OSError."""
-
-        def add() -> int:
-            piece = self._read(most)
-            digest.update(piece)
-            return len(piece)
-
-        return await in_staging_thread(add)
+        Raise Changed and OSError.
+        """
+        return await in_staging_thread(self._read, most, digest)
 
     def close(self) -> None:
         """Close the file after a read that is under way."""
-        threading.Thread(target=self._close, name="staging", daemon=True).start()
+        untrusted.in_daemon_thread(self._close)
 
-    def _read(self, most: int) -> bytes:
+    def _read(self, most: int, digest: Any) -> bytes:
         with self._lock:
             if self._file is None:
                 self._file = untrusted.open_file(self._local_file.path, follow_links=False)
@@ -375,6 +338,8 @@ class OpenedFile:
             piece = self._file.read(most)
             if stamp_of(os.fstat(self._file.fileno())) != self._stamp:
                 raise FileChanged(f"{self._local_file.relative} was changed meanwhile")
+            if digest is not None:
+                digest.update(piece)
             return piece
 
     def _close(self) -> None:
@@ -405,8 +370,8 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
         return stored, stamp
     began, source, digest = clock.now(), OpenedFile(file, stamp), hashlib.sha256()
     try:
-        while count := await source.add_to_digest(digest, CHUNK):
-            moved(count)
+        while piece := await source.read(CHUNK, digest):
+            moved(len(piece))
     finally:
         source.close()
     settled = began.timestamp() - status.st_ctime_ns / 1e9 > _SETTLED_AFTER

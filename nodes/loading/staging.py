@@ -23,7 +23,7 @@ import httpx
 from django.db import IntegrityError
 
 from localai_cluster.kit import clock, conf, errors
-from nodes.commands.commands import unless
+from nodes.commands.commands import first
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderUnresponsive
@@ -33,15 +33,12 @@ from nodes.loading.source_files import (
     MODEL_FILE,
     FileChanged,
     FilePlan,
-    LocalFile,
-    NoKey,
     Unsendable,
     in_staging_thread,
     key_of,
     plan_files,
-    root_of,
 )
-from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter
+from nodes.loading.transfer import FileRefused, Stalled, Transfer, Unreachable, UploadMeter, root_of
 from nodes.models import BackendNode, BroughtModel
 from nodes.placement import deadlines, memory
 from nodes.placement.choose import describe_disk_need, format_gib
@@ -106,53 +103,50 @@ class ModelTransfer:
     stall: float = deadlines.STALL
 
     @cached_property
-    def _transfers(self) -> list[tuple[LocalFile, Transfer]]:
+    def _transfers(self) -> list[Transfer]:
         return [
-            (file, Transfer(self.client, file, key_of(self.model, file.relative), self.meter, self.stall))
+            Transfer(self.client, file, key_of(self.model, file.relative), self.meter, self.stall)
             for file in self.plan.files.values()
         ]
 
     async def check(self) -> int:
         """Return the number of missing bytes. Raise FileRefused, Stalled and Unreachable."""
-
-        async def check(_: LocalFile, transfer: Transfer) -> None:
-            await transfer.check()
-
-        await self._each(check)
-        return self.plan.total - self.meter.current
+        await self._each(Transfer.check)
+        return self.meter.total - self.meter.current
 
     async def send(self) -> StagingResult:
         """Send all files. Raise FileRefused, Stalled, Unreachable, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
 
-        async def send(file: LocalFile, transfer: Transfer) -> None:
+        async def send(transfer: Transfer) -> None:
+            file = transfer.file
             try:
-                roots.add(await self._send(file, transfer))
+                roots.add(root_of(await transfer.send(), file.relative))
             except FileRefused as refusal:
                 if refusal.of_node or self.plan.is_vital(file.relative):
                     raise
                 failed[file.relative] = str(refusal)
-                self.meter.skip_file(file.relative)
+                self.meter.finish_file(file.relative)
             except OSError as error:
                 if self.plan.is_vital(file.relative):
                     raise
                 failed[file.relative] = f"cannot be read: {error.strerror or error}"
-                self.meter.skip_file(file.relative)
+                self.meter.finish_file(file.relative)
 
         await self._each(send)
         if len(roots) > 1:
             raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return StagingResult(next(iter(roots), ""), failed)
 
-    async def _each(self, step: Callable[[LocalFile, Transfer], Awaitable[None]]) -> None:
+    async def _each(self, step: Callable[[Transfer], Awaitable[None]]) -> None:
         """Run one step for every file, several at once; the first failure cancels the others."""
         pending = iter(self._transfers)
 
         async def run_steps() -> None:
-            for file, transfer in pending:
+            for transfer in pending:
                 async with self.limits.to(self.node_id), self.limits.all:
-                    await step(file, transfer)
+                    await step(transfer)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -160,14 +154,6 @@ class ModelTransfer:
                     group.create_task(run_steps())
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from group_error
-
-    async def _send(self, file: LocalFile, transfer: Transfer) -> str:
-        """Send the file; return the worker's folder of the model."""
-        path = await transfer.send()
-        try:
-            return root_of(path, file.relative)
-        except NoKey as error:
-            raise FileRefused(file.relative, 200, str(error)) from error
 
 
 async def stage_files(
@@ -185,7 +171,7 @@ async def stage_files(
     if planned.files:
         await _wait_for_turn(attempt)
         sent = await _send_in_time(attempt, planned, limits)
-        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.id):
+        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.work.attempt):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     engine_options, warnings = planned.engine_options(sent.root, sent.failed)
     # Many engines download their models themselves, so a missing model file is no warning for operators.
@@ -201,7 +187,7 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
     folder = conf.cluster().models_path
     try:
         async with asyncio.timeout(_PLAN_LIMIT):
-            return await in_staging_thread(lambda: plan_files(folder, definition.name, options))
+            return await in_staging_thread(plan_files, folder, definition.name, options)
     except TimeoutError:
         hangs = FolderUnresponsive(f"the models folder {folder.name!r} of the control plane does not answer")
         raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
@@ -212,17 +198,13 @@ async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePl
 async def _wait_for_turn(attempt: Attempt) -> None:
     """Return when no other load sends files of the model to the node."""
     name, deadline = attempt.definition.name, ProgressDeadline(attempt.work)
-    while not (has_begun := await in_thread(_begin, attempt)):
+    while not (has_begun := await in_thread(slots.begin_staging, attempt.slot, attempt=attempt.work.attempt)):
         if has_begun is None:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         message = f"another load brings the files of {name} to {attempt.slot.node_name}"
         await attempt.work.report(attempt.tick(PHASE, message))
         await deadline.extend_for(deadlines.STALL)
         await asyncio.sleep(_TURN_POLL)
-
-
-def _begin(attempt: Attempt) -> bool | None:
-    return slots.begin_staging(attempt.slot, attempt=attempt.id)
 
 
 async def _send_in_time(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> StagingResult:
@@ -257,16 +239,16 @@ async def _send(attempt: Attempt, planned: FilePlan, limits: TransferLimits) -> 
     except (dial_targets.NotReachable, dial_targets.AddressRefused, errors.Conflict) as refusal:
         raise NodeRefused(f"staging: {refusal.message}") from refusal
     meter = UploadMeter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
-    meter.set_status(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
+    meter.now = f"looking for the files of {attempt.definition.name} on {slot.node_name}"
     await attempt.work.report(_tick(attempt, meter))
     try:
         async with client_of(server) as client:
             sending = ModelTransfer(attempt.definition.name, planned, client, slot.node_id, limits, meter)
-            return await unless(_report_progress(attempt, meter), _send_missing(attempt, sending))
+            return await first(_report_progress(attempt, meter), _send_missing(attempt, sending))
     except Unreachable as unreachable:
         # Not a refusal of the model: loads avoid the node until its port answers.
         problem = file_port.sentence(server.contact.address, str(unreachable))
-        await in_thread(lambda: file_port.record_failure(slot.node_id, problem, now=clock.now()))
+        await in_thread(file_port.record_failure, slot.node_id, problem, now=clock.now())
         raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
 
 
@@ -280,9 +262,7 @@ async def _send_missing(attempt: Attempt, sending: ModelTransfer) -> StagingResu
         return sent
     finally:
         present_bytes = sending.meter.current
-        await in_thread(
-            lambda: store_staged_bytes(attempt.slot.node_id, name, present_bytes, now=clock.now())
-        )
+        await in_thread(store_staged_bytes, attempt.slot.node_id, name, present_bytes, now=clock.now())
 
 
 def _check_disk_space(slot: Slot, missing: int) -> None:

@@ -9,12 +9,12 @@ transfer of a controller that was killed. `UploadMeter` adds up the progress of 
 """
 
 import asyncio
+import contextlib
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TypeVar
 
 import httpx
 
@@ -39,7 +39,8 @@ class UploadMeter:
     """The current step, in words."""
     moved: int = 0
     """Bytes that this attempt has read or sent, repetitions included: a sign of life."""
-    _positions: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file that the worker has."""
     _finished: set[str] = field(default_factory=set)
     _sent: int = 0
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
@@ -52,25 +53,21 @@ class UploadMeter:
     @property
     def current(self) -> int:
         """Bytes that the worker has."""
-        return sum(self._positions.values())
+        return sum(self.positions.values())
 
     @property
     def file_index(self) -> int:
         """Number of the file that is being sent, from 1."""
         return min(len(self._finished) + 1, len(self.sizes))
 
-    def set_present(self, relative: str, position: int) -> None:
-        """Record the bytes that the worker has, if it is the same file."""
-        self._positions[relative] = position
-
     def start_file(self, relative: str, position: int) -> None:
         """Record that the file is sent from this position on; the worker has the bytes before it."""
-        self._positions[relative] = position
+        self.positions[relative] = position
         self.now = f"sending {relative} to {self.node}"
 
     def add_sent(self, relative: str, count: int) -> None:
         """Record that more bytes of the file were sent."""
-        self._positions[relative] = min(self._positions.get(relative, 0) + count, self.sizes[relative])
+        self.positions[relative] = min(self.positions.get(relative, 0) + count, self.sizes[relative])
         self.moved += count
         self._sent += count
 
@@ -79,18 +76,10 @@ class UploadMeter:
         self.moved += count
         self.now = f"reading {relative} for its hash"
 
-    def set_status(self, reason: str) -> None:
-        """Record that nothing moves for a while."""
-        self.now = reason
-
     def finish_file(self, relative: str) -> None:
-        """Record that the worker has the complete file."""
-        self._positions[relative] = self.sizes[relative]
+        """Record that the worker has the complete file, or that the file is skipped."""
+        self.positions[relative] = self.sizes[relative]
         self._finished.add(relative)
-
-    def skip_file(self, relative: str) -> None:
-        """Record that the file is skipped; it counts as finished."""
-        self.finish_file(relative)
 
     def rate(self, now: float) -> int:
         """Return the recent bytes per second, 0 while unknown. Stores one sample per call."""
@@ -136,9 +125,6 @@ _FULL = 507
 _NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
 
 
-Result = TypeVar("Result")
-
-
 class FileRefused(Exception):
     """The worker refuses the file; the text has its reason."""
 
@@ -158,6 +144,15 @@ class Stalled(Exception):
 
 class Unreachable(Exception):
     """The worker's file port did not answer several times in a row."""
+
+
+def root_of(local_path: str, relative: str) -> str:
+    """Return the model's folder on the worker by its path of one file; FileRefused if they do not match."""
+    root = local_path.removesuffix("/" + relative)
+    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
+        reason = f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it"
+        raise FileRefused(relative, 200, reason)
+    return root
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ class Transfer:
     def __init__(
         self, client: httpx.AsyncClient, file: LocalFile, key: str, meter: UploadMeter, stall: float
     ) -> None:
-        self._client, self._file, self._meter, self._stall = client, file, meter, stall
+        self._client, self.file, self._meter, self._stall = client, file, meter, stall
         self._url = path_of(key)
         self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
@@ -217,41 +212,39 @@ class Transfer:
 
         Raise FileRefused, Stalled and Unreachable.
         """
-        await self._with_stall_limit(self._check)
+        async with self._stall_limit():
+            while True:
+                try:
+                    self._remote = await self._head()
+                    break
+                except httpx.TransportError as error:
+                    await self._pause(reason_of(error))
+        self._meter.positions[self.file.relative] = min(self._remote.size, self.file.size)
 
     async def send(self) -> str:
         """Send the file unless the worker has it; return its path on the worker.
 
         Raises FileRefused, Stalled, Unreachable, Changed and OSError.
         """
-        return await self._with_stall_limit(self._send_if_missing)
+        async with self._stall_limit():
+            sha256, stamp = await hash_of(self.file, self._record_read)
+            if not self._remote.has(sha256):
+                return await self._send(sha256, stamp)
+            self._meter.finish_file(self.file.relative)
+            return self._remote.path
 
-    async def _with_stall_limit(self, step: Callable[[], Awaitable[Result]]) -> Result:
+    @contextlib.asynccontextmanager
+    async def _stall_limit(self) -> AsyncIterator[None]:
+        """Raise Stalled when nothing moves within the limit."""
         try:
             async with asyncio.timeout(self._stall) as self._watch:
                 self._record_progress()
-                return await step()
+                yield
         except TimeoutError:
             if not self._watch.expired():
                 raise
             limit = f"{self._stall:g} s"
-            raise Stalled(f"{self._file.relative} got no further for {limit} ({self._reason})") from None
-
-    async def _check(self) -> None:
-        while True:
-            try:
-                self._remote = await self._head()
-                break
-            except httpx.TransportError as error:
-                await self._pause(reason_of(error))
-        self._meter.set_present(self._file.relative, min(self._remote.size, self._file.size))
-
-    async def _send_if_missing(self) -> str:
-        sha256, stamp = await hash_of(self._file, self._record_read)
-        if not self._remote.has(sha256):
-            return await self._send(sha256, stamp)
-        self._meter.finish_file(self._file.relative)
-        return self._remote.path
+            raise Stalled(f"{self.file.relative} got no further for {limit} ({self._reason})") from None
 
     async def _send(self, sha256: str, stamp: str) -> str:
         """Try until the worker has the complete file; return its path."""
@@ -265,10 +258,10 @@ class Transfer:
                 if remote.has(sha256):
                     path = remote.path
                     break
-                offset = remote.offset(self._file.size, sha256)
+                offset = remote.offset(self.file.size, sha256)
                 # A range that was refused would be refused again while something in between hides the
                 # worker's state: then the file is sent from its beginning, without a range.
-                ranged = self._file.size > 0 and offset != refused_offset
+                ranged = self.file.size > 0 and offset != refused_offset
                 response = await self._put(sha256, stamp, offset if ranged else 0, ranged=ranged)
             except httpx.TransportError as error:
                 await self._pause(reason_of(error))
@@ -276,11 +269,11 @@ class Transfer:
             if response.status == 200 and (path := response.path):
                 break
             if response.status not in _TRANSIENT:
-                raise FileRefused(self._file.relative, response.status, self._without_token(response.body))
+                raise FileRefused(self.file.relative, response.status, self._without_token(response.body))
             refused_offset = offset if response.status == 416 and ranged else None
-            if response.status != 308 or not before < self._furthest < self._file.size:
+            if response.status != 308 or not before < self._furthest < self.file.size:
                 await self._pause(f"{_TRANSIENT[response.status]} ({response.status})")
-        self._meter.finish_file(self._file.relative)
+        self._meter.finish_file(self.file.relative)
         return path
 
     async def _head(self) -> Remote:
@@ -296,7 +289,7 @@ class Transfer:
         finally:
             self._worker_answered()
         if response.status_code in _NOT_FOR_US:
-            raise FileRefused(self._file.relative, response.status_code, "it does not accept our token")
+            raise FileRefused(self.file.relative, response.status_code, "it does not accept our token")
         headers = response.headers
         size = headers.get(_SIZE, "")
         return Remote(
@@ -308,7 +301,7 @@ class Transfer:
         )
 
     async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
-        size = self._file.size
+        size = self.file.size
         end = min(size, offset + LARGEST_PART) if ranged else size
         headers = {
             "Content-Type": "application/octet-stream",
@@ -317,8 +310,8 @@ class Transfer:
         }
         if ranged:
             headers["Content-Range"] = f"bytes {offset}-{end - 1}/{size}"
-        self._meter.start_file(self._file.relative, offset)
-        source = OpenedFile(self._file, stamp, offset)
+        self._meter.start_file(self.file.relative, offset)
+        source = OpenedFile(self.file, stamp, offset)
         try:
             body = self._pieces(source, offset, end)
             async with self._client.stream("PUT", self._url, content=body, headers=headers) as response:
@@ -331,7 +324,7 @@ class Transfer:
         while piece := await source.read(min(CHUNK, end - at)):
             yield piece
             at += len(piece)
-            self._meter.add_sent(self._file.relative, len(piece))
+            self._meter.add_sent(self.file.relative, len(piece))
             if at > self._furthest:
                 self._furthest, self._pauses = at, 0
                 self._record_progress()
@@ -342,7 +335,7 @@ class Transfer:
         return text.replace(token, "…") if token else text
 
     def _record_read(self, count: int) -> None:
-        self._meter.add_read(self._file.relative, count)
+        self._meter.add_read(self.file.relative, count)
         self._record_progress()
 
     def _record_progress(self) -> None:
@@ -353,12 +346,12 @@ class Transfer:
     def _worker_hashes(self) -> None:
         """Extend the stall limit: the worker may have to read the complete file before it answers."""
         self._hashing_since = clock.monotonic()
-        self._until(self._moved_at + self._stall + deadlines.hashing_limit(self._file.size))
+        self._until(self._moved_at + self._stall + deadlines.hashing_limit(self.file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
             seconds = clock.monotonic() - self._hashing_since
-            self._moved_at += min(seconds, deadlines.hashing_limit(self._file.size))
+            self._moved_at += min(seconds, deadlines.hashing_limit(self.file.size))
             self._hashing_since = None
             self._until(self._moved_at + self._stall)
 
@@ -369,7 +362,7 @@ class Transfer:
     async def _pause(self, reason: str) -> None:
         seconds = retry_delay(self._pauses)
         self._reason, self._pauses = reason, self._pauses + 1
-        self._meter.set_status(f"{self._file.relative}: {reason}; again in {seconds:.0f} s")
+        self._meter.now = f"{self.file.relative}: {reason}; again in {seconds:.0f} s"
         await asyncio.sleep(seconds)
 
 

@@ -1,20 +1,21 @@
 """Waiting for a cold load: all requests of this process for one model share one wait.
 
-A request that finds no replica calls `Loads.wait`. The first request of a model admits the operation
-`model_load` (or joins the active one of another process), later requests attach to it. A turn ends with a
-wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not the
-wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so that
-a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the remaining
-requests.
+A request that finds no replica joins the model's load with `Loads.join`. The first request of a model admits
+the operation `model_load` (or joins the active one of another process), later requests attach to it. A turn
+ends with a wake-up or a poll every two seconds; then all requests pick again, because the rows decide and not
+the wake-up. A failed load is an error for all of them. New requests get the same error for some seconds, so
+that a broken model is not loaded by each of them. If a client disconnects, the operation goes on for the
+remaining requests.
 """
 
 import asyncio
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, Protocol, TypeVar
-from uuid import UUID
+from typing import Any, Protocol
 
 from django.db import DatabaseError
 
@@ -31,7 +32,6 @@ from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""
@@ -66,33 +66,7 @@ class WaitingRequest(Protocol):
     def client_address(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class LoadStatus:
-    """The columns of the operation's row that a waiting request reads."""
-
-    id: UUID
-    status: str
-    phase: str
-    node_name: str
-    progress: float
-    current_bytes: int
-    total_bytes: int
-    message: str
-    error: str
-    started_at: datetime | None
-    finished_at: datetime | None
-    file_index: int = 0
-    total_files: int = 0
-    bytes_per_second: int = 0
-    kind: str = KIND
-    """Any other kind is an unload or a deletion, which must end before the model can be loaded."""
-
-
-_COLUMNS = tuple(LoadStatus.__dataclass_fields__)
-_UNKNOWN = LoadStatus(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
-
-
-def eta_seconds(look: LoadStatus, now: datetime) -> float | None:
+def eta_seconds(look: Operation, now: datetime) -> float | None:
     """Return the remaining bytes over the average rate; None until bytes move for a second (R2.23).
 
     A load that sends files reports the rate itself, because it excludes the bytes that the node had before.
@@ -106,7 +80,7 @@ def eta_seconds(look: LoadStatus, now: datetime) -> float | None:
     return (look.total_bytes - look.current_bytes) * elapsed / look.current_bytes
 
 
-def loading_body(model: str, look: LoadStatus, now: datetime) -> dict[str, Any]:
+def loading_body(model: str, look: Operation, now: datetime) -> dict[str, Any]:
     """Return the `loading` object of `contract/http-api.md` §6.1."""
     body: dict[str, Any] = {
         "model": model,
@@ -125,7 +99,7 @@ def loading_body(model: str, look: LoadStatus, now: datetime) -> dict[str, Any]:
     return body
 
 
-def still_loading_error(model: str, look: LoadStatus, budget: float, now: datetime) -> StillLoading:
+def still_loading_error(model: str, look: Operation, budget: float, now: datetime) -> StillLoading:
     """Return the error for a request whose wait is over while the load goes on (R2.22)."""
     eta = eta_seconds(look, now)
     details = [f"{look.progress:.0f}%"] if look.progress else []
@@ -140,13 +114,13 @@ def still_loading_error(model: str, look: LoadStatus, budget: float, now: dateti
     return StillLoading(message, retry_after=retry_after, loading=loading_body(model, look, now))
 
 
-def _state(look: LoadStatus) -> str:
+def _state(look: Operation) -> str:
     if look.status == Status.FAILED:
         return "failed"
     return look.phase if look.status == Status.PROCESSING and look.phase in _PHASES else "pending"
 
 
-def load_failure(model: str, look: LoadStatus, now: datetime, grace: float) -> LoadFailed:
+def load_failure(model: str, look: Operation, now: datetime, grace: float) -> LoadFailed:
     """Return the error for all requests that wait for a failed load; a retry is allowed after Retry-After."""
     cause = look.error or look.message or look.status
     age = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
@@ -154,20 +128,32 @@ def load_failure(model: str, look: LoadStatus, now: datetime, grace: float) -> L
 
 
 @dataclass
-class _ModelWait:
+class ModelWait:
     """A model that at least one request of this process waits for."""
 
     turn: "asyncio.Future[bool]"
     deadlines: list[float] = field(default_factory=list)
     """Deadlines of the waiting requests, on the monotonic clock; infinite without a limit."""
-    look: LoadStatus = _UNKNOWN
+    look: Operation = field(default_factory=lambda: Operation(kind=KIND, progress=0.0))
+    """The operation as last read; before that a pending one. Any other kind is an unload or a deletion, which
+    must end before the model can be loaded.
+    """
     row_deadline: float = 0.0
     """Time until which the operation's row is needed, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
-    def needed_until(self) -> float:
-        """Return the time until which the row should be needed, on the monotonic clock."""
-        return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
+    async def next_turn(self, request: WaitingRequest) -> bool:
+        """Wait until the request should pick again; return True if the load has ended (done or given up).
+
+        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
+        within the grace of the failure.
+        """
+        try:
+            async with asyncio.timeout(_remaining(request.wait_until)):
+                return await asyncio.shield(self.turn)
+        except TimeoutError:
+            budget = conf.cluster().model_load_wait
+            raise still_loading_error(request.model, self.look, budget, clock.now()) from None
 
 
 class Loads:
@@ -175,22 +161,16 @@ class Loads:
 
     def __init__(self, wake_ups: WakeUps) -> None:
         self.wake_ups = wake_ups
-        self._loads: dict[str, _ModelWait] = {}
+        self._loads: dict[str, ModelWait] = {}
 
-    async def wait(self, request: WaitingRequest) -> bool:
-        """Wait until the request should pick again; return True if the load has ended (done or given up).
-
-        Raises StillLoading when the request's time is over, LoadFailed when the load has failed now or
-        within the grace of the failure.
-        """
-        model, deadline = request.model, request.wait_until
-        load = self._loads.get(model) or self._begin(request)
+    @contextmanager
+    def join(self, request: WaitingRequest) -> Iterator[ModelWait]:
+        """Attach the request to the load of its model; the load is followed until all requests have left."""
+        load = self._loads.get(request.model) or self._begin(request)
+        deadline = request.wait_until
         load.deadlines.append(deadline)
         try:
-            async with asyncio.timeout(_remaining(deadline)):
-                return await asyncio.shield(load.turn)
-        except TimeoutError:
-            raise still_loading_error(model, load.look, conf.cluster().model_load_wait, clock.now()) from None
+            yield load
         finally:
             load.deadlines.remove(deadline)
 
@@ -205,8 +185,8 @@ class Loads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, request: WaitingRequest) -> _ModelWait:
-        load = self._loads[request.model] = _ModelWait(_new_turn())
+    def _begin(self, request: WaitingRequest) -> ModelWait:
+        load = self._loads[request.model] = ModelWait(_new_turn())
         # The watch keeps no reference to the request, which it may outlive and whose body is large.
         operation_request = admission.OperationRequest(
             KIND,
@@ -221,7 +201,7 @@ class Loads:
         load.task = asyncio.get_running_loop().create_task(watch)
         return load
 
-    async def _watch(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
+    async def _watch(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         try:
             await self._follow(load, request, deadline)
         except asyncio.CancelledError:
@@ -234,7 +214,7 @@ class Loads:
         finally:
             self._loads.pop(request.element, None)
 
-    async def _follow(self, load: _ModelWait, request: admission.OperationRequest, deadline: float) -> None:
+    async def _follow(self, load: ModelWait, request: admission.OperationRequest, deadline: float) -> None:
         """Return when the operation has ended or no request waits any more; raise LoadFailed."""
         load.row_deadline = min(deadline, clock.monotonic() + _HORIZON)
         load.look = await in_thread(_admit, replace(request, needed_until=_instant(load.row_deadline)))
@@ -244,7 +224,8 @@ class Loads:
                 if not load.deadlines:
                     return
                 await self._extend_deadline(load)
-                _end_turn(load)
+                load.turn, turn = _new_turn(), load.turn
+                turn.set_result(False)
                 await watch.changed(timeout=POLL_EVERY)
         load.look = look
         # A cancelled load had no waiting request left; a request that attached in that moment retries.
@@ -252,8 +233,8 @@ class Loads:
             raise load_failure(request.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
-    async def _extend_deadline(load: _ModelWait) -> None:
-        deadline = load.needed_until()
+    async def _extend_deadline(load: ModelWait) -> None:
+        deadline = min(max(load.deadlines, default=0.0), clock.monotonic() + _HORIZON)
         if deadline > load.row_deadline + 1 and load.look.kind == KIND:
             load.row_deadline = deadline
             await in_thread(admission.need_until, load.look.id, _instant(deadline))
@@ -279,12 +260,6 @@ def _new_turn() -> "asyncio.Future[bool]":
     return turn
 
 
-def _end_turn(load: _ModelWait) -> None:
-    if load.look.status in (Status.PENDING, Status.PROCESSING, Status.WAITING):
-        load.turn, turn = _new_turn(), load.turn
-        turn.set_result(False)
-
-
 def _remaining(deadline: float) -> float | None:
     return None if math.isinf(deadline) else max(deadline - clock.monotonic(), 0)
 
@@ -293,7 +268,7 @@ def _instant(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 
-def _admit(request: admission.OperationRequest) -> LoadStatus:
+def _admit(request: admission.OperationRequest) -> Operation:
     """Join or create the load, or return the unload or deletion that excludes it.
 
     Raises LoadFailed within the grace of the last load's failure.
@@ -302,11 +277,11 @@ def _admit(request: admission.OperationRequest) -> LoadStatus:
     if not Operation.objects.filter(key=request.key).active().exists():
         recent = _recent_failure(request.element, now)
         if recent is not None:
-            raise load_failure(request.element, _look(recent), now, conf.cluster().load_failure_grace)
+            raise load_failure(request.element, recent, now, conf.cluster().load_failure_grace)
     try:
-        return _look(admission.admit(request, now=now).operation)
+        return admission.admit(request, now=now).operation
     except Conflict as busy:
-        return _look(Operation.objects.get(pk=busy.data["operation"]))
+        return Operation.objects.get(pk=busy.data["operation"])
 
 
 def _recent_failure(model: str, now: datetime) -> Operation | None:
@@ -325,18 +300,13 @@ def has_other_node_since(failure: Operation) -> bool:
     return events.exclude(status_before="healthy").filter(node_id__in=healthy.values("pk")).exists()
 
 
-def status(model: str, now: datetime) -> LoadStatus | None:
+def status(model: str, now: datetime) -> Operation | None:
     """Return the model's active load with the lowest key; without one, its last failure within the grace."""
     loads = Operation.objects.active().sharing(load_key(model), model).filter(kind=KIND)
-    load = loads.order_by("key").first() or _recent_failure(model, now)
-    return _look(load) if load is not None else None
+    return loads.order_by("key").first() or _recent_failure(model, now)
 
 
-def _look(operation: Operation) -> LoadStatus:
-    return LoadStatus(**{column: getattr(operation, column) for column in _COLUMNS})
-
-
-def _refresh(before: LoadStatus) -> LoadStatus:
-    row = Operation.objects.filter(pk=before.id).values(*_COLUMNS).first()
+def _refresh(before: Operation) -> Operation:
+    row = Operation.objects.filter(pk=before.pk).defer("payload", "result").first()
     # The operation ended long ago and was deleted; the next pick finds its replica, if it left one.
-    return LoadStatus(**row) if row else LoadStatus(**{**vars(before), "status": Status.COMPLETED})
+    return row or Operation(pk=before.pk, kind=before.kind, status=Status.COMPLETED)

@@ -154,7 +154,7 @@ def _sentence(snapshot: FleetView, decision: Decision) -> str:
             decision.describe_refusals() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
         )
     if len(decision.ranked) > 1:
-        return _against(snapshot, decision.node, decision.ranked[1])
+        return _compare(snapshot, decision.node, decision.ranked[1], is_ahead=True)
     if not decision.refused:
         return "the only node"
     counts = ", ".join(f"{entry['count']} {entry['reason']}" for entry in _refusal_counts(decision))
@@ -174,44 +174,21 @@ def reason_code(reason: Reason) -> str:
     return reason.name.lower()
 
 
-def _against(snapshot: FleetView, chosen: Candidate, runner_up: Candidate) -> str:
-    """Name the term of the rank that put `chosen` before `runner_up`."""
-    chosen_rank, runner_up_rank = (
-        rank_node(node, snapshot.need, snapshot.backoffs) for node in (chosen, runner_up)
-    )
-    behind = truncate(runner_up.name, _LONGEST_NAME)
-    term, figure, behind_figure = _differing(
-        snapshot.need, (chosen_rank, chosen), (runner_up_rank, runner_up)
-    )
-    if term is None:
-        return f"equal to {behind} in every term, the first by name"
-    return f"{term.ahead(chosen_rank)}: {figure} against {behind_figure} on {behind}"
+def _compare(snapshot: FleetView, node: Candidate, other: Candidate, *, is_ahead: bool) -> str:
+    """Name the term of the rank that put `node` before `other`, or behind it."""
+    need, name = snapshot.need, truncate(other.name, _LONGEST_NAME)
+    rank, other_rank = (rank_node(ranked, need, snapshot.backoffs) for ranked in (node, other))
+    differing = (term for term in TERMS if getattr(rank, term) != getattr(other_rank, term))
+    if (term := next(differing, None)) is None:
+        return f"equal to {name} in every term, {'the first' if is_ahead else 'later'} by name"
+    figure, other_figure = TERMS[term].figure(rank, node, need), TERMS[term].figure(other_rank, other, need)
+    if term == "memory" and figure == other_figure:  # too near for GiB
+        figure, other_figure = f"{-rank.memory} bytes", f"{-other_rank.memory} bytes"
+    best_rank, words = (rank, TERMS[term].ahead) if is_ahead else (other_rank, TERMS[term].behind)
+    kind = "available" if best_rank.lacks_memory else "free"
+    return f"{words.format(kind)}: {figure} against {other_figure} on {name}"
 
 
-def _behind(snapshot: FleetView, node: Candidate, chosen: Candidate) -> str:
-    """Name the term of the rank that put the node behind the chosen one."""
-    node_rank, best_rank = (rank_node(ranked, snapshot.need, snapshot.backoffs) for ranked in (node, chosen))
-    ahead = truncate(chosen.name, _LONGEST_NAME)
-    term, figure, best_figure = _differing(snapshot.need, (node_rank, node), (best_rank, chosen))
-    if term is None:
-        return f"equal to {ahead} in every term, later by name"
-    return f"{term.behind(best_rank)}: {figure} against {best_figure} on {ahead}"
-
-
-def _differing(
-    need: Need, first: tuple[Rank, Candidate], second: tuple[Rank, Candidate]
-) -> tuple["Term | None", str, str]:
-    """Return the first term in which two nodes differ and its two figures; None if they are equal."""
-    term = next((name for name in TERMS if getattr(first[0], name) != getattr(second[0], name)), None)
-    if term is None:
-        return None, "", ""
-    first_figure, second_figure = TERMS[term].figure(*first, need), TERMS[term].figure(*second, need)
-    if term == "memory" and first_figure == second_figure:  # too near for GiB
-        first_figure, second_figure = f"{-first[0].memory} bytes", f"{-second[0].memory} bytes"
-    return TERMS[term], first_figure, second_figure
-
-
-_Words = Callable[[Rank], str]
 _Figure = Callable[[Rank, Candidate, Need], str]
 
 
@@ -219,46 +196,45 @@ _Figure = Callable[[Rank, Candidate, Need], str]
 class Term:
     """A term of the rank in words: for the node that it puts ahead, for the one behind, and its figure."""
 
-    ahead: _Words
-    behind: _Words
+    ahead: str
+    behind: str
+    """The kind of the best node's memory takes the place of `{}`."""
     figure: _Figure
 
 
 TERMS: Mapping[str, Term] = {
     "failures": Term(
-        lambda _: "fewest failures of load or backend",
-        lambda _: "more failures of load or backend",
+        "fewest failures of load or backend",
+        "more failures of load or backend",
         lambda rank, *_: str(rank.failures),
     ),
     "shared": Term(
-        lambda _: "no model of the same concurrency group there",
-        lambda _: "models of the same concurrency group there",
+        "no model of the same concurrency group there",
+        "models of the same concurrency group there",
         lambda _, node, __: str(len(node.conflicts)),
     ),
     "lacks_memory": Term(
-        lambda _: "it has the VRAM needed",
-        lambda _: "it lacks the VRAM needed",
+        "it has the VRAM needed",
+        "it lacks the VRAM needed",
         lambda _, node, need: (
             f"{format_free_gpus(node) or format_gib(node.free_vram)} free of {format_gib(need.vram)} needed"
         ),
     ),
-    "gpus": Term(lambda _: "on the fewest GPUs", lambda _: "on more GPUs", lambda rank, *_: str(rank.gpus)),
+    "gpus": Term("on the fewest GPUs", "on more GPUs", lambda rank, *_: str(rank.gpus)),
     "busy": Term(
-        lambda _: "it is idle; loaded replicas",
-        lambda _: "it is not idle; loaded replicas",
+        "it is idle; loaded replicas",
+        "it is not idle; loaded replicas",
         lambda _, node, __: str(node.loaded),
     ),
-    "in_flight": Term(
-        lambda _: "fewest requests", lambda _: "more requests", lambda rank, *_: str(rank.in_flight)
-    ),
+    "in_flight": Term("fewest requests", "more requests", lambda rank, *_: str(rank.in_flight)),
     "memory": Term(
-        lambda rank: "most VRAM available" if rank.lacks_memory else "most VRAM free",
-        lambda rank: "less VRAM available" if rank.lacks_memory else "less VRAM free",
+        "most VRAM {}",
+        "less VRAM {}",
         lambda rank, *_: format_gib(-rank.memory),
     ),
     "lacks_backend": Term(
-        lambda _: "the backend is there already",
-        lambda _: "the backend is not there yet",
+        "the backend is there already",
+        "the backend is not there yet",
         lambda rank, *_: "not installed" if rank.lacks_backend else "installed",
     ),
 }
@@ -268,7 +244,7 @@ TERMS: Mapping[str, Term] = {
 def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     for place, node in enumerate(decision.ranked[:SHOWN]):
         terms = rank_node(node, snapshot.need, snapshot.backoffs)
-        against = {"against": _behind(snapshot, node, decision.ranked[0])} if place else {}
+        against = {"against": _compare(snapshot, node, decision.ranked[0], is_ahead=False)} if place else {}
         lacks_backend = {} if node.has_backend is None else {"lacks_backend": terms.lacks_backend}
         yield {
             "node_id": str(node.id),

@@ -43,10 +43,6 @@ class ModelFacts:
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     brought: Mapping[UUID, int] = field(default_factory=dict)
 
-    def nodes(self) -> set[UUID]:
-        """Return the ids of the nodes with such facts."""
-        return {*self.taken, *self.conflicts, *self.brought}
-
     def of(self, node: Candidate) -> Candidate:
         """Return the node as the model sees it."""
         return replace(
@@ -100,7 +96,9 @@ class _Ranking:
         """Judge the changed nodes again."""
         rebuild = len(self.changed) * _REBUILT > len(fleet)
         for id in self.changed:
-            before = self._forget(id)
+            self.nodes.pop(id, None)
+            self.refused.pop(id, None)
+            before = self.ranks.pop(id, None)
             if before is not None and not rebuild:
                 self.order.remove(id, before)
             node_rank = self._judge(fleet[id]) if id in fleet else None
@@ -110,11 +108,6 @@ class _Ranking:
             ranked = sorted(self.ranks.items(), key=itemgetter(1))
             self.order = _Order([node_rank for _, node_rank in ranked], [self.nodes[id] for id, _ in ranked])
         self.changed.clear()
-
-    def _forget(self, id: UUID) -> Rank | None:
-        self.nodes.pop(id, None)
-        self.refused.pop(id, None)
-        return self.ranks.pop(id, None)
 
     def _judge(self, node: Candidate) -> Rank | None:
         tested_labels = self.selector.tested(node.labels)
@@ -158,7 +151,8 @@ class RankedFleet:
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
         nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
-        for id in (own.nodes() | {*question.backoffs, *question.backed_off}) & nodes.keys():
+        judged_again = {*own.taken, *own.conflicts, *own.brought, *question.backoffs, *question.backed_off}
+        for id in judged_again & nodes.keys():
             if refused.pop(id, None) is None:
                 order.remove(id, ranking.ranks[id])
             nodes[id] = node = own.of(nodes[id])

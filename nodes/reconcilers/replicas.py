@@ -144,7 +144,7 @@ def _hosts(keys: Iterable[str]) -> list[FleetNode]:
 def definition_revisions() -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
-        return {definition.name: definition.revision for definition in asyncio.run(folder.list_definitions())}
+        return {definition.name: definition.revision for definition in asyncio.run(folder.folder().all())}
     except folder.FolderUnresponsive as hangs:
         log.warning("replicas: %s", hangs.message)
         return None

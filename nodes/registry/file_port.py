@@ -1,28 +1,35 @@
 """Reachability of a node's HTTP server, through which the node gets the files of models.
 
 A load that cannot reach it records a failure and goes to another node; placement then leaves the node out of
-loads that bring files. `nodes/reconcilers/file_ports.py` checks the port when the node has been approved,
-every `EVERY` seconds, and after a failure at growing intervals, until it answers. The state is stored in the
-row (`file_port_*`), so every controller sees the failure of one.
+loads that bring files. One `FilePorts` lives in every controller and checks the port when the node has been
+approved, every `EVERY` seconds, and after a failure at growing intervals, until it answers. The state is
+stored in the row (`file_port_*`), so every controller sees the failure of one. They share the nodes by
+claims, so no lock is held while a port is contacted. What a check finds wakes the loads that wait for the
+node, by the NOTIFY of its row.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 import httpx
+from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import F, Q
 
-from localai_cluster.kit import backoff, errors, names
+from localai_cluster.kit import backoff, clock, errors, names
+from localai_cluster.kit.periodic_task import WorkPool
 from localai_cluster.kit.rows import claim_rows, seconds_until_due
+from localai_cluster.metrics import passes
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import dial_targets
 from nodes.registry.dial_targets import CONNECT_LIMIT, client_of, reason_of
 from operations.changes import events
+from operations.executor.work import in_thread
 
 EVERY = 300.0
 """Seconds between two checks of a port that answers."""
@@ -143,3 +150,46 @@ def server_of(node_id: UUID) -> dial_targets.HttpServer | None:
         return dial_targets.http_server(node_id)
     except errors.ClusterError:
         return None
+
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 16
+LOOK_EVERY = 30.0
+"""Seconds between two passes when no wake-up arrives and nothing is due."""
+_GATHER = 0.2
+"""Seconds for which wake-ups are gathered into one pass."""
+
+
+class FilePorts(WorkPool[DueCheck]):
+    """Checks the due file ports of a controller."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "file ports", parallel=PARALLEL, interval=LOOK_EVERY, gather=_GATHER, retry_on=(DatabaseError,)
+        )
+
+    async def claim_due(self, limit: int) -> Sequence[DueCheck]:
+        """Claim due checks."""
+        with passes.counted("file ports"):
+            return await in_thread(claim_due, limit, now=clock.now())
+
+    async def next_due(self) -> float:
+        """Return the seconds until a check is due."""
+        return await in_thread(next_due, now=clock.now(), at_most=LOOK_EVERY)
+
+    async def run_item(self, item: DueCheck) -> None:
+        """Check one node's port and record the result."""
+        try:
+            server = await in_thread(server_of, item.node_id)
+            if server is None:
+                return  # its claim expires
+            error = await probe(server)
+            await in_thread(record_check, item.node_id, error, now=clock.now())
+            if error:
+                log.warning("node %s: %s", item.node_name, error)
+        except DatabaseError as error:
+            log.warning("the check of the file port of %s was not recorded: %s", item.node_name, error)
+        except Exception:
+            # One node's server must not end the checks of all others; the claim expires.
+            log.exception("the check of the file port of %s failed", item.node_name)

@@ -159,12 +159,6 @@ def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -
         change.apply(Event.MARKED_UNHEALTHY, actor, reason=reason)
 
 
-def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> None:
-    """Revert `mark_unhealthy` and nothing else (R1.18, R5.5)."""
-    with node_change(node_id, now) as change:
-        change.apply(Event.MARKED_HEALTHY, actor, reason=reason)
-
-
 def mark_all_silent(*, actor: Actor, now: datetime, reason: str) -> int:
     """Declare every node silent until its next heartbeat; return how many were not before.
 
@@ -192,9 +186,9 @@ def mark_silent(
 
 
 def mark_recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
-    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R5.5).
+    """Mark those of the nodes healthy that sent a heartbeat since they became unhealthy (R1.18, R5.5).
 
-    Returns their number. A constant number of statements for any number of nodes.
+    Reverts nothing else. Returns their number. A constant number of statements for any number of nodes.
     """
     if not node_ids:
         return 0

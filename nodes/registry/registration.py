@@ -36,7 +36,7 @@ from nodes.registry.change import ENGINES_UNKNOWN, Change, lock_in_order, save_a
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event, facts_of
 from nodes.replicas import engine_ends
-from nodes.replicas.lifecycle import engine_of
+from nodes.replicas.states import STARTS_WITHIN
 from nodes.scheduling.passes import clear_cooldowns
 
 
@@ -159,22 +159,11 @@ RegistrationOutcome = Registered | errors.Conflict
 """The result of a claim. A Conflict has been recorded for an administrator."""
 
 
-def register(
-    registration: Registration,
-    *,
-    secret: str,
-    instance: str = "",
-    source_address: str,
-    now: datetime,
-    auto_approve: bool,
-) -> Registered:
-    """Create or refresh the node of that name (R1.10 to R1.31). Raise like `claim` and `register_all`."""
-    new_claim = claim(registration, secret=secret, instance=instance, source_address=source_address)
-    return register_one(new_claim, now=now, auto_approve=auto_approve)
-
-
 def register_one(new_claim: Claim, *, now: datetime, auto_approve: bool) -> Registered:
-    """Register one claim. Raise Conflict for a claim that does not fit, and the errors of `register_all`."""
+    """Create or refresh the node of that name (R1.10 to R1.31).
+
+    Raises Conflict for a claim that does not fit, and the errors of `register_all`.
+    """
     (outcome,) = register_all([new_claim], now=now, auto_approve=auto_approve)
     if isinstance(outcome, errors.Conflict):
         raise outcome
@@ -462,8 +451,13 @@ def _still_runs(row: NodeModel, registration: Registration, weak: bool) -> bool:
 
 
 def _has_ended(row: NodeModel, registration: Registration, now: datetime) -> bool:
-    """Return True if the worker's list proves that the engine does not run and will not start."""
-    if registration.running_processes is None or engine_of(row).may_still_start(now):
+    """Return True if the worker's list proves that the engine does not run and will not start.
+
+    An engine that was started a moment ago may have come up since the worker made the list.
+    """
+    if registration.running_processes is None:
+        return False
+    if row.started_at is not None and now < row.started_at + STARTS_WITHIN:
         return False
     return not _lists(registration, row)
 

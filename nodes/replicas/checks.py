@@ -9,7 +9,7 @@ or claimed since.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -17,7 +17,7 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Q
 
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.rows import claim_rows, update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import engine_ends, terminations
@@ -31,17 +31,11 @@ STALE = timedelta(seconds=120)
 """Silence after which a replica is suspect (C3)."""
 CLAIMED_FOR = timedelta(seconds=20)
 """Duration of a claim: longer than a check, shorter than the pause between two passes."""
-_IDENTITY = ("id", "node_id", "model_name", "replica_index", "address", "checked_at")
-_COLUMNS = (
-    *_IDENTITY,
-    "missed_reports",
-    "missed_probes",
-    "exit_reported",
-    "node__name",
-    "node__engine_token",
-    "node__weak_identity",
-)
 _RESULT_COLUMNS = ["missed_reports", "missed_probes", "exit_reported"]
+_COLUMNS = (
+    *("node", "model_name", "replica_index", "address", *_RESULT_COLUMNS),
+    *("node__name", "node__engine_token", "node__weak_identity"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +56,7 @@ def request_checks(*, heard_since: datetime, now: datetime) -> bool:
         missed = NodeModel.objects.filter(Q(missed_reports__gt=0) | Q(missed_probes__gt=0))
         # The holder of a locked row is using or removing it; the next pass comes soon enough.
         cleared = missed.exclude(pk__in=suspects.values("pk")).order_by("id")
-        if ids := list(
-            cleared.select_for_update(skip_locked=True, of=("self",)).values_list("pk", flat=True)
-        ):
-            NodeModel.objects.filter(pk__in=ids).update(missed_reports=0, missed_probes=0)
+        claim_rows(cleared.only("pk"), missed_reports=0, missed_probes=0)
         has_suspects = bool(suspects.exists())
         if has_suspects:
             events.notify(CHANNEL, "")
@@ -75,13 +66,15 @@ def request_checks(*, heard_since: datetime, now: datetime) -> bool:
 def claim_suspects(*, heard_since: datetime, now: datetime) -> list[Suspect]:
     """Claim and return the suspects that no other controller checks; two statements."""
     free = Q(checked_at__isnull=True) | Q(checked_at__lt=now - CLAIMED_FOR)
-    with transaction.atomic():
-        rows = _suspects(heard_since, now).filter(free).order_by("id")
-        locked = rows.select_for_update(skip_locked=True, of=("self",))
-        suspects = [Suspect(*row) for row in locked.values_list(*_COLUMNS)]
-        if suspects:
-            NodeModel.objects.filter(pk__in=[suspect.id for suspect in suspects]).update(checked_at=now)
-    return [replace(suspect, checked_at=now) for suspect in suspects]
+    suspects = _suspects(heard_since, now).filter(free).order_by("id")
+    return [
+        Suspect(
+            *(row.id, row.node_id, row.model_name, row.replica_index, row.address, now),
+            *(row.missed_reports, row.missed_probes, row.exit_reported),
+            *(row.node.name, row.node.engine_token, row.node.weak_identity),
+        )
+        for row in claim_rows(suspects.select_related("node").only(*_COLUMNS), checked_at=now)
+    ]
 
 
 def record_results(findings: Mapping[Suspect, CheckResult], *, now: datetime) -> list[Suspect]:

@@ -14,6 +14,7 @@ from django.db.models import Case, Exists, F, IntegerField, OuterRef, Q, QuerySe
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast, Least
 
+from localai_cluster.kit.rows import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import lifecycle
@@ -21,7 +22,7 @@ from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations import targets
 from operations.changes import events
-from operations.models import ACTIVE, Operation, OperationTarget
+from operations.models import ACTIVE, OperationTarget
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,9 @@ def running_requests(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | 
     return {id: (count, until if phase in _WAITING else None) for id, count, phase, until in rows}
 
 
-def is_serving(engine: Engine) -> bool:
-    """Return True if the replica is in the picks again."""
-    return NodeModel.objects.filter(pk=engine.id, phase=Phase.SERVING).exists()
+def is_in_use(engine: Engine) -> bool:
+    """Return True if requests may run on the replica: it serves again, or they came before its stop."""
+    return NodeModel.objects.filter(pk=engine.id, phase__in=(Phase.SERVING, *_WAITING)).exists()
 
 
 def return_abandoned() -> list[Engine]:
@@ -231,7 +232,7 @@ def return_abandoned() -> list[Engine]:
         has_no_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
     )
     with transaction.atomic():
-        rows = list(abandoned.order_by("id").select_for_update(of=("self",), skip_locked=True))
+        rows = lock_free(abandoned.order_by("id"))
         kept = hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
         lifecycle.apply_event(
@@ -245,8 +246,10 @@ def return_abandoned() -> list[Engine]:
 
 
 def has_no_operation() -> Q:
-    """Rows that no active operation is about, neither the one that took them out last nor an earlier one."""
-    active = Operation.objects.active().filter(pk=OuterRef("owner_id"))
+    """Rows that no active operation is about, neither the one that took them out last nor an earlier one.
+
+    An operation is about the rows of its targets that have not ended.
+    """
     about = OperationTarget.objects.filter(
         operation__status__in=ACTIVE,
         operation__kind__in=(UNLOAD, DELETE),
@@ -255,4 +258,4 @@ def has_no_operation() -> Q:
     ).exclude(status__in=targets.ENDED)
     index = Cast(KeyTextTransform("replica_index", "operation__payload"), IntegerField())
     its_own = about.annotate(index=index).filter(Q(index=None) | Q(index=OuterRef("replica_index")))
-    return ~Exists(active) & ~Exists(its_own)
+    return Q(~Exists(its_own))

@@ -86,36 +86,46 @@ def end_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[s
 
 
 def engine_ids(node_id: UUID) -> frozenset[UUID]:
-    """Return the engines of a node as they are now, in every phase."""
-    return frozenset(NodeModel.engines.filter(node_id=node_id).values_list("pk", flat=True))
+    """Return the engines of a node whose start was answered, as they are now, in every phase.
+
+    A start that was not answered may be sent again: later the row may stand for a later process.
+    """
+    started = NodeModel.engines.filter(node_id=node_id).exclude(address="")
+    return frozenset(started.values_list("pk", flat=True))
 
 
 def end_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
     """End the engines that a worker reports as stopped; return their keys (nats.md §6.2).
 
-    `among` are the rows from before the command: a row that was made since stands for another engine under
-    the same key. What is no key is ignored, and so is an engine whose start was not answered: it may yet
-    come.
+    `among` are the engines from before the command (`engine_ids`): a row that was made since stands for
+    another engine under the same key. What is no key is ignored.
     """
     slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
     with transaction.atomic():
         rows = _locked(NodeModel.engines.filter(node_id=node_id, pk__in=among))
-        gone = [row for row in rows if (row.model_name, row.replica_index) in slots and row.address]
+        gone = [row for row in rows if (row.model_name, row.replica_index) in slots]
         end_rows(gone)
     return [str(row) for row in gone]
 
 
 def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
-    """End every engine at an address of the node that a new engine has, the one of row `but`; return their
-    keys.
+    """End every former engine at an address of the node that a new engine has, the one of row `but`; return
+    their keys.
 
-    A stock worker that restarted gives its ports again before its list of engines was read.
+    A stock worker that restarted gives its ports again before its list of engines was read. Nothing ends if
+    the new engine's load is over: then its address may have a later engine.
     """
-    former = NodeModel.engines.filter(node_id=node_id, address=address).exclude(pk=but)
     with transaction.atomic():
-        gone = _locked(former)
+        rows = _locked(NodeModel.engines.filter(node_id=node_id, address=address))
+        new = next((row for row in rows if row.pk == but and row.phase == Phase.STARTING), None)
+        gone = [row for row in rows if new is not None and _is_former(row, new)]
         end_rows(gone)
     return [str(row) for row in gone]
+
+
+def _is_former(row: NodeModel, new: NodeModel) -> bool:
+    """Return True if the row's engine was started before the new one."""
+    return row.started_at is None or (new.started_at is not None and row.started_at < new.started_at)
 
 
 def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
@@ -173,13 +183,9 @@ def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
 
 
 def _delete(rows: Sequence[NodeModel], removed: Iterable[RemovedReplica]) -> None:
+    """Delete the rows, tell other processes of the removed replicas, and call the hooks after commit."""
     if rows:
         NodeModel.engines.filter(pk__in=[row.pk for row in rows]).delete()
-    _announce(removed)
-
-
-def _announce(removed: Iterable[RemovedReplica]) -> None:
-    """Tell other processes, and call the hooks after commit."""
     if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.encode, announced))
         transaction.on_commit(lambda: hooks.call_hooks(announced))

@@ -13,11 +13,12 @@ from uuid import UUID
 
 from django.db.models import Case, CharField, Exists, OuterRef, Q, Value, When
 
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging.messages import process_key
 from nodes.models import LOADING_PHASES, NodeModel, OwnerKind, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import states
-from nodes.replicas.states import TRANSITIONS, ReplicaEvent
+from nodes.replicas.states import ReplicaEvent
 from operations.models import Operation, Status
 
 NO_OWNER: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
@@ -29,23 +30,6 @@ _NO_STOP: Mapping[str, Any] = {
     "stop_error": "",
 }
 SERVES: Mapping[str, Any] = {**NO_OWNER, **_NO_STOP, "reason": "", "deadline": None}
-
-
-@dataclass(frozen=True)
-class AttemptId:
-    """One attempt of a load: the operation and the fence under which it was claimed."""
-
-    operation_id: UUID
-    fence: int
-
-    def __str__(self) -> str:
-        return f"{self.operation_id}:{self.fence}"
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """The columns of the rows that the attempt owns."""
-        owner = {"owner_id": self.operation_id, "owner_fence": self.fence}
-        return {"owner_kind": OwnerKind.OPERATION.value, **owner}
 
 
 @dataclass(frozen=True)
@@ -96,7 +80,7 @@ def apply_event(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) ->
     Writes the phase that follows and `columns`. `engine_ends.py` deletes the rows that
     the event ends.
     """
-    follows = TRANSITIONS[event].moves
+    follows = states.MOVES[event]
     columns["phase"] = Case(
         *(When(phase=source, then=Value(target)) for source, target in follows.items()),
         output_field=CharField(),
@@ -114,14 +98,14 @@ def stop_from(now: datetime) -> dict[str, Any]:
     return {**_NO_STOP, "deadline": now + states.REPORTED_AFTER}
 
 
-def owned_by(kind: OwnerKind, id: UUID) -> dict[str, Any]:
-    """Return the columns of a row that this operation or intent owns."""
-    return {"owner_kind": kind, "owner_id": id, "owner_fence": None}
+def owned_by(kind: OwnerKind, id: UUID, fence: int | None = None) -> dict[str, Any]:
+    """Return the columns of a row that this operation or intent owns; of a load, its attempt `fence`."""
+    return {"owner_kind": kind, "owner_id": id, "owner_fence": fence}
 
 
-def of_attempt(attempt: AttemptId) -> Q:
+def of_attempt(attempt: Attempt) -> Q:
     """The rows of loads that the attempt owns."""
-    return Q(**attempt.columns, phase__in=LOADING_PHASES)
+    return Q(**owned_by(OwnerKind.OPERATION, *attempt), phase__in=LOADING_PHASES)
 
 
 def has_running_attempt() -> Exists:

@@ -5,6 +5,8 @@ attempt, so an attempt that was overtaken changes nothing (I3). An index is free
 when the engine is confirmed to have ended.
 """
 
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -13,6 +15,7 @@ from uuid import UUID
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from nodes.decisions import decision_log, reserved_memory
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.reserved_memory import GpuShare
@@ -22,6 +25,7 @@ from nodes.models import (
     BackendNode,
     ModelLoadInfo,
     NodeModel,
+    OwnerKind,
     Phase,
     PhaseReason,
 )
@@ -30,9 +34,10 @@ from nodes.placement.choose import NO_NEED, Candidate, Need, lowest_free_index
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
 from nodes.replicas import engine_ends, eviction, lifecycle, states, terminations
-from nodes.replicas.lifecycle import AttemptId, Engine
+from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
+from operations.ledger import attempts
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def reserve(
     view: Candidate,
     model_name: str,
     *,
-    attempt: AttemptId,
+    attempt: Attempt,
     backend: str,
     now: datetime,
     need: Need = NO_NEED,
@@ -92,7 +97,7 @@ def reserve(
             model_name=model_name,
             replica_index=index,
             phase=Phase.RESERVED,
-            **attempt.columns,
+            **lifecycle.owned_by(OwnerKind.OPERATION, *attempt),
             deadline=now + states.LOAD_WITHIN,
             backend_type=backend,
             last_used=now,
@@ -142,12 +147,12 @@ def _memory(
     return memory
 
 
-def is_owned(slot: Slot, *, attempt: AttemptId) -> bool:
+def is_owned(slot: Slot, *, attempt: Attempt) -> bool:
     """Return True if the attempt still owns the slot: a node that leaves or a later attempt takes it away."""
-    return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id).exists()
+    return _of(slot, attempt).exists()
 
 
-def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
+def begin_staging(slot: Slot, *, attempt: Attempt) -> bool | None:
     """Begin to send the model's files to the node, alone of all loads of the model there (R2.26).
 
     Return False while another running attempt does that, None when the attempt does not own the slot any
@@ -166,13 +171,13 @@ def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
         return bool(lifecycle.apply_event(mine, ReplicaEvent.STAGING_BEGUN)) or None
 
 
-def end_staging(slot: Slot, *, attempt: AttemptId) -> bool:
+def end_staging(slot: Slot, *, attempt: Attempt) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
         return bool(lifecycle.apply_event(_of(slot, attempt), ReplicaEvent.STAGED))
 
 
-def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
+def start(slot: Slot, *, attempt: Attempt, now: datetime) -> bool:
     """Record that the engine is about to be started.
 
     Return False when the attempt does not own the slot any more: then it must not start an engine.
@@ -196,7 +201,7 @@ def record_answer(slot: Slot, address: str = "") -> None:
 def publish(
     slot: Slot,
     *,
-    attempt: AttemptId,
+    attempt: Attempt,
     address: str,
     backend: str,
     options: dict[str, Any],
@@ -204,13 +209,19 @@ def publish(
     now: datetime,
     options_hash: str = "",
     replaces: UUID | None = None,
+    result: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> bool:
     """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
 
     `options_hash`: fingerprint of the options that the engine got, which the node may have changed (R2.80).
-    The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
+    The replica that it replaces leaves the picks with it: there is no moment with neither or with both. The
+    operation keeps the `result` from then on: a repeated attempt has nothing to load.
     """
     with committed("load.publish"):
+        try:
+            operation = attempts.owned(*attempt)
+        except LeaseLost:
+            return False
         former = _locked_beside(slot, replaces)
         published = lifecycle.apply_event(
             _of(slot, attempt),
@@ -227,6 +238,8 @@ def publish(
             loaded_at=now,
         )
         if published:
+            operation.result = dict(result)
+            operation.save(update_fields=["result"])
             model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
             ModelLoadInfo.objects.update_or_create(
                 model_name=model_name,
@@ -237,7 +250,7 @@ def publish(
     return bool(published)
 
 
-def _of(slot: Slot, attempt: AttemptId) -> NodeModelQuerySet:
+def _of(slot: Slot, attempt: Attempt) -> NodeModelQuerySet:
     return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id)
 
 
@@ -250,10 +263,10 @@ def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
     return replaced if phases.get(replaced) == Phase.SERVING else None
 
 
-def end_attempt(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
+def end_attempt(slot: Slot, *, attempt: Attempt, now: datetime) -> Engine | None:
     """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
     with committed("load.ended"):
-        ended = _end_loads(NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id), now)
+        ended = _end_loads(_of(slot, attempt), now)
     return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
 
 

@@ -136,11 +136,6 @@ class ReplicaTransition:
     sentence: str
     follows: Mapping[Phase | None, Phase | None]
 
-    @property
-    def moves(self) -> dict[Phase, Phase]:
-        """The phases that the event changes, or allows to stay, without those that it ends."""
-        return {source: target for source, target in self.follows.items() if source and target}
-
 
 def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phase | None]:
     return dict.fromkeys(sources, target)
@@ -234,3 +229,8 @@ TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
         _to(None, *WITHOUT_ENGINE, *_ENGINES, Phase.DEPARTED),
     ),
 }
+MOVES: Mapping[ReplicaEvent, Mapping[Phase, Phase]] = {
+    event: {source: target for source, target in transition.follows.items() if source and target}
+    for event, transition in TRANSITIONS.items()
+}
+"""By event: the phases that it changes, or allows to stay, without those that it ends."""

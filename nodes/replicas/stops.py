@@ -133,12 +133,15 @@ _NO_UNLOADS = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
 """The reasons of engines that no unload is about: they are no replicas."""
 
 
+def _is_quiet(now: datetime) -> Q:
+    return Q(in_flight=0) | Q(deadline__lte=now)
+
+
 def claim_due(limit: int, *, now: datetime) -> list[Engine]:
     """Return engines whose stop is due and that no operation stops, for this caller alone."""
-    is_quiet = Q(in_flight=0) | Q(deadline__lte=now)
     is_lost = Q(phase=Phase.DRAINING, owner_kind=OwnerKind.CONTROLLERS)
     is_departed = Q(phase=Phase.DEPARTED, node__status__in=_REACHABLE)
-    due = ((Q(phase=Phase.TERMINATING) | is_lost) & is_quiet) | (
+    due = ((Q(phase=Phase.TERMINATING) | is_lost) & _is_quiet(now)) | (
         (Q(phase=Phase.STOPPING) | is_departed) & (Q(next_stop_at__isnull=True) | Q(next_stop_at__lte=now))
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
@@ -149,11 +152,14 @@ def claim_due(limit: int, *, now: datetime) -> list[Engine]:
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
-    """Record that a stop is about to be sent; False when the engine has ended, serves or has departed."""
+    """Record that a stop is about to be sent; False when the engine has ended, serves or has departed.
+
+    Also when it is used again: this caller may have found it idle long ago.
+    """
     first = now + states.REPORTED_AFTER
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
     seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
-    engines = seen.filter(pk=engine.id)
+    engines = seen.filter(Q(phase__in=_STOPPABLE) | _is_quiet(now), pk=engine.id)
     attempts = F("stop_attempts") + 1
     return bool(
         lifecycle.apply_event(engines, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline)
@@ -166,7 +172,7 @@ def is_due(engine: Engine) -> bool:
 
 
 async def send_stop(bus: Bus, engine: Engine, node_name: str) -> StopResult | None:
-    """Send one stop; None if the engine has ended, serves again or has departed: then no stop is due."""
+    """Send one stop; None if the engine has ended, is used again or has departed: then no stop is due."""
     if not await in_thread(record_sent, engine, now=clock.now()):
         return None
     worker = Worker(bus, str(engine.node_id), node_name)
@@ -205,10 +211,13 @@ class Stopper(PeriodicTask):
 
     async def _run_step(self) -> float | None:
         with passes.counted("stops"):
-            return _POLL_AFTER_STOP if self._bus.connected and await self.run_pass() else None
+            return _POLL_AFTER_STOP if await self.run_pass() else None
 
     async def run_pass(self) -> int:
-        """End what has no owner and send the stops that are due; return the number of stops."""
+        """End what has no owner and send the stops that are due; return the number of stops.
+
+        Without the bus no stop is sent. Requests reach engines without it, so replicas return all the same.
+        """
         now = clock.now()
         for row in await in_thread(slots.end_abandoned_loads, now=now):
             log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
@@ -216,6 +225,8 @@ class Stopper(PeriodicTask):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
         for engine in await in_thread(drains.return_abandoned):
             log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
+        if not self._bus.connected:
+            return 0
         engines = await in_thread(claim_due, AT_ONCE, now=now)
         nodes = await in_thread(drained_nodes.claim_due, AT_ONCE, now=now)
         stops = [

@@ -240,9 +240,9 @@ def _targets(work: Work) -> list[OperationTarget]:
 
 
 def _reason_not_stopped(part: UnloadTarget, replica: Engine) -> str:
-    """Return the reason why the row needs no stop: it was removed with its worker or node, or it serves."""
-    if drains.is_serving(replica):
-        return f"{replica.process_key} was put back and serves: try again"
+    """Return the reason why no stop was sent: the row has gone with its node, or the replica is in use."""
+    if drains.is_in_use(replica):
+        return f"{replica.process_key} is in use again: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()
     return UnloadTarget(part.node_id, part.name, status, ()).why_unreachable()
 

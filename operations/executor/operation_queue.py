@@ -17,18 +17,13 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import controller as metrics
-from operations.executor.work import Abandoned, Batch, Handler, Postpone, Recorder, Work, in_thread
-from operations.ledger import attempts, progress
+from operations.executor.work import Abandoned, Handler, Postpone, Recorder, Work, in_thread, write_batch
+from operations.ledger import attempts
 from operations.models import Operation
 from operations.reconcilers import tasks
 from operations.states import Event
 
 log = logging.getLogger(__name__)
-
-
-async def write_batch(batch: Batch) -> set[Attempt]:
-    """Write reports in one of the shared threads."""
-    return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 class OperationQueue:

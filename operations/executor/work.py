@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
@@ -11,10 +11,10 @@ from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
-from localai_cluster.kit import backoff
+from localai_cluster.kit import backoff, clock
 from localai_cluster.kit.batching import Batcher
 from localai_cluster.kit.leases import Attempt
-from operations.ledger import attempts
+from operations.ledger import attempts, progress
 from operations.ledger.progress import Tick
 from operations.models import Operation
 
@@ -45,7 +45,7 @@ class Recorder:
         self._write, self._lost = write, lost
         self._batches: Batcher[Attempt, list[Tick]] = Batcher(
             self._write_batch,
-            merge=lambda earlier, later: _merge([*earlier, *later]),
+            merge=_merge,
             interval=(BATCH_EVERY, BATCH_EVERY_AT_MOST),
             retry_on=_UNREACHABLE,
         )
@@ -96,13 +96,13 @@ class Recorder:
         return left
 
 
-def _merge(ticks: Iterable[Tick]) -> list[Tick]:
+def _merge(earlier_ticks: list[Tick], later_ticks: list[Tick]) -> list[Tick]:
     """Merge the reports of one attempt: at most two for a node, in the order in which they came.
 
     A report without bytes follows the last one with bytes, whose final figures it must not replace.
     """
     merged: dict[tuple[UUID | None, bool], Tick] = {}
-    for tick in ticks:
+    for tick in (*earlier_ticks, *later_ticks):
         key = (tick.node_id, tick.total_bytes > 0)
         earlier = merged.pop(key, None)
         merged[key] = tick.after(earlier) if earlier else tick
@@ -120,6 +120,11 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     call = database_sync_to_async(function, thread_sensitive=False)
     result: R = await call(*args, **kwargs)
     return result
+
+
+async def write_batch(batch: Batch) -> set[Attempt]:
+    """Write reports on operations in one of the shared threads."""
+    return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 class Postpone(Exception):

@@ -13,12 +13,11 @@ from uuid import UUID
 
 from localai_cluster.kit import errors, leases
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.kit.rows import update_rows
 from operations import targets
 from operations.changes import events
 from operations.changes.publish import announce
-from operations.ledger.progress import REPORTED, Tick, catch_up, record
+from operations.ledger.progress import REPORTED, Tick, catch_up
 from operations.models import (
     QUEUED,
     Operation,
@@ -39,12 +38,6 @@ def leased() -> OperationQuerySet:
 def owned(operation_id: UUID, fence: int) -> Operation:
     """Return the operation of the attempt, locked; raise LeaseLost if the attempt does not own it."""
     return leases.lock_attempt(leased(), (operation_id, fence))
-
-
-def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
-    """Record one report of the running attempt; raise LeaseLost if it no longer owns the operation."""
-    if record({(operation_id, fence): [tick]}, now=now):
-        raise LeaseLost(str(operation_id))
 
 
 def target_done(
@@ -170,14 +163,10 @@ _HANDED_BACK = [
 def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operation]:
     """Claim up to `limit` due operations under a lease of `lease` seconds; skip locked rows."""
     with committed("ledger.claim"):
-        due = list(
-            Operation.objects.due(at=now)
-            .select_for_update(skip_locked=True, no_key=True)
-            .order_by("next_attempt_at")[:limit]
-        )
+        queue = Operation.objects.due(at=now).order_by("next_attempt_at")
+        due = leases.claim(queue, owner, now=now, lease=lease, limit=limit)
         for operation in due:
             operation.status = after(Event.CLAIM, operation.status)
-            operation.begin_lease(owner, now=now, lease=lease)
             operation.started_at = operation.started_at or now
             operation.updated_at = now
             operation.phase, operation.message = "", "starting"

@@ -12,9 +12,10 @@ import pytest
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, ask
+from localai_cluster.messaging.bus import BusError
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import mint_service, parse_url
+from tests.support.bus import ask
 from tests.support.cluster import TOKEN, Cluster, running_cluster
 from tests.support.effort import EFFORT, swept
 from tests.support.simulator import SimulatedWorker, fleet
@@ -32,7 +33,7 @@ async def ask_all(controller: NatsBus, workers: list[SimulatedWorker], until: fl
         nonlocal asked
         while clock.monotonic() < until:
             for worker in mine:
-                subject = messages.backend_list(worker.node_id)
+                subject = messages.subject("backend.list", worker.node_id)
                 inbox = messages.inbox(worker.node_id)
                 try:
                     await ask(controller, subject, m.Nothing(), m.ListReply, 30, inbox=inbox)

@@ -158,7 +158,6 @@ class Decisions:
         from nodes.decisions.load_snapshots import encode_load
         from nodes.placement.load_decision import LoadQuestion, decide_load
         from nodes.replicas import slots
-        from nodes.replicas.lifecycle import AttemptId
 
         (name, asked), load = self.turn(), UUID(int=self.chance.getrandbits(128))
         view, decision = self.mirror.decide(name, asked)
@@ -169,7 +168,7 @@ class Decisions:
         slots.reserve(
             decision.node,
             name,
-            attempt=AttemptId(load, 1),
+            attempt=(load, 1),
             backend="b",
             now=clock.now(),
             need=asked.need,

@@ -26,7 +26,7 @@ import psycopg
 from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import Definition, load_options, read_definition
+from nodes.definitions.files import Definition, read_definition
 from tests.benchmarks.bench_direct import measure as measure_direct
 from tests.benchmarks.counting import StatementCounter
 from tests.benchmarks.load import Figures
@@ -68,7 +68,7 @@ def definition(name: str) -> Definition:
 async def _load(running: backends.Backend, wanted: Definition) -> None:
     await backends.ready(running, token=TOKEN)
     client = BackendClient(running.address, TOKEN)
-    result = await client.load_model(options_from_mapping(load_options(wanted)), 60.0)
+    result = await client.load_model(options_from_mapping(wanted.options), 60.0)
     await client.close()
     assert result.success, result.message
 

@@ -21,7 +21,7 @@ import httpx
 from localai_cluster.kit import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import load_options, read_definition
+from nodes.definitions.files import read_definition
 from tests.benchmarks import planted
 from tests.support import backends
 from tests.support.cluster import ADMIN_KEY, ROOT, Cluster, Process, running_cluster
@@ -123,9 +123,7 @@ async def _asked(
 @asynccontextmanager
 async def engines() -> AsyncIterator[list[str]]:
     """The addresses of the engines, the model loaded: two slots, and no memory of earlier prompts."""
-    options = options_from_mapping(
-        load_options(read_definition(ROOT / "examples" / "models" / f"{MODEL}.yaml"))
-    )
+    options = options_from_mapping(read_definition(ROOT / "examples" / "models" / f"{MODEL}.yaml").options)
     options.ModelFile = str(ROOT / "build" / "models" / options.Model)
     del options.Options[:]
     options.Options.extend(["parallel:2", "cache_ram_mib:0"])

@@ -65,12 +65,13 @@ def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
     """Another controller's change of an operation, again and again."""
     set_up(environment)
     from operations.ledger import admission, attempts
+    from operations.ledger.progress import record
 
     admission.admit(admission.OperationRequest("probe", key="probe", element="p", actor="b"), now=clock.now())
     (mine,) = attempts.claim("probe", now=clock.now(), lease=3600, limit=1)
     while not stop.wait(PROBE_EVERY):
         began = clock.monotonic()
-        attempts.progress(mine.id, mine.fence, _tick(), now=clock.now())
+        record({(mine.id, mine.fence): [_tick()]}, now=clock.now())
         took.put(clock.monotonic() - began)
     took.put(None)
 
@@ -115,10 +116,10 @@ async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..
 async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it was: a report is a transaction, and its attempt waits for it."""
     from operations.executor.work import in_thread
-    from operations.ledger import attempts
+    from operations.ledger.progress import record
 
     async def tell(operation: Any, tick: Any) -> None:
-        await in_thread(attempts.progress, operation.id, operation.fence, tick, now=clock.now())
+        await in_thread(record, {(operation.id, operation.fence): [tick]}, now=clock.now())
         run.late.append(clock.monotonic() - float(tick.message))
 
     await report(parts, seconds, tell)
@@ -127,8 +128,7 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it is: the recorder writes the latest of every part together."""
-    from operations.executor.operation_queue import write_batch
-    from operations.executor.work import Batch, Recorder
+    from operations.executor.work import Batch, Recorder, write_batch
 
     async def write(batch: Batch) -> Any:
         lost = await write_batch(batch)

@@ -57,7 +57,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
     worker.launch()
 
     async def answers() -> bool:
-        subject = messages.backend_list(worker.control_plane.node_id)
+        subject = messages.subject("backend.list", worker.control_plane.node_id)
         try:
             return not (await ask(bus, subject, m.Nothing(), m.ListReply, 30)).error
         except BusError:

@@ -13,7 +13,7 @@ from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.kit import clock, nkeys
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout, ask
+from localai_cluster.messaging.bus import BusError, Message, NoResponders, RequestTimeout
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import (
     Credentials,
@@ -24,6 +24,7 @@ from localai_cluster.messaging.servers import (
     revoking_token,
 )
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
+from tests.support.bus import ask
 from tests.support.ports import free_port
 
 NODE = "2bade988-0b3a-4400-83eb-e2cf86d9429a"
@@ -84,7 +85,7 @@ async def revoke(server: EmbeddedNats, system: NatsBus, public_key: str) -> None
 
 
 async def listed(bus: NatsBus, node_id: str, timeout: float = 30) -> m.ListReply:
-    subject = messages.backend_list(node_id)
+    subject = messages.subject("backend.list", node_id)
     return await ask(bus, subject, m.Nothing(), m.ListReply, timeout, inbox=messages.inbox(node_id))
 
 
@@ -114,10 +115,10 @@ async def test_a_worker_answers_and_reports_under_its_own_name(
     async def answer(message: Message) -> bytes:
         return b"{}"
 
-    await worker.subscribe(messages.backend_list(NODE), answer)
-    await worker.subscribe(messages.backend_cancel(NODE), answer)
+    await worker.subscribe(messages.subject("backend.list", NODE), answer)
+    await worker.subscribe(messages.subject("backend.cancel", NODE), answer)
     assert await listed(controller, NODE) == m.ListReply()
-    cancel, inbox = messages.backend_cancel(NODE), messages.inbox(NODE)
+    cancel, inbox = messages.subject("backend.cancel", NODE), messages.inbox(NODE)
     assert (
         await ask(controller, cancel, m.CancelRequest("op"), m.CancelReply, 30, inbox=inbox)
         == m.CancelReply()
@@ -147,14 +148,14 @@ async def test_no_worker_reads_or_forges_the_replies_to_another(
         stolen.append(message.subject)
         return b'{"backends": [{"name": "forged"}]}'
 
-    for subject in ("_INBOX.>", f"_INBOX.{NODE}.>", "nodes.>", messages.backend_list(NODE), ">"):
+    for subject in ("_INBOX.>", f"_INBOX.{NODE}.>", "nodes.>", messages.subject("backend.list", NODE), ">"):
         await thief.subscribe(subject, steal)
     replies: list[str] = []
 
     async def answer(message: Message) -> bytes:
         return b'{"backends": [{"name": "true"}]}'
 
-    await victim.subscribe(messages.backend_list(NODE), answer)
+    await victim.subscribe(messages.subject("backend.list", NODE), answer)
     for _ in range(20):
         replies += [entry.name for entry in (await listed(controller, NODE)).backends]
     assert replies == ["true"] * 20
@@ -306,7 +307,7 @@ async def test_a_worker_refreshes_at_three_quarters_and_keeps_a_running_command(
     start = asyncio.create_task(
         ask(
             controller,
-            messages.backend_install(NODE),
+            messages.subject("backend.install", NODE),
             request,
             m.InstallReply,
             120,

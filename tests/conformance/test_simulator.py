@@ -25,11 +25,13 @@ IMAGE = (16 * MEBIBYTE, 57 * MEBIBYTE, 5 * MEBIBYTE)
 
 async def install(bus: NatsBus, worker: SimulatedWorker, timeout: float = 30, **more: Any) -> m.InstallReply:
     request = m.InstallRequest(**{"backend": "echo", "install_only": True, **more})
-    return await ask(bus, messages.backend_install(worker.node_id), request, m.InstallReply, timeout)
+    return await ask(
+        bus, messages.subject("backend.install", worker.node_id), request, m.InstallReply, timeout
+    )
 
 
 async def listed(bus: NatsBus, worker: SimulatedWorker) -> m.ListReply:
-    return await ask(bus, messages.backend_list(worker.node_id), m.Nothing(), m.ListReply, 30)
+    return await ask(bus, messages.subject("backend.list", worker.node_id), m.Nothing(), m.ListReply, 30)
 
 
 def recorded(ending: str) -> list[tuple[Any, Any]]:
@@ -79,7 +81,7 @@ async def test_a_list_has_the_shape_of_the_recorded_one(play: Play, bus: NatsBus
     """An empty list is `[]`, never the `null` of the reference (nats-1)."""
     async with play(stock=True) as simulated:
         worker = simulated.workers[0]
-        subject = messages.backend_list(worker.node_id)
+        subject = messages.subject("backend.list", worker.node_id)
         assert json.loads(await bus.request(subject, b"{}", 30, inbox="_INBOX.test")) == {"backends": []}
         assert (await install(bus, worker, uri="/srv/x", name="ext", backend="ext")).success
         told = json.loads(await bus.request(subject, b"{}", 30, inbox="_INBOX.test"))
@@ -134,14 +136,14 @@ async def test_each_command_is_written_down_with_its_time(play: Play, bus: NatsB
         commands = simulated.received("backend.install")
         assert [(c.node_id, c.body["op_id"]) for c in commands] == [(two.node_id, "b"), (one.node_id, "a")]
         assert commands[0].at < commands[1].at
-        assert commands[0].subject == messages.backend_install(two.node_id)
+        assert commands[0].subject == messages.subject("backend.install", two.node_id)
         assert (simulated.count("backend.install"), one.count("backend.list")) == (2, 0)
 
 
 async def test_acts_follow_each_other_and_the_last_one_stays(play: Play, bus: NatsBus) -> None:
     acts = [Act(refuse="disk full"), Act(raw=b"[broken"), Act()]
     async with play(backend_upgrade=acts) as simulated:
-        subject = messages.backend_upgrade(simulated.workers[0].node_id)
+        subject = messages.subject("backend.upgrade", simulated.workers[0].node_id)
         answers = [await bus.request(subject, b'{"backend":"x"}', 30, inbox="_INBOX.test") for _ in range(4)]
     assert [decode(answers[each], m.UpgradeReply).success for each in (0, 2, 3)] == [False, True, True]
     assert decode(answers[0], m.UpgradeReply).error == "disk full"
@@ -171,7 +173,7 @@ async def test_a_cancel_ends_the_install_of_its_operation_only(play: Play, bus: 
         waiting = asyncio.create_task(install(bus, worker, timeout=60, op_id="mine"))
         other = asyncio.create_task(install(bus, worker, timeout=60, op_id="other", backend="two"))
         await eventually(lambda: worker.count("backend.install") == 2, what="both have arrived")
-        subject = messages.backend_cancel(worker.node_id)
+        subject = messages.subject("backend.cancel", worker.node_id)
         replies = [await ask(bus, subject, m.CancelRequest(op), m.CancelReply, 30) for op in ("mine", "no")]
         assert replies == [m.CancelReply(True, found=True), m.CancelReply(True, found=False)]
         assert (await waiting) == m.InstallReply(error="cancelled")
@@ -217,7 +219,7 @@ async def test_a_frozen_worker_neither_beats_nor_answers_until_it_thaws(
         waiting = asyncio.create_task(install(bus, worker, timeout=60))
         await eventually(lambda: worker.count("backend.install"), what="the message has arrived")
         with pytest.raises(RequestTimeout):
-            await ask(bus, messages.backend_list(worker.node_id), m.Nothing(), m.ListReply, 0.5)
+            await ask(bus, messages.subject("backend.list", worker.node_id), m.Nothing(), m.ListReply, 0.5)
         beats = len(registry.seen("/heartbeat"))
         assert not waiting.done()
         worker.thaw()
@@ -230,7 +232,13 @@ async def test_a_stock_worker_has_no_cancel_and_its_traps(play: Play, bus: NatsB
     async with play(stock=True) as simulated:
         worker = simulated.workers[0]
         with pytest.raises(NoResponders):
-            await ask(bus, messages.backend_cancel(worker.node_id), m.CancelRequest("x"), m.CancelReply, 30)
+            await ask(
+                bus,
+                messages.subject("backend.cancel", worker.node_id),
+                m.CancelRequest("x"),
+                m.CancelReply,
+                30,
+            )
         assert (await listed(bus, worker)).instance == ""
         pure = await install(bus, worker, backend="", uri="/srv/x", name="ext")
         prefixed = await install(bus, worker, backend="local@mock")
@@ -245,7 +253,9 @@ async def test_an_old_worker_knows_less(play: Play, bus: NatsBus) -> None:
     async with play(stock=True, knows=frozenset(STOCK) - {"backend.upgrade"}) as simulated:
         worker: SimulatedWorker = simulated.workers[0]
         with pytest.raises(NoResponders):
-            await bus.request(messages.backend_upgrade(worker.node_id), b"{}", 30, inbox="_INBOX.test")
+            await bus.request(
+                messages.subject("backend.upgrade", worker.node_id), b"{}", 30, inbox="_INBOX.test"
+            )
         assert (await install(bus, worker, force=True)).success
 
 
@@ -253,10 +263,12 @@ async def test_engines_are_listed_and_stopped(play: Play, bus: NatsBus) -> None:
     async with play() as simulated:
         worker = simulated.workers[0]
         started = await install(bus, worker, install_only=False, model_id="m", replica_index=2)
-        running = await ask(bus, messages.models_running(worker.node_id), m.Nothing(), m.RunningReply, 30)
+        running = await ask(
+            bus, messages.subject("models.running", worker.node_id), m.Nothing(), m.RunningReply, 30
+        )
         assert running.models == (m.RunningModel("m", 2, started.address),)
         wrong = m.StopModelRequest("m", "m#2", "127.0.0.1:1")
-        subject = messages.model_stop(worker.node_id)
+        subject = messages.subject("model.stop", worker.node_id)
         assert (await ask(bus, subject, wrong, m.StopModelReply, 30)).terminated is False
         right = m.StopModelRequest("m", "m#2", started.address)
         assert (await ask(bus, subject, right, m.StopModelReply, 30)).terminated is True

@@ -174,7 +174,7 @@ async def test_galleries_are_verified_by_the_system_and_not_by_the_ca_of_the_con
     worker.launch(LOCALAI_WORKER_TLS_CA=str(authority.file), SSL_CERT_FILE=str(public.file))
     bus = NatsBus(parse_url(nats.url), name="test")
     bus.start()
-    subject = messages.backend_install(control_plane.node_id)
+    subject = messages.subject("backend.install", control_plane.node_id)
 
     async def listens() -> bool:
         return subject.rpartition(".")[0] in " ".join(await nats.subscriptions())

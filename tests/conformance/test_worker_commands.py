@@ -36,29 +36,33 @@ class Node:
 
     async def install(self, backend: str, uri: Path | str = "", **more: Any) -> m.InstallReply:
         request = m.InstallRequest(backend, uri=str(uri), **more)
-        return await ask(self.bus, messages.backend_install(self.id), request, m.InstallReply, 60)
+        return await ask(self.bus, messages.subject("backend.install", self.id), request, m.InstallReply, 60)
 
     async def upgrade(self, backend: str, **more: Any) -> m.UpgradeReply:
         request = m.UpgradeRequest(backend, **more)
-        return await ask(self.bus, messages.backend_upgrade(self.id), request, m.UpgradeReply, 60)
+        return await ask(self.bus, messages.subject("backend.upgrade", self.id), request, m.UpgradeReply, 60)
 
     async def delete(self, backend: str) -> m.DeleteReply:
         return await ask(
-            self.bus, messages.backend_delete(self.id), m.DeleteRequest(backend), m.DeleteReply, 60
+            self.bus, messages.subject("backend.delete", self.id), m.DeleteRequest(backend), m.DeleteReply, 60
         )
 
     async def stop(self, target: str, **more: Any) -> None:
-        await self.bus.publish(messages.backend_stop(self.id), encode(m.StopBackend(target, **more)))
+        await self.bus.publish(
+            messages.subject("backend.stop", self.id), encode(m.StopBackend(target, **more))
+        )
 
     async def stop_model(self, key: str, address: str, **more: Any) -> m.StopModelReply:
         request = m.StopModelRequest(process_key=key, expected_address=address, **more)
-        return await ask(self.bus, messages.model_stop(self.id), request, m.StopModelReply, 60)
+        return await ask(self.bus, messages.subject("model.stop", self.id), request, m.StopModelReply, 60)
 
     async def list(self) -> m.ListReply:
-        return await ask(self.bus, messages.backend_list(self.id), m.Nothing(), m.ListReply, 30)
+        return await ask(self.bus, messages.subject("backend.list", self.id), m.Nothing(), m.ListReply, 30)
 
     async def running(self) -> set[str]:
-        reply = await ask(self.bus, messages.models_running(self.id), m.Nothing(), m.RunningReply, 30)
+        reply = await ask(
+            self.bus, messages.subject("models.running", self.id), m.Nothing(), m.RunningReply, 30
+        )
         return {m.process_key(model.model_id, model.replica_index) for model in reply.models}
 
     async def runs(self, *keys: str) -> None:
@@ -155,7 +159,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     assert fourth.address not in (first.address, second.address, third.address)
     await node.stop("m")
     await node.runs("other#0", "new#0")
-    await node.bus.publish(messages.backend_stop(node.id), b"{broken")
+    await node.bus.publish(messages.subject("backend.stop", node.id), b"{broken")
     await node.stop("nobody")
     assert await node.running() == {"other#0", "new#0"}
     await node.stop("engine", force=True)
@@ -163,7 +167,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     await eventually(lambda: node.worker.events("engine", fourth.address) == ["sigterm"])
     last = await node.install("engine", source, model_id="last")
     assert last.success, last.error
-    await node.bus.publish(messages.backend_stop(node.id), b"null")
+    await node.bus.publish(messages.subject("backend.stop", node.id), b"null")
     await node.runs()
 
 
@@ -433,7 +437,7 @@ async def test_an_archive_by_its_address_is_installed_and_started(node: Node) ->
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}/engine.tgz"
         request = m.InstallRequest("", uri=uri, model_id="m")
-        reply = await ask(node.bus, messages.backend_install(node.id), request, m.InstallReply, 60)
+        reply = await ask(node.bus, messages.subject("backend.install", node.id), request, m.InstallReply, 60)
         await asyncio.to_thread(server.shutdown)
     assert reply.success, reply.error
     assert [(b.name, b.uri) for b in (await node.list()).backends] == [("engine", uri)]
@@ -470,7 +474,7 @@ async def test_install_only_starts_nothing_and_force_reinstalls(node: Node) -> N
 async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     """nats.md §4.9, §4.10, W31."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
-    unload = messages.model_unload(node.id)
+    unload = messages.subject("model.unload", node.id)
     for name in ("m", "unknown"):
         freed = await ask(node.bus, unload, m.UnloadRequest(name), m.UnloadReply, 60)
         assert freed.success, freed.error
@@ -480,7 +484,9 @@ async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     results = {}
     for name in ("../worker.log", "", ".", "/etc", "org/big", "one", "nothing"):
         request = m.DeleteModelRequest(name)
-        answer = await ask(node.bus, messages.model_delete(node.id), request, m.DeleteModelReply, 60)
+        answer = await ask(
+            node.bus, messages.subject("model.delete", node.id), request, m.DeleteModelReply, 60
+        )
         results[name] = answer.success
     assert [name for name, success in results.items() if success] == ["org/big", "one", "nothing"]
     assert node.worker.log.exists()
@@ -495,10 +501,14 @@ async def test_no_progress_without_operation_and_instance_is_told(node: Node) ->
     async def collect(message: Message) -> None:
         seen.append(message)
 
-    await node.bus.subscribe(f"{messages.backend_install(node.id)}.*.progress", collect)
+    await node.bus.subscribe(f"{messages.subject('backend.install', node.id)}.*.progress", collect)
     reply = await node.install("engine", node.worker.source("engine"), install_only=True)
     assert reply.success
-    listed = json.loads(await node.bus.request(messages.backend_list(node.id), b"{}", 5, inbox=INBOX))
-    running = json.loads(await node.bus.request(messages.models_running(node.id), b"null", 5, inbox=INBOX))
+    listed = json.loads(
+        await node.bus.request(messages.subject("backend.list", node.id), b"{}", 5, inbox=INBOX)
+    )
+    running = json.loads(
+        await node.bus.request(messages.subject("models.running", node.id), b"null", 5, inbox=INBOX)
+    )
     assert listed["instance"] == running["instance"] != ""
     assert seen == []

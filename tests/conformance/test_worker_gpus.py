@@ -34,7 +34,7 @@ async def test_an_engine_sees_the_gpus_that_were_chosen_for_it(bus: NatsBus, run
 
     async def install(*gpus: str) -> m.InstallReply:
         request = m.InstallRequest("engine", uri=str(source), model_id="m", gpus=gpus)
-        subject = messages.backend_install(running.control_plane.node_id)
+        subject = messages.subject("backend.install", running.control_plane.node_id)
         return await ask(bus, subject, request, m.InstallReply, 60)
 
     def visible(reply: m.InstallReply) -> str | None:

@@ -43,7 +43,7 @@ async def probe(port: int, path: str) -> int:
 async def started(running: Worker, bus: NatsBus) -> m.InstallReply:
     """An engine that the worker has started on command."""
     request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
-    subject = messages.backend_install(running.control_plane.node_id)
+    subject = messages.subject("backend.install", running.control_plane.node_id)
     reply = await ask(bus, subject, request, m.InstallReply, 60)
     assert reply.success, reply.error
     return reply
@@ -163,21 +163,25 @@ async def test_every_subject_has_a_listener_and_no_other_node(
 ) -> None:
     """And that a broken body is answered in that subject's error shape."""
     node = control_plane.node_id
-    assert (await ask(bus, messages.backend_list(node), m.Nothing(), m.ListReply, 30)).backends == ()
-    listed = await bus.request(messages.models_running(node), b"", 5, inbox=INBOX)
+    assert (
+        await ask(bus, messages.subject("backend.list", node), m.Nothing(), m.ListReply, 30)
+    ).backends == ()
+    listed = await bus.request(messages.subject("models.running", node), b"", 5, inbox=INBOX)
     assert b'"models":[]' in listed
     assert m.RunningReply().models == ()
     for subject, kind in (
-        (messages.backend_install(node), m.InstallReply),
-        (messages.backend_upgrade(node), m.UpgradeReply),
-        (messages.backend_delete(node), m.DeleteReply),
-        (messages.backend_cancel(node), m.CancelReply),
-        (messages.model_unload(node), m.UnloadReply),
-        (messages.model_delete(node), m.DeleteModelReply),
+        (messages.subject("backend.install", node), m.InstallReply),
+        (messages.subject("backend.upgrade", node), m.UpgradeReply),
+        (messages.subject("backend.delete", node), m.DeleteReply),
+        (messages.subject("backend.cancel", node), m.CancelReply),
+        (messages.subject("model.unload", node), m.UnloadReply),
+        (messages.subject("model.delete", node), m.DeleteModelReply),
     ):
         reply = await bus.request(subject, b"{broken", 5, inbox=INBOX)
         assert b'"success":false' in reply, kind
-    assert b'"terminated":false' in await bus.request(messages.model_stop(node), b"{", 5, inbox=INBOX)
+    assert b'"terminated":false' in await bus.request(
+        messages.subject("model.stop", node), b"{", 5, inbox=INBOX
+    )
     prefix = messages.node_prefix(node)
     assert prefix == "nodes.node-a-1-b"
     listening = [subject for subject in await running.nats.subscriptions() if subject.startswith("nodes.")]
@@ -195,7 +199,9 @@ async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
     await eventually(lambda: len(control_plane.seen("/register")) == 2)
     control_plane.heartbeat_status = 200
     await eventually(lambda: [c for c in control_plane.seen("/heartbeat") if "second" in c.path])
-    assert (await ask(bus, messages.backend_list("second"), m.Nothing(), m.ListReply, 30)).error == ""
+    assert (
+        await ask(bus, messages.subject("backend.list", "second"), m.Nothing(), m.ListReply, 30)
+    ).error == ""
     again = control_plane.seen("/register")[1].body
     assert again["running_processes"] == [{"process_key": "m#0", "address": reply.address}]
 
@@ -204,7 +210,9 @@ async def test_every_process_has_an_id_of_its_own(
     running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """D-INSTANCE: one id for all calls of a process and its replies, another after a restart."""
-    listed = await ask(bus, messages.backend_list(control_plane.node_id), m.Nothing(), m.ListReply, 30)
+    listed = await ask(
+        bus, messages.subject("backend.list", control_plane.node_id), m.Nothing(), m.ListReply, 30
+    )
     await eventually(lambda: control_plane.seen("/heartbeat"))
     first = {call.headers["x-localai-node-instance"] for call in control_plane.calls}
     assert first == {listed.instance}
@@ -278,7 +286,7 @@ async def test_a_stop_message_ends_the_worker_in_order(
     """Drain, models poll, deregister, backends gone, exit 0."""
     reply = await started(running, bus)
     control_plane.in_flight = [1, 0]
-    await bus.publish(messages.stop(control_plane.node_id), b"null")
+    await bus.publish(messages.subject("stop", control_plane.node_id), b"null")
     assert await running.ended() == 0
     paths = [call.path.rpartition("/")[2] for call in control_plane.calls if "heartbeat" not in call.path]
     assert paths == ["register", "drain", "models", "models", "deregister"]

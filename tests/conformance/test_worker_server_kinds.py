@@ -17,7 +17,7 @@ from tests.wire.servers import ask as http
 async def install(worker: Worker, bus: NatsBus, name: str) -> str:
     """The token with which an engine of a new backend was started."""
     request = m.InstallRequest(name, uri=str(worker.source(name)), model_id=name)
-    subject = messages.backend_install(worker.control_plane.node_id)
+    subject = messages.subject("backend.install", worker.control_plane.node_id)
     reply = await ask(bus, subject, request, m.InstallReply, 60)
     assert reply.success, reply.error
     token: str = worker.started(name, reply.address)["env"]["LOCALAI_GRPC_AUTH_TOKEN"]
@@ -31,7 +31,7 @@ async def status(worker: Worker, token: str) -> int:
 
 async def answers(worker: Worker, bus: NatsBus) -> bool:
     try:
-        subject = messages.backend_list(worker.control_plane.node_id)
+        subject = messages.subject("backend.list", worker.control_plane.node_id)
         await ask(bus, subject, m.Nothing(), m.ListReply, 5)
     except Exception:
         return False

@@ -17,9 +17,8 @@ import httpx
 
 from localai_cluster.embedded.nats import nats_binary as nats_binary
 from localai_cluster.kit import clock
-from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.codec import encode_galleries
+from localai_cluster.messaging.codec import decode, encode, encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
 from tests.conftest import BUSY
@@ -29,6 +28,8 @@ from tests.wire.servers import Call, HttpServer
 ROOT = Path(__file__).parent.parent.parent
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 INBOX = "_INBOX.test"
+NO_NODE = "/00000000-"
+"""Part of the path where a worker asks whether the server knows secrets."""
 R = TypeVar("R")
 USER, PASSWORD = "tester", "p@ss:w/rd"
 
@@ -131,6 +132,8 @@ class StubControlPlane(HttpServer):
         if call.path.endswith("/rotate"):
             self.rotating = False
             return 200, {"message": "secret rotated"}
+        if NO_NODE in call.path:
+            return (200, []) if self.is_stock else (404, {"error": {"message": "node not found"}})
         if call.path.endswith("/models"):
             return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
         return 200, {"message": "ok"}
@@ -252,4 +255,4 @@ def engines_of(folder: Path) -> list[int]:
 
 async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float) -> R:
     """One question, with replies in an inbox that every user of this server may use."""
-    return await carrier.ask(bus, subject, request, reply, timeout, inbox=INBOX)
+    return decode(await bus.request(subject, encode(request), timeout, inbox=INBOX), reply)

@@ -4,15 +4,21 @@ import asyncio
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.bus import Handler, NoResponders, Subscription
+from localai_cluster.messaging.bus import Bus, Handler, NoResponders, Subscription
 from localai_cluster.messaging.codec import decode, encode
 
+R = TypeVar("R")
 NEVER = object()
 """The reply that does not come."""
+
+
+async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float, *, inbox: str) -> R:
+    """The reply to one request."""
+    return decode(await bus.request(subject, encode(request), timeout, inbox=inbox), reply)
 
 
 @dataclass
@@ -80,5 +86,5 @@ class PlayedBus:
 
     def stops(self, node_id: Any) -> list[str]:
         """What the node's worker was asked to stop by `backend.stop`."""
-        wanted = messages.backend_stop(str(node_id))
+        wanted = messages.subject("backend.stop", str(node_id))
         return [decode(body, m.StopBackend).backend for subject, body in self.published if subject == wanted]

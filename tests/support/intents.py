@@ -22,10 +22,10 @@ from tests.support.bus import PlayedBus
 
 INSTALL, UPGRADE, DELETE = backend_requests.INSTALL, backend_requests.UPGRADE, backend_requests.DELETE
 KINDS = [INSTALL, UPGRADE, DELETE]
-_SUBJECTS = {
-    INSTALL: messages.backend_install,
-    UPGRADE: messages.backend_upgrade,
-    DELETE: messages.backend_delete,
+_COMMANDS = {
+    INSTALL: "backend.install",
+    UPGRADE: "backend.upgrade",
+    DELETE: "backend.delete",
 }
 
 
@@ -76,7 +76,7 @@ class Stage:
     def lists(self, *backends: m.InstalledBackend, instance: str = "") -> None:
         """What the worker answers to `backend.list`."""
         listed = m.ListReply(backends, instance=instance)
-        self.bus.replies[messages.backend_list(str(self.node.id))] = listed
+        self.bus.replies[messages.subject("backend.list", str(self.node.id))] = listed
 
     def begins(self, kind: str, **wish: Any) -> Intent:
         """The first attempt of an operation on echo."""
@@ -92,7 +92,7 @@ class Stage:
     @property
     def subject(self) -> str:
         """Where the worker hears the command."""
-        return _SUBJECTS[self.kind](str(self.node.id))
+        return messages.subject(_COMMANDS[self.kind], str(self.node.id))
 
     @property
     def sent(self) -> list[bytes]:

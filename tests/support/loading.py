@@ -18,9 +18,8 @@ from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stops import Stopper
-from operations.executor.operation_queue import write_batch
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Recorder, Work, in_thread
+from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
@@ -49,10 +48,10 @@ class Stage:
         self.handler = load.LoadModel(self.bus, Folder(folder), WakeUps())
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
-        self.bus.replies[messages.backend_list(str(node.id))] = m.ListReply(backends)
+        self.bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply(backends)
 
     def installs(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[messages.backend_install(str(node.id))] = reply
+        self.bus.replies[messages.subject("backend.install", str(node.id))] = reply
 
     def need_until(self) -> None:
         """Somebody waits again, as a request says that attaches to the running load."""
@@ -118,7 +117,7 @@ def left() -> list[tuple[str, str]]:
 
 async def stops(stage: Stage) -> None:
     """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
-    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
+    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(terminated=True)
     await Stopper(stage.bus).run_pass()
     assert await in_thread(NodeModel.engines.count) == 0
 

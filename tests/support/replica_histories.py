@@ -36,8 +36,7 @@ from nodes.reconcilers import state_pass
 from nodes.replicas import drained_nodes, stops, unload
 from operations.changes import events
 from operations.executor import work as executor_work
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder
+from operations.executor.work import Recorder, write_batch
 
 MOST_DELAYED = timedelta(seconds=57)
 """A start arrives within this time or never: `states.STARTS_WITHIN`, less what two clocks differ."""
@@ -223,6 +222,10 @@ class Worker:
         """Return key and address of each process."""
         return [(one.key, one.address) for one in self.processes.values()]
 
+    def free_memory(self, total: int, each: int) -> int:
+        """Return the memory that its engines leave."""
+        return max(total - each * len(self.processes), 0)
+
     def start(self, row: UUID, key: str) -> str:
         """Start an engine, or return the address of the one that has the key."""
         self.arrive(lambda one: one.what == "start" and one.key == key)
@@ -386,17 +389,17 @@ class World:
         return reply
 
     def _reply(self, worker: Worker, subject: str, payload: bytes) -> bytes:
-        if subject == messages.model_stop(str(worker.id)):
+        if subject == messages.subject("model.stop", str(worker.id)):
             return encode(self._stop(worker, decode(payload, m.StopModelRequest)))
-        if subject == messages.model_delete(str(worker.id)):
+        if subject == messages.subject("model.delete", str(worker.id)):
             return encode(m.DeleteModelReply(success=True))
-        if subject == messages.models_running(str(worker.id)):
+        if subject == messages.subject("models.running", str(worker.id)):
             if self.fate("lost") == "lost":
                 raise RequestTimeout("list")
             listed = [(m.split_process_key(key), address) for key, address in worker.running()]
             running = tuple(m.RunningModel(*key, address) for key, address in listed if key)
             return encode(m.RunningReply(running, instance=worker.instance))
-        if subject == messages.backend_list(str(worker.id)):
+        if subject == messages.subject("backend.list", str(worker.id)):
             return encode(m.ListReply((), instance=worker.instance))
         raise NoResponders(subject)
 

@@ -28,6 +28,8 @@ class Invariants:
         self.unsure: set[UUID] = set()
         """Nodes whose column may be wrong until their next reading: a process was killed after a commit."""
         self.last: dict[UUID, NodeModel] = {}
+        self.published: set[UUID] = set()
+        """Loads that have published their replica."""
         take_changes()
 
     def check(self, *, is_committing: bool, was_blocked: bool) -> None:
@@ -85,6 +87,8 @@ class Invariants:
         operation = Operation.objects.get(pk=before.owner[0])
         is_current = operation.fence == before.owner[1]
         assert is_current, f"{before} was published by an attempt that is over: {operation.fence}"
+        assert operation.id not in self.published, f"{before} is the second replica of one load"
+        self.published.add(operation.id)
         if (former := operation.payload["replaces"]) and self._served(UUID(former)):
             row = rows.get(UUID(former))
             assert row is None or row.phase != "serving", f"{before} has replaced {row}, which serves"

@@ -16,7 +16,7 @@ from django.db import connection, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from localai_cluster.kit.leases import LeaseLost
+from localai_cluster.kit.leases import Attempt, LeaseLost
 from localai_cluster.messaging.bus import BusError, RequestTimeout
 from nodes.backends import intent_queue, intents, inventory
 from nodes.backends.intents import Ended, Intent, PutBack, Settlement
@@ -41,7 +41,6 @@ from nodes.replicas import (
     unload_requests,
 )
 from nodes.replicas.checks import ExitReport
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload import DeleteModel, UnloadModel
@@ -54,6 +53,8 @@ from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secre
 from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause, sends
 
 GB = 2**30
+MEMORY = 2 * GB
+"""Of a node; an engine takes one."""
 LEASE = 15
 """Seconds; nobody renews it while a controller stands still."""
 MODELS = ("m", "n")
@@ -106,7 +107,9 @@ class Cluster:
         call(attempts.finish, *attempt, event, now=clock.now(), error=failure)
 
     def _load(self, operation: Operation) -> None:
-        attempt, model = AttemptId(operation.id, operation.fence), operation.element
+        attempt, model = (operation.id, operation.fence), operation.element
+        if operation.result:
+            return
         with self.ended(partial(abandoned_loads, model)):
             call(slots.end_abandoned_loads, model, now=clock.now())
         views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
@@ -139,7 +142,7 @@ class Cluster:
             call(slots.end_attempt, slot, attempt=attempt, now=clock.now())
             raise
 
-    def _publish(self, operation: Operation, slot: Slot, attempt: AttemptId) -> None:
+    def _publish(self, operation: Operation, slot: Slot, attempt: Attempt) -> None:
         if operation.payload["stages"]:
             if not call(slots.begin_staging, slot, attempt=attempt):
                 raise LoadFailed("another load sends the files")
@@ -149,6 +152,8 @@ class Cluster:
         call(slots.record_answer, slot, address)
         call(engine_ends.end_at_address, address, node_id=slot.node_id, but=slot.id)
         pause("load the model")
+        if self.world.fate("refused", "") == "refused":
+            raise LoadFailed("its engine refuses the model")
         replaces = operation.payload["replaces"]
         if not call(
             slots.publish,
@@ -160,10 +165,11 @@ class Cluster:
             revision="",
             now=clock.now(),
             replaces=UUID(replaces) if replaces else None,
+            result={"address": address},
         ):
             raise LoadFailed("the slot was lost")
 
-    def _start(self, operation: Operation, slot: Slot, attempt: AttemptId) -> str:
+    def _start(self, operation: Operation, slot: Slot, attempt: Attempt) -> str:
         key = f"{operation.element}#{slot.replica_index}"
         for _ in range(3):
             if not slots_started(slot, attempt):
@@ -195,10 +201,14 @@ class Cluster:
         stays = before & left()
         assert not stays, f"nobody moves these on: {stays}"
 
-    def recovers(self) -> None:
-        """A controller takes back what another one has left."""
+    def reaps(self) -> None:
+        """A controller takes back the operations that another one has left."""
         call(attempts.reap, now=clock.now())
         call(intents.reap, now=clock.now())
+
+    def recovers(self) -> None:
+        """A controller takes back everything that another one has left."""
+        self.reaps()
         call(drains.return_without_upgrade)
         self.stops()
 
@@ -248,6 +258,7 @@ class Cluster:
     def asks_for_load(self, dice: Random) -> None:
         """One more replica of a model is wanted on a node."""
         rows = list(NodeModel.objects.filter(phase="serving").order_by("created_at"))
+        leaving = list(NodeModel.engines.filter(phase__in=("stopping", "departed")).order_by("created_at"))
         payload: dict[str, Any] = {
             "node": str(dice.choice(list(self.world.workers))),
             "stages": dice.random() < 0.3,
@@ -255,8 +266,13 @@ class Cluster:
             "replaces": None,
         }
         model = dice.choice(MODELS)
-        if rows and dice.random() < 0.3:
-            victim = dice.choice(rows)
+        if leaving and dice.random() < 0.5:
+            # Where the model was before.
+            former = dice.choice(leaving)
+            model, payload["node"] = former.model_name, str(former.node_id)
+        if rows and dice.random() < 0.4:
+            used = [row for row in rows if row.in_flight]
+            victim = dice.choice(used if used and dice.random() < 0.5 else rows)
             payload |= {"evicts": [str(victim.id)], "node": str(victim.node_id)}
         if (old := [row for row in rows if row.model_name == model]) and dice.random() < 0.3:
             payload["replaces"] = str(dice.choice(old).id)
@@ -269,7 +285,8 @@ class Cluster:
         """An operator has a model or a replica unloaded."""
         rows = list(NodeModel.objects.all().select_related("node").order_by("created_at"))
         if rows:
-            row = dice.choice(rows)
+            waiting = [row for row in rows if row.phase in ("draining", "terminating")]
+            row = dice.choice(waiting if waiting and dice.random() < 0.5 else rows)
             node, index = dice.choice([(None, None), (row.node, None), (row.node, row.replica_index)])
             wish = UnloadRequest(row.model_name, "anna", node=node, index=index, grace=dice.choice([0, 60]))
             if index is None and dice.random() < 0.2:
@@ -293,7 +310,7 @@ class Cluster:
 
     def picks(self, dice: Random) -> None:
         """Some requests begin."""
-        if not self.processes:
+        if not self.processes or (len(self.processes) < 2 and dice.random() < 0.3):
             self.processes.append(uuid4())
         process = dice.choice(self.processes)
         self._settle(process)
@@ -353,6 +370,8 @@ class Cluster:
             self.requests = [one for one in self.requests if one[0] != process]
         else:
             self.uncounted.add(process)
+            if dice.random() < 0.5:
+                self.releases(dice)
 
     def settles(self, dice: Random) -> None:
         """A web process sets its counts, as it does from time to time."""
@@ -400,18 +419,19 @@ class Cluster:
 
     # --- nodes
 
-    def registers(self, worker: Worker) -> None:
-        """The worker registers, with what it runs."""
+    def registers(self, worker: Worker, running: list[tuple[str, str]] | None = None) -> None:
+        """The worker registers, with what it runs, or what it ran when it began to."""
+        running = worker.running() if running is None else running
         made = register(
             worker.name,
             secret=own_secret(worker.name),
             instance=worker.instance,
             now=clock.now(),
             auto_approve=True,
-            total_vram=3 * GB,
-            available_vram=3 * GB,
+            total_vram=MEMORY,
+            available_vram=worker.free_memory(MEMORY, GB),
             max_replicas_per_model=2,
-            running_processes=[registration.Running(*one) for one in worker.running()],
+            running_processes=[registration.Running(*one) for one in running],
         )
         worker.is_registered, worker.is_reachable = True, True
         if worker.id != made.node.id:
@@ -422,8 +442,14 @@ class Cluster:
     def beats(self, worker: Worker) -> None:
         """The worker reports its memory."""
         node = BackendNode.objects.get(pk=worker.id)
-        figures = {"instance": worker.instance, "available_vram": 3 * GB}
+        figures = {"instance": worker.instance, "available_vram": worker.free_memory(MEMORY, GB)}
         beat(beat_of(node, secret=own_secret(worker.name), at=clock.now(), **figures))
+
+    def busy_worker(self, dice: Random) -> Worker | None:
+        """Return a worker with an engine that is being started or about to stop."""
+        rows = NodeModel.objects.exclude(phase="serving").order_by("created_at")
+        busy = [self.world.workers[id] for id in rows.values_list("node_id", flat=True)]
+        return dice.choice(busy) if busy else None
 
     def falls_silent(self, worker: Worker) -> None:
         """The node is declared gone; its engines run on."""
@@ -445,7 +471,7 @@ class Cluster:
         lifecycle.resume(worker.id, actor=ROOT, now=clock.now())
 
 
-def slots_started(slot: Slot, attempt: AttemptId) -> bool:
+def slots_started(slot: Slot, attempt: Attempt) -> bool:
     """Record that the start is sent; the time of the start is when that is committed."""
     pause("start")
     sends(clock.now())

@@ -40,21 +40,36 @@ WEEK = 8 * 86_400
 
 CONTROLLERS = ["works"] * 6 + ["stops"] * 4 + ["upgrades"] * 2 + ["recovers", "checks", "compares"]
 """What a controller does next; one that is at a job mostly goes on with it."""
-BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6]
+BESIDE_ANOTHER = [*CONTROLLERS, *["recovers"] * 6, "reaps"]
 """The same while the other one stands still at a job: its lease may be over."""
 OUTSIDE = (
     ["asks_for_load"] * 6
-    + ["picks"] * 4
-    + ["releases"] * 3
+    + ["picks"] * 8
+    + ["releases"] * 4
     + ["asks_for_unload", "loses", "cancels"] * 3
     + ["time_passes", "a_lease_is_lost"] * 4
     + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
-    + ["web_process_stops", "web_process_is_silent", "settles", "recounts"]
+    + ["web_process_stops", *["web_process_is_silent"] * 3, "settles", "recounts"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
-    + ["engine_dies", "reports_an_exit"]
+    + ["engine_dies", "reports_an_exit", "registers_late"]
+    + ["a_note_comes_late"] * 6
 )
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
 OF_NAMED_CONTROLLERS = ("works", "upgrades")
+NOTES = (
+    *[("stops", "restore_lost")] * 4,
+    *[("works", "publish")] * 3,
+    *(("stops", "record_sent"), ("stops", "confirm"), ("stops", "record_failure")),
+    *(("works", "end_attempt"), ("works", "end_at_address"), ("checks", "record_results")),
+    *(("compares", "end_unlisted"), ("upgrades", "end_stopped")),
+)
+"""Jobs, and the calls in which they write what the controller has seen or decided before."""
+CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgrade"}
+"""What gives the controller something to do in these jobs."""
+MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
+"""What happens before a note is written; empty: its lease runs out."""
+LONGEST_JOB = 60
+"""Points."""
 
 
 class History:
@@ -111,7 +126,7 @@ class History:
         """Take the step that this number decides."""
         dice = self.world.dice = Random(number)
         self.world.passes(1)
-        if dice.random() < 0.65:
+        if dice.random() < 0.6:
             self.controller_goes_on(dice.choice(self.controllers), dice)
         else:
             self.somebody_acts(dice.choice(OUTSIDE), dice)
@@ -120,16 +135,20 @@ class History:
         """Begin a job, go on to some later point of it, or be killed there."""
         if actor.is_idle:
             is_alone = all(other.is_idle for other in self.controllers)
-            actor.job = dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER)
-            self.world.note(f"{actor.name} {actor.job}")
-            job = getattr(self.cluster, actor.job)
-            self.go(actor, partial(job, actor.name) if actor.job in OF_NAMED_CONTROLLERS else job)
+            self.begins(actor, dice.choice(CONTROLLERS if is_alone else BESIDE_ANOTHER))
             if dice.random() < 0.4:
                 self.finishes(actor)
         elif dice.random() < 0.1:
             self.kill(actor)
         else:
             self.goes_on(actor, dice)
+
+    def begins(self, actor: Actor, name: str) -> None:
+        """Begin a job and go on to its first point."""
+        actor.job = name
+        self.world.note(f"{actor.name} {name}")
+        job = getattr(self.cluster, name)
+        self.go(actor, partial(job, actor.name) if name in OF_NAMED_CONTROLLERS else job)
 
     def goes_on(self, actor: Actor, dice: Random) -> None:
         """Go on to some later point."""
@@ -154,9 +173,54 @@ class History:
             self.finishes(other)
         if other.is_idle:
             self.pass_seconds(LEASE + 2)
-            self.world.note(f"{other.name} recovers beside {slow.name} at {slow.point}")
-            self.go(other, self.cluster.recovers)
+            self.world.note(f"{slow.name} stands still at {slow.point}")
+            for job in dice.choice([["recovers"], ["recovers", "works"], ["reaps", "works"]]):
+                self.check()
+                if other.is_idle:
+                    self.begins(other, job)
+                    self.finishes(other)
+
+    def a_note_comes_late(self, worker: Worker, dice: Random) -> None:
+        """A controller is about to write what it has seen; before that something else happens."""
+        slow, other = dice.sample(self.controllers, 2)
+        job, note = dice.choice(NOTES)
+        notes = {note} if slow.is_idle else {note for _, note in NOTES}
+        if slow.is_idle:
+            if job in CAUSES:
+                self.act(partial(getattr(self.cluster, CAUSES[job]), dice))
+            self.begins(slow, job)
+        for _ in range(LONGEST_JOB):
+            if slow.is_idle or slow.point in notes:
+                break
+            self.go(slow)
+        self.check()
+        if slow.is_idle:
+            return
+        self.world.note(f"{slow.name} stands still at {slow.point}")
+        if what := dice.choice(MEANWHILE):
+            self.somebody_acts(what, dice, self.cluster.busy_worker(dice))
+        else:
+            self.pass_seconds(LEASE + 2)
+        self.check()
+        for job in dice.choice([["works"], ["recovers"], ["recovers", "works"]]):
             self.finishes(other)
+            if other.is_idle:
+                self.begins(other, job)
+        self.finishes(other)
+        self.check()
+        self.finishes(slow)
+
+    def registers_late(self, worker: Worker, dice: Random) -> None:
+        """A worker registers again while controllers go on: its list of engines is old when it arrives."""
+        if not (worker.is_registered and worker.is_reachable):
+            return
+        running = worker.running()
+        self.world.note(f"{worker.name} sends a registration with {running}")
+        for actor in self.controllers:
+            self.goes_on(actor, dice)
+        self.check()
+        self.world.note(f"it arrives at {worker.name}")
+        self.act(partial(self.cluster.registers, worker, running))
 
     def kill(self, actor: Actor) -> None:
         """End the process where it is; another one takes its place."""
@@ -166,9 +230,9 @@ class History:
         actor.is_dead = True
         self.go(actor)
 
-    def somebody_acts(self, what: str, dice: Random) -> None:
+    def somebody_acts(self, what: str, dice: Random, worker: Worker | None = None) -> None:
         """Something happens outside of the controllers."""
-        worker = dice.choice(list(self.world.workers.values()))
+        worker = worker or dice.choice(list(self.world.workers.values()))
         if not (worker.is_reachable and worker.is_registered) and dice.random() < 0.3:
             what = "comes_back"
         if what in OF_WORKERS:

@@ -5,11 +5,13 @@ from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import slots
-from nodes.replicas.lifecycle import AttemptId
+from nodes.replicas.lifecycle import owned_by
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import WITHOUT_ENGINE
+from operations.models import Operation
 
 _OF_STATE = {
     "loading": Phase.RESERVED,
@@ -26,25 +28,25 @@ _REASONS = {
 SOON = timedelta(hours=1)
 
 
-def attempt(text: str) -> AttemptId:
+def attempt(text: str) -> Attempt:
     """An attempt of a load by a short name or an operation, with its fence: `m:1`."""
     name, _, fence = text.rpartition(":")
     try:
         operation = UUID(name)
     except ValueError:
         operation = uuid5(NAMESPACE_OID, name or text)
-    return AttemptId(operation, int(fence) if fence.isdigit() else 0)
+    return operation, int(fence) if fence.isdigit() else 0
 
 
-def owner_of(row: NodeModel) -> AttemptId:
+def owner_of(row: NodeModel) -> Attempt:
     """The attempt that owns the row of a load."""
     assert row.owner_id is not None
     assert row.owner_fence is not None
-    return AttemptId(row.owner_id, row.owner_fence)
+    return row.owner_id, row.owner_fence
 
 
 def columns(
-    state: str = "loaded", *, owner: AttemptId | None = None, phase: str = "", **fields: Any
+    state: str = "loaded", *, owner: Attempt | None = None, phase: str = "", **fields: Any
 ) -> dict[str, Any]:
     """The columns of a row in this phase, by default one of this state.
 
@@ -53,7 +55,8 @@ def columns(
     now, phase = clock.now(), phase or _OF_STATE[state]
     life: dict[str, Any] = {"phase": phase, "address": "127.0.0.1:1"}
     if phase in LOADING_PHASES:
-        life |= {"address": "", **(owner or attempt("nobody:1")).columns, "deadline": now + SOON}
+        load = owned_by(OwnerKind.OPERATION, *(owner or attempt("nobody:1")))
+        life |= {"address": "", **load, "deadline": now + SOON}
     elif phase != Phase.SERVING:
         life |= {
             "owner_kind": OwnerKind.CONTROLLERS,
@@ -69,10 +72,24 @@ def columns(
     return life | fields
 
 
-def publish(slot: Slot, owner: AttemptId, *, address: str = "127.0.0.1:1", **fields: Any) -> bool:
+def run(owner: Attempt) -> None:
+    """Has a controller execute the attempt."""
+    running = {
+        "kind": "model_load",
+        "key": str(owner[0]),
+        "status": "processing",
+        "fence": owner[1],
+        "lease_owner": "test",
+        "lease_until": clock.now() + SOON,
+    }
+    Operation.objects.update_or_create(pk=owner[0], defaults=running)
+
+
+def publish(slot: Slot, owner: Attempt, *, address: str = "127.0.0.1:1", **fields: Any) -> bool:
     """Starts the engine of a slot and publishes it."""
     now = fields.pop("now", None) or clock.now()
     values: dict[str, Any] = {"backend": "b", "options": {}, "revision": "", **fields}
+    run(owner)
     slots.start(slot, attempt=owner, now=now)
     return slots.publish(slot, attempt=owner, address=address, now=now, **values)
 

@@ -8,7 +8,7 @@ import pytest
 from django.core.management import get_commands, load_command_class
 from django.urls import Resolver404, resolve
 
-from localai_cluster import raw_routes
+from localai_cluster import edge
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATING = ROOT / "docs/operating"
@@ -103,7 +103,7 @@ def test_named_routes_exist(page: Path) -> None:
     for route in routes:
         path = re.sub(r":\w+|<\w+>|\bID\b|\bMODEL\b", "x", route).rstrip(".,)")
         try:
-            assert raw_routes.find(path) or resolve(path)
+            assert edge.find_route(path) or resolve(path)
         except Resolver404:
             unknown.append(route)
     assert not unknown

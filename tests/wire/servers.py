@@ -24,6 +24,8 @@ PATIENCE = 6
 """How many times as long everything may take on a machine that has something else to do."""
 CREDENTIALS = Path(__file__).parent / "user.creds"
 """JWT and seed of a user whom no server knows; they do not expire. An open server takes everybody."""
+NO_NODE = "00000000-0000-0000-0000-000000000000"
+"""Where our worker asks whether the server knows secrets of nodes."""
 USER, PASSWORD, TOKEN = "wire", "p@ss:w/rd", "registration-token"
 
 
@@ -192,6 +194,8 @@ class ControlPlane(HttpServer):
             status, body = 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy"}
             if secret := call.headers.get("x-localai-node-secret"):
                 body["fingerprint"] = hashlib.sha256(secret.encode()).hexdigest()
+        elif call.path.startswith(f"/api/node/{NO_NODE}/"):
+            return 404, b'{"error": {"message": "node not found"}}'
         elif call.path.endswith("/models"):
             return 200, json.dumps([{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]).encode()
         return status, json.dumps(body).encode()

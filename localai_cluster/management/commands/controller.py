@@ -40,12 +40,12 @@ from nodes.backends.upgrade_check import UpgradeChecker
 from nodes.gateway.prefix_updates import Outbox
 from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import tasks
-from nodes.reconcilers.file_ports import FilePorts
 from nodes.reconcilers.replicas import ReplicaPass
 from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wake_ups import NodeWakeUps
 from nodes.registry import bus_credentials
+from nodes.registry.file_port import FilePorts
 from nodes.replicas import checks, hooks
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store

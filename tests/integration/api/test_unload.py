@@ -14,7 +14,7 @@ from localai_cluster.kit import clock
 from localai_cluster.rpc.errors import Lost
 from localai_cluster.rpc.messages import StatusResponse
 from nodes.api import engines
-from nodes.definitions import folder
+from nodes.definitions.folder import Folder
 from nodes.loading import load_request
 from nodes.models import NodeModel
 from nodes.models.replica import load_key
@@ -272,10 +272,10 @@ class TestShutdown:
 class TestLoad:
     @pytest.fixture(autouse=True)
     def _defined(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def find(name: str) -> Any:
+        async def find(_: Folder, name: str) -> Any:
             return object() if name == "echo" else None
 
-        monkeypatch.setattr(folder, "find_definition", find)
+        monkeypatch.setattr(Folder, "find", find)
 
     def post(self, body: Any) -> Any:
         return api.admin().post("/backend/load", body)

@@ -246,7 +246,7 @@ async def test_an_attempt_whose_node_goes_offline_ends_at_once(stage: Stage) -> 
 @pytest.mark.rule("A3", "A4", "A5", "O75")
 async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     intent = await hot.in_thread(stage.begins, INSTALL)
-    stage.bus.replies[messages.backend_list(str(stage.node.id))] = NotConnected("lost")
+    stage.bus.replies[messages.subject("backend.list", str(stage.node.id))] = NotConnected("lost")
     part = await stage.carries_out(intent)
     row = await stage.row(intent)
     assert row is not None
@@ -298,7 +298,7 @@ async def test_a_worker_is_asked_to_stop_and_the_part_says_what_came_of_it(
     stage: Stage, reply: Any, says: str
 ) -> None:
     off = await hot.in_thread(cancelled, stage)
-    subject = messages.backend_cancel(str(stage.node.id))
+    subject = messages.subject("backend.cancel", str(stage.node.id))
     stage.bus.replies[subject] = reply
     part = await stage.carries_out(off)
     assert [decode(sent, m.CancelRequest).op_id for sent in stage.bus.asked[subject]] == [
@@ -314,7 +314,7 @@ async def test_a_worker_is_asked_to_stop_and_the_part_says_what_came_of_it(
 async def test_a_worker_is_asked_to_stop_once_our_own_connection_is_back(stage: Stage) -> None:
     """A cut of the bus says nothing about the worker, which may be at it: it is asked again, for a while."""
     off = await hot.in_thread(cancelled, stage)
-    subject = messages.backend_cancel(str(stage.node.id))
+    subject = messages.subject("backend.cancel", str(stage.node.id))
     stage.bus.replies[subject] = [NotConnected("lost"), m.CancelReply(True, found=True)]
     await stage.carries_out(off)
     row = await stage.row(off)
@@ -333,7 +333,7 @@ async def test_a_worker_that_cannot_be_asked_for_long_may_go_on(
 ) -> None:
     monkeypatch.setattr(intent_queue, "CALL_OFF_FOR", timedelta(0))
     off = await hot.in_thread(cancelled, stage)
-    stage.bus.replies[messages.backend_cancel(str(stage.node.id))] = NotConnected("lost")
+    stage.bus.replies[messages.subject("backend.cancel", str(stage.node.id))] = NotConnected("lost")
     part = await stage.carries_out(off)
     assert part.reason.startswith("the worker was not asked to stop")
     assert await stage.row(off) is None
@@ -359,8 +359,8 @@ async def test_a_worker_is_asked_to_stop_although_its_node_is_away(stage: Stage)
         return stage.claimed()
 
     off = await hot.in_thread(begun)
-    stage.bus.replies[messages.backend_cancel(str(stage.node.id))] = NoResponders("gone")
-    stage.bus.replies[messages.backend_list(str(stage.node.id))] = NoResponders("gone")
+    stage.bus.replies[messages.subject("backend.cancel", str(stage.node.id))] = NoResponders("gone")
+    stage.bus.replies[messages.subject("backend.list", str(stage.node.id))] = NoResponders("gone")
     part = await stage.carries_out(off)
     assert part.reason == "the worker may go on (node one is not responding); its result is discarded"
     assert await stage.row(off) is None
@@ -376,8 +376,8 @@ def completed(operation: Operation) -> bool:
 async def test_an_install_runs_although_the_loads_that_wait_for_it_hold_all_slots() -> None:
     """Loads that wait for their installations must not keep those from being claimed."""
     bus, node = PlayedBus(), await hot.in_thread(hot.node)
-    bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
-    bus.replies[messages.backend_install(str(node.id))] = m.InstallReply(True)
+    bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
+    bus.replies[messages.subject("backend.install", str(node.id))] = m.InstallReply(True)
 
     async def load(work: Work) -> None:
         installs = await hot.in_thread(ask, INSTALL, node)
@@ -405,14 +405,16 @@ async def test_a_worker_that_never_answers_holds_up_no_other_node() -> None:
     bus = PlayedBus()
     silent, well = [await hot.in_thread(hot.node, name) for name in ("silent", "well")]
     for node, reply in ((silent, NEVER), (well, m.InstallReply(True))):
-        bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
-        bus.replies[messages.backend_install(str(node.id))] = reply
+        bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
+        bus.replies[messages.subject("backend.install", str(node.id))] = reply
     running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_on_other_node), lease=600.0)
     task = asyncio.create_task(running.run())
     try:
         first = await hot.in_thread(ask, INSTALL, silent)
         running.wake()
-        await until(lambda: bool(bus.asked[messages.backend_install(str(silent.id))]), "it has begun")
+        await until(
+            lambda: bool(bus.asked[messages.subject("backend.install", str(silent.id))]), "it has begun"
+        )
         second = await hot.in_thread(ask, INSTALL, well)
         running.wake()
         await until(lambda: completed(second), "the other one is done")
@@ -428,8 +430,11 @@ async def test_a_worker_that_never_answers_holds_up_no_other_node() -> None:
 async def test_a_cancel_ends_the_attempt_and_stops_the_worker() -> None:
     """The executor renews at once when it hears of the cancel, finds the lease gone and lets go."""
     bus, node = PlayedBus(), await hot.in_thread(hot.node)
-    install, stop = messages.backend_install(str(node.id)), messages.backend_cancel(str(node.id))
-    bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
+    install, stop = (
+        messages.subject("backend.install", str(node.id)),
+        messages.subject("backend.cancel", str(node.id)),
+    )
+    bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
     bus.replies[install] = NEVER
     bus.replies[stop] = m.CancelReply(True, found=True)
     running: Executor[Any] = Executor("test-owner", IntentQueue(bus, load_on_other_node), lease=600.0)

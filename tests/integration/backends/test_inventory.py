@@ -61,7 +61,9 @@ class Bus:
         self.gate.set()
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend, error: str = "") -> None:
-        self.replies[messages.backend_list(str(node.id))] = encode(m.ListReply(backends, error=error))
+        self.replies[messages.subject("backend.list", str(node.id))] = encode(
+            m.ListReply(backends, error=error)
+        )
 
     async def wait_connected(self, *, after: int = 0) -> int:
         return self.generation
@@ -192,7 +194,7 @@ async def test_without_an_answer_the_rows_stay_and_the_reason_is_kept(reply: Any
     bus, node = Bus(), await hot.in_thread(hot.node)
     await hot.in_thread(keep, node, ECHO)
     before = await hot.in_thread(api.node, node.id)
-    bus.replies[messages.backend_list(str(node.id))] = reply
+    bus.replies[messages.subject("backend.list", str(node.id))] = reply
     assert not await ask(bus, node)
     after = await hot.in_thread(api.node, node.id)
     assert says in after.inventory_error
@@ -426,7 +428,9 @@ class Stage:
     def __init__(self) -> None:
         self.bus, self.node = Bus(), hot.node()
         self.bus.lists(self.node, ECHO, MINILM)
-        self.bus.replies[messages.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
+        self.bus.replies[messages.subject("backend.install", str(self.node.id))] = encode(
+            m.InstallReply(success=True)
+        )
         self.operation = wished.ask(wished.INSTALL, self.node)
         (self.intent,) = wished.claim()
 
@@ -448,7 +452,7 @@ async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pyt
     """A worker that does not say what it has is asked again at once; no one waits for it long."""
     stage = await hot.in_thread(Stage)
     monkeypatch.setattr(inventory, "QUICK", 0.05)
-    subject = messages.backend_list(str(stage.node.id))
+    subject = messages.subject("backend.list", str(stage.node.id))
     await hot.in_thread(due, stage.node, 200)
     stage.bus.replies[subject] = encode(m.ListReply(error="disk"))
     assert await stage.ends() == "completed"
@@ -500,6 +504,6 @@ async def test_a_question_that_proves_nothing_of_the_worker_counts_no_attempt(ca
     if case == "our connection is new":
         bus.connected_since = clock.monotonic()
     if case == "no connection":
-        bus.replies[messages.backend_list(str(node.id))] = NotConnected("lost")
+        bus.replies[messages.subject("backend.list", str(node.id))] = NotConnected("lost")
     assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
     assert (await hot.in_thread(PendingBackendOp.objects.get)).attempts == 0

@@ -19,8 +19,7 @@ from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.models import BackendNode, NodeEvent, NodeType
 from nodes.registry import lifecycle
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Postpone, Recorder, Work
+from operations.executor.work import Postpone, Recorder, Work, write_batch
 from operations.ledger import attempts
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
@@ -37,13 +36,13 @@ class Stage:
 
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node("one")
-        self.list = messages.backend_list(str(self.node.id))
+        self.list = messages.subject("backend.list", str(self.node.id))
         self.bus.replies[self.list] = HERE
 
     @property
     def told(self) -> int:
         """How often the worker was told to stop."""
-        assert {subject for subject, _ in self.bus.published} <= {messages.stop(str(self.node.id))}
+        assert {subject for subject, _ in self.bus.published} <= {messages.subject("stop", str(self.node.id))}
         return len(self.bus.published)
 
     def begins(self) -> Work:

@@ -48,7 +48,13 @@ class Stage(OneIntent):
         self.lists(ECHO)
         self.other = hot.node("two")
         for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
-            hot.replica(node, model, address=f"127.0.0.1:{50000 + port}", backend_type="echo")
+            hot.replica(
+                node,
+                model,
+                address=f"127.0.0.1:{50000 + port}",
+                backend_type="echo",
+                updated_at=clock.now() - timedelta(minutes=1),
+            )
         self.answers(STOPPED)
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
@@ -104,7 +110,7 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
 async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
     """Review R21. It stops the last replica of m too: nobody would be asked about it."""
     stage.kind = backend_requests.INSTALL
-    stage.bus.replies[messages.models_running(str(stage.node.id))] = m.RunningReply(())
+    stage.bus.replies[messages.subject("models.running", str(stage.node.id))] = m.RunningReply(())
 
     def begins() -> Intent:
         stage.alone()

@@ -50,8 +50,8 @@ def rows(node: BackendNode) -> list[str]:
 async def ask(node: BackendNode, reply: Any) -> PlayedBus:
     """The question for its backends, which the worker answers, and what follows from it."""
     bus = PlayedBus()
-    bus.replies[messages.backend_list(str(node.id))] = m.ListReply()
-    bus.replies[messages.models_running(str(node.id))] = reply
+    bus.replies[messages.subject("backend.list", str(node.id))] = m.ListReply()
+    bus.replies[messages.subject("models.running", str(node.id))] = reply
     assert await inventory.ask(bus, inventory.question(node))
     return bus
 
@@ -94,11 +94,24 @@ async def test_a_worker_that_cannot_say_what_runs_keeps_its_rows(reply: Any) -> 
     assert await hot.in_thread(rows, node) == ["echo#0", "echo#1"]
 
 
+async def test_a_replica_that_a_slower_clock_has_published_later_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clocks of two controllers differ: it was published while the worker answered."""
+    node = await hot.in_thread(stock_node)
+    asked_at = clock.now()
+    earlier = asked_at - timedelta(seconds=0.5)
+    await hot.in_thread(lambda: hot.replica(node, index=2, updated_at=earlier))
+    monkeypatch.setattr(clock, "now", lambda: asked_at)
+    await ask(node, running(("echo", 1, f"{HOST}:50001")))
+    assert await hot.in_thread(rows, node) == ["echo#1", "echo#2"]
+
+
 async def test_only_stock_workers_are_asked() -> None:
     """Ours list their engines when they register."""
     node = await hot.in_thread(api.make_node)
     bus = await ask(node, running())
-    assert list(bus.asked) == [messages.backend_list(str(node.id))]
+    assert list(bus.asked) == [messages.subject("backend.list", str(node.id))]
 
 
 def test_a_replica_of_later_than_the_question_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,14 @@ class Stage(OneIntent):
     def __init__(self) -> None:
         super().__init__()
         self.lists(ECHO)
-        self.replicas = [hot.replica(self.node, name, backend_type="echo") for name in ("one#two", "other")]
+        earlier = clock.now() - timedelta(minutes=1)
+        self.replicas = [
+            hot.replica(self.node, name, backend_type="echo", updated_at=earlier)
+            for name in ("one#two", "other")
+        ]
 
     def runs(self, *models: m.RunningModel) -> None:
-        self.bus.replies[messages.models_running(str(self.node.id))] = m.RunningReply(models)
+        self.bus.replies[messages.subject("models.running", str(self.node.id))] = m.RunningReply(models)
 
     async def left(self) -> set[str]:
         """The models whose replicas have a row."""
@@ -80,7 +84,7 @@ async def test_an_upgrade_is_sent_once_by_its_own_subject(
     wanted = m.UpgradeRequest("echo", backend_galleries=galleries, op_id=str(intent.row.operation_id))
     assert decode(sent, m.UpgradeRequest) == wanted
     assert 5000 < stage.bus.waits[stage.subject][0] <= 10000
-    assert not stage.bus.asked[messages.backend_install(str(stage.node.id))]
+    assert not stage.bus.asked[messages.subject("backend.install", str(stage.node.id))]
 
 
 @pytest.mark.rule("nats-4.6", "R6.30", "T-MGR-31")
@@ -242,7 +246,7 @@ async def test_a_worker_without_the_command_gets_a_forced_install(
     cluster = replace(settings.CLUSTER, install_timeout=1000, upgrade_timeout=5000)
     monkeypatch.setattr(settings, "CLUSTER", cluster)
     intent = await hot.in_thread(stage.begins, UPGRADE)
-    install = messages.backend_install(str(stage.node.id))
+    install = messages.subject("backend.install", str(stage.node.id))
     stage.bus.replies[install] = reply
     part = await stage.carries_out(intent)
     assert (ended(part), part.error) == (ERROR if fails else SUCCESS, fails)
@@ -259,7 +263,7 @@ async def test_a_worker_of_ours_that_does_not_listen_yet_gets_no_forced_install(
     stage.lists(ECHO, instance="first")
     part = await stage.carries_out(intent)
     assert (part.status, "is not responding" in part.reason) == ("queued", True)
-    assert not stage.bus.asked[messages.backend_install(str(stage.node.id))]
+    assert not stage.bus.asked[messages.subject("backend.install", str(stage.node.id))]
 
 
 SAME = "sha256:" + "a" * 64
@@ -325,7 +329,7 @@ async def test_a_refused_deletion_of_which_nothing_is_known_is_tried_again(stage
     """The list that would tell does not come. The attempt counts: this must not go on without an end."""
 
     def refuse() -> m.UpgradeReply:
-        stage.bus.replies[messages.backend_list(str(stage.node.id))] = NoResponders("gone")
+        stage.bus.replies[messages.subject("backend.list", str(stage.node.id))] = NoResponders("gone")
         return stopped(success=False, error="not installed")
 
     intent = await hot.in_thread(stage.begins, DELETE)

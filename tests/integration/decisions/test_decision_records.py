@@ -65,7 +65,7 @@ async def test_an_eviction_is_kept_with_the_slot_that_it_makes_room_for(
 ) -> None:
     """Under the victim's model, with whose load it was for; the load's record names the victim."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -94,7 +94,7 @@ def dies(stage: Stage, loads: list[Any]) -> None:
 
 
 def leaves_no_bus(stage: Stage, _: list[Any]) -> None:
-    stage.bus.replies[messages.backend_list(str(stage.one.id))] = NotConnected("down")
+    stage.bus.replies[messages.subject("backend.list", str(stage.one.id))] = NotConnected("down")
 
 
 def vanishes(stage: Stage, _: list[Any]) -> None:

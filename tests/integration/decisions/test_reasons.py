@@ -40,9 +40,7 @@ from nodes.placement.explain import DecisionOutcome
 from nodes.reconcilers import decision_replay, tasks
 from nodes.reconcilers.decision_replay import ReplayedDecision
 from nodes.replicas import slots
-from nodes.replicas.lifecycle import AttemptId
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.support import api, hot
@@ -83,11 +81,9 @@ async def placed(work: Work, need: Need = NO_NEED, *, silent: str = "") -> load_
     nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
     for id, name in nodes:
         if name != silent:
-            bus.replies[messages.backend_list(str(id))] = m.ListReply(())
+            bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
     what = load_placement.LoadNeeds(definition(), need)
-    return await load_placement.reserve_slot(
-        bus, work, what, attempt=AttemptId(work.id, work.operation.fence)
-    )
+    return await load_placement.reserve_slot(bus, work, what, attempt=(work.id, work.operation.fence))
 
 
 def kept() -> list[PlacementRecord]:

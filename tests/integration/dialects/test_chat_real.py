@@ -15,7 +15,7 @@ from pytest_django import Settings
 from localai_cluster.asgi import application
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import load_options, read_definition
+from nodes.definitions.files import read_definition
 from tests.support import hot
 from tests.support.backends import ROOT, TOKEN, gallery, running_backend
 from tests.support.streaming import asked
@@ -159,7 +159,7 @@ def test_a_model_answers_through_the_edge(tmp_path: Path, settings: Settings) ->
     source = ROOT / "examples" / "models" / "smollm2.yaml"
     (tmp_path / source.name).write_text(source.read_text())
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2)
-    options = options_from_mapping(load_options(read_definition(source)))
+    options = options_from_mapping(read_definition(source).options)
     options.ModelFile = str(ROOT / "build" / "models" / options.Model)
 
     async def scenario() -> None:

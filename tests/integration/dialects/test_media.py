@@ -17,7 +17,7 @@ import openai
 import pytest
 from pytest_django import Settings
 
-from localai_cluster import raw_routes
+from localai_cluster import edge
 from localai_cluster.asgi import application
 from localai_cluster.kit import clock
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
@@ -203,7 +203,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     many = form({f"field{number}": "x" for number in range(2000)})[0]
     assert one(TRANSCRIBE, many, kind=kind).status == 400
     small = endpoint.Endpoint("POST", audio_transcriptions.transcribe, 60, form=True)
-    monkeypatch.setitem(raw_routes._EXACT, TRANSCRIBE, small)
+    monkeypatch.setitem(edge._EXACT, TRANSCRIBE, small)
     answer = one(TRANSCRIBE, body, kind=kind)
     assert answer.status == 413
     assert "60 bytes" in told(answer)["error"]["message"]

@@ -23,7 +23,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
 from nodes.registry import timeline
 from operations.ledger import admission, attempts
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation, Status
 from operations.states import Event
 from tests.support import api, backends, hot
@@ -207,7 +207,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
             node_id=node.pk,
             node_name="w2",
         )
-        await hot.in_thread(lambda: attempts.progress(operation.pk, operation.fence, tick, now=clock.now()))
+        await hot.in_thread(lambda: record({(operation.pk, operation.fence): [tick]}, now=clock.now()))
         return await asked
 
     (answered,) = run(scenario)
@@ -351,6 +351,27 @@ def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
 
 
 @pytest.mark.rule("C34")
+def test_a_load_that_ends_while_its_request_picks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these loads ends between a turn of the wait and the result of the pick that follows it."""
+    pick = gateway.Gateway._pick
+
+    async def picks_late(self: gateway.Gateway, request: Any) -> Any:
+        replica = await pick(self, request)
+        if operation := await hot.in_thread(claim):
+            await hot.in_thread(lambda: end(operation, Event.COMPLETE))
+            assert await clock.wait_until(is_over, timeout=60, every=0.01)
+        return replica
+
+    async def is_over() -> bool:
+        return not gateway.current()._loads._loads
+
+    monkeypatch.setattr(gateway.Gateway, "_pick", picks_late)
+    (answered,) = run(lambda client: ask_many(client, 1))
+    assert "no replica of it is available" in answered.body["error"]["message"]
+    assert Operation.objects.count() == gateway.MAX_LOADS
+
+
+@pytest.mark.rule("C34")
 def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
     """C34: a request that attached while it was being cancelled does not fail with it, but asks again."""
 
@@ -408,7 +429,7 @@ def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> N
     operation = claim()
     assert operation is not None
     tick = Tick(phase="loading", node_id=hot.node("w2").pk, node_name="w2")
-    attempts.progress(operation.pk, operation.fence, tick, now=clock.now())
+    record({(operation.pk, operation.fence): [tick]}, now=clock.now())
     code, body = status(user)
     assert 0 <= body.pop("progress") < 100
     del counters["progress"]

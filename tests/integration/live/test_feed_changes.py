@@ -18,7 +18,7 @@ from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision
 from operations.changes import events, feed
 from operations.ledger import admission, attempts
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from tests.support import api, live
 from tests.support.feed import (
@@ -140,7 +140,7 @@ async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
     page = await (await tab()).greeted()
     (work,) = await sync_to_async(attempts.claim)("t", now=clock.now(), lease=30, limit=1)
     tick = Tick("downloading", current_bytes=3, total_bytes=12, percentage=25, node_id=nodes[1][0])
-    await sync_to_async(attempts.progress)(work.id, work.fence, tick, now=clock.now())
+    await sync_to_async(record)({(work.id, work.fence): [tick]}, now=clock.now())
 
     def moved(tab: Tab) -> list[float]:
         return [part["percentage"] for part in tab.operations[id]["nodes"]]
@@ -148,7 +148,7 @@ async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
     await sees(page, lambda tab: moved(tab) == [0, 25, 0])
     late = await (await tab()).greeted()
     assert page.operations[id] == late.operations[id]
-    await sync_to_async(attempts.progress)(work.id, work.fence, replace(tick, percentage=50), now=clock.now())
+    await sync_to_async(record)({(work.id, work.fence): [replace(tick, percentage=50)]}, now=clock.now())
     for one in (page, late):
         await sees(one, lambda tab: moved(tab) == [0, 50, 0])
         (last,) = one.told("operations.delta")[-1]["operations"]

@@ -221,6 +221,11 @@ def raws(**nodes: int) -> dict[str, rows.Raw]:
     return {name: rows.Raw((name, value), "", "", "", 0) for name, value in nodes.items()}
 
 
+def take(kept: History, state: dict[str, rows.Raw], at: float) -> bool:
+    """Have the history compare and accept what is there."""
+    return kept.accept(kept.compare(state), at)
+
+
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> History:
     """A history of two-key nodes."""
@@ -234,10 +239,10 @@ def _shown(raw: rows.Raw) -> dict[str, Any]:
 
 def test_a_patch_names_what_changed_and_several_are_one(plain: History) -> None:
     """From one look to the next; merged for a tab that missed some."""
-    assert plain.take(raws(a=1, b=1), 0)
-    assert not plain.take(raws(a=1, b=1), 1)
-    assert plain.take(raws(a=2, b=1), 2)
-    assert plain.take(raws(a=3, c=1), 3)
+    assert take(plain, raws(a=1, b=1), 0)
+    assert not take(plain, raws(a=1, b=1), 1)
+    assert take(plain, raws(a=2, b=1), 2)
+    assert take(plain, raws(a=3, c=1), 3)
     assert plain.cursor == "e:3"
     assert plain.since(2) == ([{"id": "a", "value": 3}, {"id": "c", "value": 1, "kept": True}], ["b"])
     assert plain.since(1) == ([{"id": "a", "value": 3}, {"id": "c", "value": 1, "kept": True}], ["b"])
@@ -246,13 +251,13 @@ def test_a_patch_names_what_changed_and_several_are_one(plain: History) -> None:
 
 def test_what_only_reads_differently_is_no_change(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wire's object decides, not the row."""
-    plain.take(raws(a=1), 0)
-    assert not plain.take({"a": rows.Raw(("a", 1), "{}", "", "", 0)}, 1)
+    take(plain, raws(a=1), 0)
+    assert not take(plain, {"a": rows.Raw(("a", 1), "{}", "", "", 0)}, 1)
 
 
 def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that cannot be shown does not take along what was found before it: the next look has it."""
-    plain.take(raws(a=1, b=1), 0)
+    take(plain, raws(a=1, b=1), 0)
 
     def broken(raw: rows.Raw) -> dict[str, Any]:
         if raw.columns == ("b", 2):
@@ -261,10 +266,10 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
 
     monkeypatch.setattr(history, "render", broken)
     with pytest.raises(KeyError):
-        plain.take(raws(a=2, b=2), 1)
+        take(plain, raws(a=2, b=2), 1)
     assert (plain.cursor, plain.nodes["a"]["value"]) == ("e:1", 1)
     monkeypatch.setattr(history, "render", _shown)
-    assert plain.take(raws(a=2, b=2), 2)
+    assert take(plain, raws(a=2, b=2), 2)
     assert plain.since(1) == ([{"id": "a", "value": 2}, {"id": "b", "value": 2}], [])
 
 
@@ -273,11 +278,11 @@ def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch:
     monkeypatch.setattr(history, "KEPT_CHANGES", 3)
     monkeypatch.setattr(history, "KEPT_PATCHES", 5)
     for turn in range(6):
-        plain.take(raws(a=turn), turn)
+        take(plain, raws(a=turn), turn)
     assert [plain.knows(number) for number in (-1, 2, 3, 6, 7)] == [False, False, True, True, False]
-    plain.take(raws(a=9, b=1, c=1, d=1, e=1), 7)
+    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7)
     assert (plain.knows(6), plain.knows(5)) == (True, False)
-    plain.take(raws(a=9, b=1, c=1, d=1, e=1), 7 + history.KEPT_SECONDS + 1)
+    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7 + history.KEPT_SECONDS + 1)
     assert (plain.place("e:7"), plain.place("e:6")) == (7, None)
     for stranger in ("", "e", "e:", "e:x", "e:-1", "f:7", "e:8", "e:" + "9" * 30):
         assert plain.place(stranger) is None
@@ -294,7 +299,7 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
         kept = History("e")
         known: dict[int, dict[str, Any]] = {0: {}}
         for turn, state in enumerate(states):
-            kept.take(raws(**state), turn)
+            take(kept, raws(**state), turn)
             known[kept.number] = {name: dict(node) for name, node in kept.nodes.items()}
         number = min(from_number, kept.number)
         reader: dict[str, Any] = known[number]

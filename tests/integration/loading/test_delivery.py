@@ -18,7 +18,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from nodes.decisions import fleet_cache
 from nodes.loading import load_request, staging, transfer, wait
-from nodes.loading.load_attempts import LoadFailed, NodeRefused, attempt_id, refusals
+from nodes.loading.load_attempts import LoadFailed, NodeRefused, refusals
 from nodes.loading.source_files import OpenedFile, plan_files
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
@@ -26,8 +26,7 @@ from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
 from nodes.replicas import slots, unload
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Postpone, Recorder, Work, in_thread
+from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
@@ -209,7 +208,9 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
     assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
-    assert not stage.bus.asked[messages.backend_install(str(stage.one.id))], "no engine was started for it"
+    assert not stage.bus.asked[messages.subject("backend.install", str(stage.one.id))], (
+        "no engine was started for it"
+    )
 
 
 CLOSED = "127.0.0.1:1"
@@ -337,9 +338,7 @@ def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
     (view,) = [one for one in fleet_cache.read_fleet("echo") if one.id == node.id]
-    return slots.reserve(
-        view, "echo", attempt=attempt_id(work), backend="echo", now=clock.now(), need=NO_NEED
-    )
+    return slots.reserve(view, "echo", attempt=work.attempt, backend="echo", now=clock.now(), need=NO_NEED)
 
 
 def another_load() -> Work:
@@ -363,7 +362,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, attempt=attempt_id(work))
+        return slots.begin_staging(slot, attempt=work.attempt)
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
@@ -373,8 +372,8 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     left = await in_thread(partial(slots.end_abandoned_loads, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, attempt=attempt_id(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, attempt=attempt_id(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=other.attempt))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=stage.work.attempt))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -384,7 +383,7 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], attempt=attempt_id(works[number]))
+        return slots.begin_staging(places[number], attempt=works[number].attempt)
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]

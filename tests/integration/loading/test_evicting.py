@@ -291,7 +291,7 @@ async def test_a_load_waits_for_its_victim_and_then_starts(
 ) -> None:
     """Controllers stop exactly that process; no engine is started before it has gone."""
     victim = await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))
@@ -308,7 +308,7 @@ async def test_a_victim_is_stopped_although_its_load_has_died(
 ) -> None:
     """And the place that the load held is free again."""
     await hot.in_thread(short_of_room, stage, settings)
-    stage.bus.replies[messages.model_stop(str(stage.one.id))] = m.StopModelReply(
+    stage.bus.replies[messages.subject("model.stop", str(stage.one.id))] = m.StopModelReply(
         terminated=True, process_key="a#0"
     )
     playing = asyncio.create_task(stage.handler(stage.work))

@@ -30,10 +30,8 @@ from nodes.models.replica import load_key
 from nodes.placement.choose import NO_NEED, choose_node
 from nodes.reconcilers import wake_ups
 from nodes.replicas import slots, unload_requests
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.unload_requests import UnloadRequest
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Abandoned, Postpone, Recorder, Work
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation
@@ -237,11 +235,9 @@ def claimed(operation: Operation) -> Work:
 async def placed(work: Work) -> load_placement.Placement:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
-        bus.replies[messages.backend_list(str(id))] = m.ListReply(())
+        bus.replies[messages.subject("backend.list", str(id))] = m.ListReply(())
     wanted = load_placement.LoadNeeds(definition(), NO_NEED)
-    return await load_placement.reserve_slot(
-        bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence)
-    )
+    return await load_placement.reserve_slot(bus, work, wanted, attempt=(work.id, work.operation.fence))
 
 
 class TestPlacing:

@@ -18,7 +18,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.node_commands import offered_to
-from nodes.definitions.files import Definition, load_options, read_definition
+from nodes.definitions.files import Definition, read_definition
 from nodes.loading import load
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_request import ALLOWED_NODES, SCALE_UP
@@ -56,7 +56,7 @@ def defined(stage: Stage) -> Definition:
 
 
 def installs(stage: Stage, node: BackendNode) -> list[m.InstallRequest]:
-    sent = stage.bus.asked[messages.backend_install(str(node.id))]
+    sent = stage.bus.asked[messages.subject("backend.install", str(node.id))]
     return [decode(body, m.InstallRequest) for body in sent]
 
 
@@ -94,7 +94,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     loads.append(lambda: looked("loads"))
     assert (await stage.handler(stage.work))["node"] == "one"
     # Review L5: it was asked three times.
-    assert len(stage.bus.asked[messages.backend_list(str(stage.one.id))]) == 1
+    assert len(stage.bus.asked[messages.subject("backend.list", str(stage.one.id))]) == 1
     assert steps.said == [
         "installing",
         "loading",
@@ -104,7 +104,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     ]
     row, info = await in_thread(NodeModel.objects.get), await in_thread(ModelLoadInfo.objects.get)
     assert (row.state, row.in_flight, row.address) == ("loaded", 0, STARTED.address)
-    assert row.model_options == info.model_options == load_options(definition)
+    assert row.model_options == info.model_options == definition.options
     (asked,) = installs(stage, stage.one)
     assert (asked.backend, asked.model_id, asked.replica_index) == ("echo", "echo", 0)
     assert asked.backend_galleries == offered_to(stage.one).encoded

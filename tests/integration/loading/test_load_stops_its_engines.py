@@ -1,6 +1,7 @@
 """An attempt of a load stops the engine that it has left, and no other one."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -9,22 +10,23 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
-from nodes.loading import node_options
+from nodes.loading import load
 from nodes.loading.load_attempts import LoadFailed
 from nodes.loading.load_request import SCALE_UP, request_scale_up
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import engine_ends, slots
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
-from operations.executor.work import Abandoned, Postpone, in_thread
+from operations.executor.work import Abandoned, Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
+from operations.models import Operation
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage, stops
@@ -96,6 +98,46 @@ async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
 
 
+@pytest.mark.rule("R2.64")
+async def test_a_scale_up_that_is_repeated_after_its_replica_serves_loads_no_second_one(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """Its controller was killed before it wrote the end of the operation."""
+
+    def again() -> Work:
+        at = clock.now() + timedelta(minutes=5)
+        assert attempts.reap(now=at) == (1, 0)
+        (operation,) = attempts.claim("other", now=at, lease=60, limit=1)
+        return Work(operation, Recorder(write_batch))
+
+    for node in (stage.one, stage.two):
+        stage.lists(node, BACKEND)
+        stage.installs(node, STARTED)
+    stage.work.operation.payload |= {SCALE_UP: True}
+    await in_thread(lambda: Operation.objects.update(payload=stage.work.operation.payload))
+    result = await stage.handler(stage.work)
+    assert await stage.handler(await in_thread(again)) == result
+    assert await in_thread(NodeModel.objects.count) == 1
+
+
+async def test_an_attempt_whose_operation_another_controller_has_publishes_nothing(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """It stood still for too long; the other one has not ended its row yet."""
+
+    def overtaken() -> None:
+        at = clock.now() + timedelta(minutes=5)
+        eventually(lambda: attempts.reap(now=at) == (1, 0), seconds=60, what="no report has it locked")
+        assert attempts.claim("other", now=at, lease=60, limit=1)
+
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await in_thread(stage.need_until)
+    loads.append(overtaken)
+    assert isinstance(await stage.play(), Postpone)
+    assert (await in_thread(NodeModel.objects.get)).phase == "stopping"
+
+
 async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage, loads: list[Any]) -> None:
     """The engine under this key is a later attempt's."""
     stage.lists(stage.one, BACKEND)
@@ -127,7 +169,7 @@ async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controlle
     assert isinstance(ended, Postpone), ended
     assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
     await stops(stage)
-    (stop,) = stage.bus.asked[messages.model_stop(str(stage.one.id))]
+    (stop,) = stage.bus.asked[messages.subject("model.stop", str(stage.one.id))]
     assert decode(stop, m.StopModelRequest).expected_address == STARTED.address
 
 
@@ -136,18 +178,18 @@ async def test_an_attempt_whose_place_is_lost_starts_nothing(
 ) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
-    plain = node_options.tuned_options
+    plain = load.tuned_options
 
     def lost(*given: Any) -> Any:
         NodeModel.objects.all().delete()
         return plain(*given)
 
-    monkeypatch.setattr(node_options, "tuned_options", lost)
+    monkeypatch.setattr(load, "tuned_options", lost)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
-    assert stage.bus.asked[messages.backend_install(str(stage.one.id))] == []
+    assert stage.bus.asked[messages.subject("backend.install", str(stage.one.id))] == []
     assert await hot.in_thread(left) == []
 
 
@@ -161,7 +203,7 @@ async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
 
 async def test_the_next_attempt_leaves_the_slot_of_a_killed_one_alone(stage: Stage, loads: list[Any]) -> None:
     """Its engine may run, so its index and its process key are not used again before that is stopped."""
-    killed = AttemptId(stage.work.id, 0)
+    killed = (stage.work.id, 0)
     await in_thread(lambda: hot.replica(stage.two, phase="starting", address="", owner=killed))
     stage.lists(stage.two, BACKEND)
     stage.installs(stage.two, STARTED)
@@ -180,14 +222,14 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     A request's load does not make one beside that which is on its way.
     """
-    marks: list[AttemptId] = []
+    marks: list[Attempt] = []
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
         active = request_scale_up("echo", allowed_nodes=None, actor="test", reason="test")
         (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
-        marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
+        marks.extend(((active.id, operation.fence), (uuid4(), 1)))
         for index, mark in enumerate(marks):
             (view, _) = sorted(fleet_cache.read_fleet("echo"), key=lambda one: one.name)
             slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
@@ -204,7 +246,7 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     assert (await stage.handler(stage.work))["replica_index"] == 2
     active, _ = marks
     loading = NodeModel.objects.filter(state="loading")
-    assert await in_thread(lambda: [row.owner_id for row in loading]) == [active.operation_id]
+    assert await in_thread(lambda: [row.owner_id for row in loading]) == [active[0]]
     assert await in_thread(left) == [("echo#1", "")], "what the ended one may have started is stopped"
 
 

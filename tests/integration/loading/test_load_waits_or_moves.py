@@ -152,7 +152,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     await hot.in_thread(stage.need_until)
 
     def silent() -> bool:
-        if not stage.bus.asked[messages.backend_install(str(stage.one.id))]:
+        if not stage.bus.asked[messages.subject("backend.install", str(stage.one.id))]:
             return False
         with transaction.atomic():
             return engine_ends.depart(stage.one.id, now=clock.now()) > 0
@@ -193,7 +193,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     stage.lists(alive, BACKEND)
     stage.installs(alive, NEVER)
     for node in dead if silence == "no answer" else []:
-        stage.bus.replies[messages.backend_list(str(node.id))] = NEVER
+        stage.bus.replies[messages.subject("backend.list", str(node.id))] = NEVER
     await hot.in_thread(stage.need_until)
 
     def placed() -> bool:
@@ -208,7 +208,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     assert await clock.wait_until(started, timeout=20)
     attempt.cancel()
     await asyncio.gather(attempt, return_exceptions=True)
-    asked = [messages.backend_list(str(node.id)) for node in dead]
+    asked = [messages.subject("backend.list", str(node.id)) for node in dead]
     assert [len(stage.bus.asked[subject]) for subject in asked] == [1] * len(dead)
 
 
@@ -231,7 +231,7 @@ async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage)
 async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     """This controller has lost its connection: nothing is known of the nodes, and no node's change helps."""
     for node in (stage.one, stage.two):
-        stage.bus.replies[messages.backend_list(str(node.id))] = NotConnected("lost")
+        stage.bus.replies[messages.subject("backend.list", str(node.id))] = NotConnected("lost")
     await hot.in_thread(stage.need_until)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
@@ -259,7 +259,7 @@ async def test_a_lost_bus_and_an_early_lack_of_a_listener_move_no_load(
 
     listed = m.ListReply((BACKEND,))
     absent = NoResponders("early")
-    stage.bus.replies[messages.backend_list(str(stage.one.id))] = [listed, absent, absent, listed]
+    stage.bus.replies[messages.subject("backend.list", str(stage.one.id))] = [listed, absent, absent, listed]
     stage.installs(stage.one, [lost, STARTED])
     assert (await stage.handler(stage.work))["node"] == "one"
     assert stage.bus.stops(stage.one.id) == []

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from google.protobuf import json_format
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.rpc.messages import options_to_mapping
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.decisions import fleet_cache
 from nodes.live import rows as live_rows
@@ -356,7 +356,7 @@ def told_load(stage: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> list[
             """Nothing to open."""
 
         async def load_model(self, options: Any, timeout: float) -> Any:
-            heard.append(options_to_mapping(options))
+            heard.append(json_format.MessageToDict(options, preserving_proto_field_name=True))
             return SimpleNamespace(success=True, message="")
 
         async def close(self) -> None:
@@ -382,7 +382,7 @@ async def test_the_worker_and_the_engine_are_told_the_gpus(
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, m.InstallReply(True, STARTED.address, gpus=chosen))
     assert (await stage.handler(stage.work))["node"] == "one"
-    (asked,) = stage.bus.asked[messages.backend_install(str(stage.one.id))]
+    (asked,) = stage.bus.asked[messages.subject("backend.install", str(stage.one.id))]
     assert tuple(json.loads(asked)["gpus"]) == chosen
     assert [one.get("TensorSplit") for one in heard] == [split]
     assert await hot.in_thread(rooms, stage.one) == ([4, 24] if split is None else [8, 8])

@@ -348,20 +348,21 @@ async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is all there: what is verified after the end of the wait counts no more."""
-    plain = OpenedFile.add_to_digest
+    plain = OpenedFile.read
 
-    async def slowly(source: OpenedFile, digest: Any, most: int) -> int:
-        await asyncio.sleep(0.25)
-        return await plain(source, digest, SIZE // 6)
+    async def slowly(source: OpenedFile, most: int, digest: Any = None) -> bytes:
+        await asyncio.sleep(0.25 if digest else 0)
+        return await plain(source, SIZE // 6 if digest else most, digest)
 
-    async def never(source: OpenedFile, digest: Any, most: int) -> int:
-        return await asyncio.Event().wait()
+    async def never(source: OpenedFile, most: int, digest: Any = None) -> bytes:
+        await asyncio.Event().wait()
+        return b""
 
     async with site(tmp_path) as one:
         one.stall = 1.0
-        monkeypatch.setattr(OpenedFile, "add_to_digest", slowly)
+        monkeypatch.setattr(OpenedFile, "read", slowly)
         await one.sent()
-        monkeypatch.setattr(OpenedFile, "add_to_digest", never)
+        monkeypatch.setattr(OpenedFile, "read", never)
         with pytest.raises(Stalled):
             await one.sent()
         assert one.there.read_bytes() == one.file.read_bytes()
@@ -446,10 +447,10 @@ def planned_other(one: Site) -> FilePlan:
 def unreadable(plain: Any) -> Any:
     """The projector cannot be read; everything else can, also by root."""
 
-    def read(source: Any, most: int) -> bytes:
+    def read(source: Any, most: int, digest: Any) -> bytes:
         if source._local_file.relative == "proj.bin":
             raise PermissionError(13, "Permission denied")
-        return bytes(plain(source, most))
+        return bytes(plain(source, most, digest))
 
     return read
 
@@ -494,9 +495,8 @@ async def test_a_file_that_is_being_written_is_not_sent(
         one.file.write_bytes(b"something else")
         meter = UploadMeter({"a.gguf": now.size}, "gpu")
         async with client_of(one.worker.server) as client:
-            moving = Transfer(client, now, KEY, meter, 5)
-            async with asyncio.timeout(20) as moving._watch:
-                moving._record_progress()
+            moving = Transfer(client, now, KEY, meter, 20)
+            async with moving._stall_limit():
                 with pytest.raises(FileChanged):
                     await moving._send(whole, stamp)
         assert not one.there.exists() or one.there.stat().st_size == 0

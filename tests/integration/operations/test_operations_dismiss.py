@@ -13,7 +13,7 @@ from localai_cluster.kit import errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import cursor, feed
 from operations.ledger import admission, attempts
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 from operations.states import Event
 from tests.support import api
@@ -142,7 +142,7 @@ def test_several_nodes_add_up_to_one_progress() -> None:
 
     def tell(node: UUID, percentage: float) -> tuple[float, str]:
         tick = Tick("downloading", "x", int(percentage), 100, percentage, "f", node)
-        attempts.progress(operation.id, operation.fence, tick, now=NOW)
+        record({(operation.id, operation.fence): [tick]}, now=NOW)
         return row(operation).progress, row(operation).message
 
     def end(node: UUID, status: TargetStatus, error: str = "") -> tuple[float, str]:
@@ -179,7 +179,7 @@ def test_a_late_report_takes_no_node_back() -> None:
 
     def tell(share: int, file: str) -> tuple[float, int]:
         tick = Tick("downloading", "x", share, 100, share, file, targets[0][0])
-        attempts.progress(operation.id, operation.fence, tick, now=NOW)
+        record({(operation.id, operation.fence): [tick]}, now=NOW)
         part = OperationTarget.objects.get(node_id=targets[0][0])
         return part.percentage, part.current_bytes
 
@@ -193,7 +193,7 @@ def test_figures_of_workers_that_no_column_holds_together() -> None:
     operation = claimed(targets=targets)
     for node, _ in targets:
         tick = Tick("downloading", "x", 2**63 - 1, 2**63 - 1, 1, "f", node)
-        attempts.progress(operation.id, operation.fence, tick, now=NOW)
+        record({(operation.id, operation.fence): [tick]}, now=NOW)
     assert (row(operation).current_bytes, row(operation).total_bytes) == (2**63 - 1, 2**63 - 1)
 
 
@@ -246,7 +246,7 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
     operation = claimed(targets=targets)
     tick = Tick("downloading", "x", 50, 100, 50.0, "f", targets[1][0])
     attempts.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
-    attempts.progress(operation.id, operation.fence, tick, now=NOW)
+    record({(operation.id, operation.fence): [tick]}, now=NOW)
     later = NOW + timedelta(seconds=LEASE + 1)
     attempts.reap(now=later)
     (again,) = attempts.claim("b", now=later, lease=LEASE, limit=1)
@@ -260,7 +260,7 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
     """D-LIST-PURE, D-MORE-OF-OPERATIONS: what is always there, what only when known; order; nothing clean."""
     node = (uuid4(), "gpu-0")
     running = claimed(key="a", node=node, targets=[node])
-    attempts.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
+    record({(running.id, running.fence): [Tick("downloading", "f", 5, 10, 50.5, "f", node[0])]}, now=NOW)
     gone = claimed(key="b")
     attempts.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="no request needs it")
     clean = claimed(key="c")

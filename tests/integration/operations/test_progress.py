@@ -20,7 +20,7 @@ from operations.executor.executor import Executor, LeaseKeeper
 from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import BATCH_EVERY, Work, in_thread
 from operations.ledger import admission, attempts, progress
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation, OperationTarget, Status
 from operations.states import Event
 from tests.integration.operations.test_executor import executor, row, until
@@ -108,7 +108,7 @@ def test_an_outcome_contains_the_reports_before_it() -> None:
     failing, resting = claimed(2, parts=2)
     for operation in (failing, resting):
         node = nodes_of(operation)[0]
-        attempts.progress(operation.id, operation.fence, Tick(percentage=60, node_id=node), now=NOW)
+        record({(operation.id, operation.fence): [Tick(percentage=60, node_id=node)]}, now=NOW)
     ticks = [Tick("unpacking", "x", 7, 10, 40, "f", nodes_of(failing)[0])]
     attempts.finish(failing.id, failing.fence, Event.FAIL, now=NOW, error="disk full", ticks=ticks)
     ended = Operation.objects.get(pk=failing.pk)

@@ -121,7 +121,7 @@ async def test_a_kept_node_without_a_listener_on_the_bus_is_offline_at_once(
 ) -> None:
     """Review R11: asked through a live connection, so that it is not we who are cut off from it."""
     bus, now = PlayedBus(), clock.now()
-    subject = messages.backend_list(str(fleet[0].id))
+    subject = messages.subject("backend.list", str(fleet[0].id))
 
     def all_silent() -> BackendNode:
         WebProcess.objects.update(seen_at=now, hearing_since=now - timedelta(hours=1))

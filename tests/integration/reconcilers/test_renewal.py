@@ -27,16 +27,15 @@ from nodes.replicas import eviction, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.operation_queue import write_batch
 from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Recorder, Work
+from operations.executor.work import Postpone, Recorder, Work, write_batch
 from operations.ledger import attempts
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.loading import BACKEND, STARTED, loads
-from tests.support.replicas import attempt
+from tests.support.replicas import attempt, run
 
 __all__ = ["loads"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -53,7 +52,7 @@ def models(settings: Settings, tmp_path: Path) -> Path:
 
 
 def revision() -> str:
-    (found,) = asyncio.run(folder.list_definitions())
+    (found,) = asyncio.run(folder.folder().all())
     return found.revision
 
 
@@ -75,14 +74,14 @@ def bus_of(*nodes: BackendNode) -> PlayedBus:
     """Their workers have the backend, start engines, and confirm stops."""
     bus = PlayedBus()
     for one in nodes:
-        bus.replies[messages.backend_list(str(one.id))] = m.ListReply((BACKEND,))
-        bus.replies[messages.backend_install(str(one.id))] = STARTED
-        bus.replies[messages.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
+        bus.replies[messages.subject("backend.list", str(one.id))] = m.ListReply((BACKEND,))
+        bus.replies[messages.subject("backend.install", str(one.id))] = STARTED
+        bus.replies[messages.subject("model.stop", str(one.id))] = m.StopModelReply(terminated=True)
     return bus
 
 
 def stopped(bus: PlayedBus, on: BackendNode) -> list[str]:
-    found = bus.asked[messages.model_stop(str(on.id))]
+    found = bus.asked[messages.subject("model.stop", str(on.id))]
     return [decode(body, m.StopModelRequest).process_key for body in found]
 
 
@@ -221,6 +220,7 @@ def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
     one = node()
     former = old(one)
     new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
+    run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
     lost = slots.publish(place, attempt=attempt("1:2"), now=clock.now(), replaces=former.pk, **wish)
@@ -276,6 +276,7 @@ def test_a_replacement_is_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -
     former = old(one)
     new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
     info = ModelLoadInfo.objects.create(model_name="echo", backend_type="former", updated_at=clock.now())
+    run(attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
 

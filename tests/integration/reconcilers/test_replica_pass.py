@@ -32,8 +32,7 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
 from nodes.scheduling.snapshot import RuleDecision, Unsatisfiable
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder, Work
+from operations.executor.work import Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation, Status
 from tests.support import api, hot
@@ -305,7 +304,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     await hot.in_thread(lambda: replicas.run_pass(tick=True))
     (operation,) = await hot.in_thread(lambda: attempts.claim("c", now=clock.now(), lease=60, limit=1))
     bus = PlayedBus()
-    stop = messages.model_stop(str(node.id))
+    stop = messages.subject("model.stop", str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
     await asyncio.wait_for(unload.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
     (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]

@@ -57,10 +57,10 @@ class Stage:
         """What the node's worker says of its engines; one that is no engine is the reply itself."""
         reply = m.RunningReply(tuple(m.RunningModel(*one) for one in engines if isinstance(one, tuple)))
         other = [one for one in engines if not isinstance(one, tuple)]
-        self.bus.replies[messages.models_running(str(node.id))] = other[0] if other else reply
+        self.bus.replies[messages.subject("models.running", str(node.id))] = other[0] if other else reply
 
     def asked(self, node: BackendNode) -> int:
-        return len(self.bus.asked[messages.models_running(str(node.id))])
+        return len(self.bus.asked[messages.subject("models.running", str(node.id))])
 
     async def probe(self, address: str, token: str, timeout: float) -> Sign:
         assert (token, timeout) == (TOKEN, 1.0)

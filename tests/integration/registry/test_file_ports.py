@@ -14,9 +14,8 @@ from localai_cluster.kit import clock
 from nodes.decisions import fleet_cache
 from nodes.models import BackendNode
 from nodes.placement import choose
-from nodes.reconcilers.file_ports import FilePorts
 from nodes.registry import file_port, lifecycle
-from nodes.registry.file_port import FIRST_PAUSE, LONGEST_PAUSE, record_check, record_failure
+from nodes.registry.file_port import FIRST_PAUSE, LONGEST_PAUSE, FilePorts, record_check, record_failure
 from operations.executor.work import in_thread
 from tests.support import api, hot
 from tests.support.file_server import file_server

@@ -21,7 +21,6 @@ from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, facts_of, status_of
 from nodes.replicas import hooks, slots
 from nodes.replicas.hooks import RemovedReplica
-from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
 from tests.checks.states import everything
 from tests.support.fleet import (
@@ -199,7 +198,7 @@ def test_pending_offline_healthy() -> None:
     assert beat(beat_of(node, at=later(71))) == {(node.pk, node.fingerprint, ""): None}
     lifecycle.drain_by_worker(node.pk, now=later(72))
     lifecycle.mark_unhealthy(node.pk, actor=ROOT, now=later(72), reason="x")
-    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(73))
+    lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(73))
     register(now=later(80))
     assert status(node) == "pending"
     assert {event.status_after for event in told(node)} == {"pending"}
@@ -404,13 +403,13 @@ def test_unhealthy_and_back() -> None:
         "no answer",
     )
     assert replicas(node) == ["m#0"]
-    lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(2))
-    assert status(node) == "healthy"
-    with pytest.raises(errors.Conflict, match="not marked unhealthy"):
-        lifecycle.mark_healthy(node.pk, actor=ROOT, now=later(3))
-    for verb in (lifecycle.mark_healthy, lifecycle.mark_unhealthy):
-        with pytest.raises(errors.NotFound):
-            verb(uuid4(), actor=ROOT, now=NOW, reason="x")
+    assert lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(2)) == 0, "it has not sent a heartbeat"
+    beat(beat_of(node, at=later(3)))
+    assert lifecycle.mark_recovered([node.pk, uuid4()], actor=ROOT, now=later(4)) == 1
+    assert (status(node), replicas(node)) == ("healthy", ["m#0"])
+    assert lifecycle.mark_recovered([node.pk], actor=ROOT, now=later(5)) == 0, "it is not marked unhealthy"
+    with pytest.raises(errors.NotFound):
+        lifecycle.mark_unhealthy(uuid4(), actor=ROOT, now=NOW, reason="x")
 
 
 @pytest.mark.rule("R1.18")
@@ -525,10 +524,10 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     (operation,) = Operation.objects.bulk_create(
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
-    current = AttemptId(operation.id, 2)
+    current = (operation.id, 2)
     view = next(one for one in fleet_cache.read_fleet("m") if one.id == node.pk)
     mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
-    other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
+    other = slots.reserve(view, "m", attempt=(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
     assert removed(lambda: slots.end_attempt(mine, attempt=attempt("another:1"), now=now)) == []

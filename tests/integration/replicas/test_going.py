@@ -39,8 +39,7 @@ from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import UnloadRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder, Work, in_thread
+from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from tests.integration.loading.test_evicting import GB, old, placed, read_node
@@ -57,12 +56,14 @@ TERMINATED = m.StopModelReply(matched=True, terminated=True)
 
 def bus_of(node: BackendNode, stop: Any = TERMINATED) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[messages.model_stop(str(node.id))] = stop
+    bus.replies[messages.subject("model.stop", str(node.id))] = stop
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    asked = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
+    asked = [
+        decode(body, m.StopModelRequest) for body in bus.asked[messages.subject("model.stop", str(node.id))]
+    ]
     return [(one.process_key, one.expected_address) for one in asked]
 
 
@@ -412,9 +413,11 @@ async def test_a_minimum_is_restored_elsewhere_while_a_worker_hangs(
     row = await in_thread(lambda: hot.replica(frozen, address=f"127.0.0.1:{free_port()}"))
     await in_thread(lambda: store.set_rule(Rule("echo", min_replicas=1), clock.now()))
     bus = PlayedBus()
-    for command in (messages.backend_list, messages.model_stop, messages.models_running):
-        bus.replies[command(str(frozen.id))] = NEVER
-    bus.replies[messages.backend_list(str(well.id))] = m.ListReply((m.InstalledBackend(name="echo"),))
+    for command in ("backend.list", "model.stop", "models.running"):
+        bus.replies[messages.subject(command, str(frozen.id))] = NEVER
+    bus.replies[messages.subject("backend.list", str(well.id))] = m.ListReply(
+        (m.InstalledBackend(name="echo"),)
+    )
     await lost(row)
     stopping = asyncio.create_task(Stopper(bus).run_pass())
     try:

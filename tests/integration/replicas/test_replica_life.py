@@ -1,5 +1,6 @@
 """One engine is one row, from its reserved slot to the confirmed end, whatever becomes of its node."""
 
+import asyncio
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -12,6 +13,7 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.codec import decode
@@ -23,15 +25,17 @@ from nodes.models.replica import LOADING_PHASES, load_key
 from nodes.registry import lifecycle
 from nodes.registry import lifecycle as node_drains
 from nodes.registry.registration import Running
-from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations
+from nodes.replicas import drains, engine_ends, hooks, slots, states, terminations, unload_requests
+from nodes.replicas import stops as engine_stops
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
-from nodes.replicas.lifecycle import AttemptId, engine_of
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.replicas.states import PHASES
 from nodes.replicas.stops import Stopper
+from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
-from operations.models import Operation
+from operations.models import Operation, TargetStatus
 from tests.support import hot
 from tests.support.bus import PlayedBus
 from tests.support.fleet import approved, register
@@ -53,17 +57,17 @@ def heard() -> Iterator[list[RemovedReplica]]:
     hooks.on_removed.remove(told.append)
 
 
-def running_load() -> AttemptId:
+def running_load() -> Attempt:
     """A load that a controller executes."""
     request = admission.OperationRequest(
         load_request.KIND, key=load_key("echo"), element="echo", actor="test"
     )
     admission.admit(request, now=clock.now())
     (operation,) = attempts.claim("controller", now=clock.now(), lease=60, limit=1)
-    return AttemptId(operation.id, operation.fence)
+    return (operation.id, operation.fence)
 
 
-def reserved(node: BackendNode, owner: AttemptId) -> Slot:
+def reserved(node: BackendNode, owner: Attempt) -> Slot:
     (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
@@ -72,12 +76,14 @@ def reserved(node: BackendNode, owner: AttemptId) -> Slot:
 
 def bus_of(node: BackendNode, reply: Any = GONE) -> PlayedBus:
     bus = PlayedBus()
-    bus.replies[messages.model_stop(str(node.id))] = reply
+    bus.replies[messages.subject("model.stop", str(node.id))] = reply
     return bus
 
 
 def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
-    sent = [decode(body, m.StopModelRequest) for body in bus.asked[messages.model_stop(str(node.id))]]
+    sent = [
+        decode(body, m.StopModelRequest) for body in bus.asked[messages.subject("model.stop", str(node.id))]
+    ]
     return [(stop.process_key, stop.expected_address) for stop in sent]
 
 
@@ -274,7 +280,7 @@ async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> Non
     await in_thread(lambda: node_drains.drain(node.pk, actor=actors.task("test"), now=clock.now()))
     assert await in_thread(phases) == ["departed"]
     bus = bus_of(node)
-    bus.replies[messages.models_running(str(node.id))] = m.RunningReply()
+    bus.replies[messages.subject("models.running", str(node.id))] = m.RunningReply()
     await Stopper(bus).run_pass()
     assert stops(bus, node) == [("echo#0", ADDRESS)]
     assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None
@@ -323,4 +329,138 @@ def test_a_start_that_is_sent_again_may_arrive_after_its_last_send() -> None:
     assert slots.start(slot, attempt=owner, now=sent_again_at)
     engine = engine_of(NodeModel.engines.get(pk=slot.id))
     assert engine.may_still_start(sent_again_at + timedelta(seconds=5))
-    assert not slots.start(slot, attempt=AttemptId(owner.operation_id, owner.fence + 1), now=sent_again_at)
+    assert not slots.start(slot, attempt=(owner[0], owner[1] + 1), now=sent_again_at)
+
+
+# --- what comes late
+
+
+async def test_a_stop_that_was_claimed_long_ago_waits_for_requests_that_have_come_since() -> None:
+    """Another controller found the lost replica alive; requests ran there when an unload took it out."""
+    node = await in_thread(hot.node)
+    row = await in_thread(hot.replica, node)
+    now = clock.now()
+
+    def used_again() -> Any:
+        with transaction.atomic():
+            terminations.lose_all([row.pk], now=now)
+        (engine,) = engine_stops.claim_due(9, now=now)
+        assert terminations.restore_lost(engine)
+        NodeModel.objects.update(in_flight=1)
+        with transaction.atomic():
+            drains.drain_for_unload(
+                "echo",
+                [node.pk],
+                index=None,
+                deadline=now + timedelta(hours=1),
+                operation_id=uuid4(),
+                now=now,
+            )
+        return engine
+
+    engine = await in_thread(used_again)
+    bus = bus_of(node)
+    assert await engine_stops.send_stop(bus, engine, node.name) is None
+    assert stops(bus, node) == []
+    assert await in_thread(phases) == ["draining"]
+    await in_thread(lambda: NodeModel.objects.update(in_flight=0))
+    assert await engine_stops.send_stop(bus, engine, node.name) is not None
+    assert stops(bus, node) == [("echo#0", row.address)]
+
+
+def test_an_attempt_that_is_over_ends_no_engine_at_its_former_address() -> None:
+    """Its worker started anew and gave the port to the engine of a later load."""
+    node, early = approved(), clock.now() - timedelta(minutes=1)
+    over = reserved(node, owner := attempt("over:1"))
+    assert slots.start(over, attempt=owner, now=early)
+    slots.record_answer(over, ADDRESS)
+    later = NodeModel.engines.create(
+        node=node,
+        model_name="other",
+        **columns(phase="starting", address=ADDRESS, started_at=early + timedelta(seconds=30)),
+    )
+    assert engine_ends.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert slots.end_attempt(over, attempt=owner, now=clock.now())
+    NodeModel.engines.filter(pk=later.pk).update(started_at=early - timedelta(seconds=30))
+    assert engine_ends.end_at_address(ADDRESS, node_id=node.pk, but=over.id) == []
+    assert phases() == ["starting", "stopping"]
+
+
+def test_an_upgrade_ends_no_engine_that_was_started_after_its_command() -> None:
+    """The worker stopped the first engine of the slot, whose start had no answer; the load sent another."""
+    node = hot.node()
+    slot = reserved(node, owner := attempt("a:1"))
+    assert slots.start(slot, attempt=owner, now=clock.now())
+    before = engine_ends.engine_ids(node.pk)
+    assert slots.start(slot, attempt=owner, now=clock.now())
+    slots.record_answer(slot, ADDRESS)
+    assert engine_ends.end_stopped(node.pk, ["echo#0"], among=before) == []
+    assert phases() == ["starting"]
+
+
+@pytest.mark.rule("R1.12")
+@pytest.mark.parametrize("seconds", [1, 61])
+def test_an_engine_that_came_up_while_a_registration_was_under_way_is_stopped(seconds: int) -> None:
+    """Its list does not have the engine, and is no proof that it does not run."""
+    node, now = approved(), clock.now()
+    fleet_replica(node, phase="starting", started_at=now - timedelta(seconds=seconds), start_answered=True)
+    register(running_processes=[], now=now)
+    assert phases() == (["departed"] if seconds < 60 else [])
+
+
+async def test_a_stop_that_an_unload_has_given_up_goes_on_while_the_unload_waits_elsewhere() -> None:
+    """Its target has ended; the requests on another node may take an hour."""
+    node, other = await in_thread(hot.node, "one"), await in_thread(hot.node, "two")
+
+    def given_up() -> None:
+        rows = [hot.replica(node), hot.replica(other, index=1, in_flight=1)]
+        wish = UnloadRequest("echo", "anna", grace=3600)
+        operation = unload_requests.unload(wish, now=clock.now()).operation
+        (claimed,) = attempts.claim("c", now=clock.now(), lease=3600, limit=1)
+        with transaction.atomic():
+            engines = drains.drain_for_unload(
+                "echo",
+                [node.pk, other.pk],
+                index=None,
+                deadline=clock.now() + timedelta(hours=1),
+                operation_id=operation.id,
+                now=clock.now(),
+            )
+        mine = next(engine for engine in engines if engine.id == rows[0].pk)
+        assert engine_stops.record_sent(mine, now=clock.now())
+        engine_stops.record_failure(mine, "still running", now=clock.now() - timedelta(minutes=1))
+        assert engine_stops.claim_due(9, now=clock.now()) == []
+        ended = (TargetStatus.ERROR, "it may still run")
+        attempts.target_done(claimed.id, claimed.fence, node.pk, *ended, now=clock.now())
+
+    await in_thread(given_up)
+    bus = bus_of(node)
+    assert await Stopper(bus).run_pass() == 1
+    assert stops(bus, node) == [("echo#0", "127.0.0.1:50000")]
+    assert await in_thread(phases) == ["draining"], "the other one waits for its request"
+
+
+async def test_what_needs_no_worker_goes_on_without_the_bus() -> None:
+    """Requests reach engines without it: a replica whose unload has ended must not wait for it."""
+    node = await in_thread(hot.node)
+    left: dict[str, Any] = {"phase": "draining", "owner_kind": "operation", "owner_id": uuid4()}
+
+    def rows() -> None:
+        hot.replica(node, **left)
+        hot.replica(node, index=1, phase="reserved")
+        hot.replica(node, index=2, phase="terminating")
+
+    await in_thread(rows)
+    bus = bus_of(node)
+    bus.connected = False
+    stopper = asyncio.create_task(Stopper(bus).run())
+
+    async def is_settled() -> bool:
+        return await in_thread(phases) == ["serving", "terminating"]
+
+    try:
+        assert await clock.wait_until(is_settled, timeout=60)
+    finally:
+        stopper.cancel()
+        await asyncio.gather(stopper, return_exceptions=True)
+    assert not bus.asked

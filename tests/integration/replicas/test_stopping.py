@@ -3,8 +3,6 @@
 The bus is played by the test, the database is real.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.kit import clock
+from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
@@ -26,13 +25,13 @@ from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
 from nodes.replicas import drained_nodes, engine_ends, slots
 from nodes.replicas.drained_nodes import CANNOT_TELL
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.replicas.stops import Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
+from tests.support.fleet import register_as
 from tests.support.replicas import columns, stop_now
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -49,26 +48,26 @@ class Stage:
         self.bus = PlayedBus()
         self.node = hot.node("one")
 
-    def answers(self, subject: Callable[[str], str], reply: Any) -> None:
-        self.bus.replies[subject(str(self.node.id))] = reply
+    def answers(self, command: str, reply: Any) -> None:
+        self.bus.replies[messages.subject(command, str(self.node.id))] = reply
 
-    def note(self, attempt: AttemptId | None = None, address: str = ADDRESS) -> Slot:
+    def note(self, attempt: Attempt | None = None, address: str = ADDRESS) -> Slot:
         """An attempt that has ended, by default, had this engine started."""
-        attempt = attempt or AttemptId(uuid4(), 1)
+        attempt = attempt or (uuid4(), 1)
         slot = self.slot(attempt)
         assert slots.start(slot, attempt=attempt, now=clock.now())
         if address:
             slots.record_answer(slot, address)
         return slot
 
-    def slot(self, attempt: AttemptId) -> Slot:
+    def slot(self, attempt: Attempt) -> Slot:
         """The slot of an attempt."""
         (view,) = fleet_cache.read_fleet("echo")
         slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
         assert isinstance(slot, Slot)
         return slot
 
-    def attempt(self) -> AttemptId:
+    def attempt(self) -> Attempt:
         """An attempt that runs."""
         now = clock.now()
         request = admission.OperationRequest(
@@ -76,14 +75,14 @@ class Stage:
         )
         admission.admit(request, now=now)
         (operation,) = attempts.claim("controller", now=now, lease=60, limit=1)
-        return AttemptId(operation.id, operation.fence)
+        return (operation.id, operation.fence)
 
     async def look(self) -> int:
         return await Stopper(self.bus).run_pass()
 
     def stops(self) -> list[m.StopModelRequest]:
         """The exact stops that were asked for."""
-        sent = self.bus.asked[messages.model_stop(str(self.node.id))]
+        sent = self.bus.asked[messages.subject("model.stop", str(self.node.id))]
         return [decode(body, m.StopModelRequest) for body in sent]
 
 
@@ -104,7 +103,7 @@ class TestEngineOfAnEndedAttempt:
     @pytest.mark.rule("R2.62")
     async def test_is_stopped_by_key_and_address(self, stage: Stage) -> None:
         await in_thread(stage.note)
-        stage.answers(messages.model_stop, GONE)
+        stage.answers("model.stop", GONE)
         assert await stage.look() == 1
         (stop,) = stage.stops()
         assert (stop.process_key, stop.expected_address) == (KEY, ADDRESS)
@@ -118,7 +117,7 @@ class TestEngineOfAnEndedAttempt:
         """nats.md §4.5: it compares with its own form; the port tells that it is the same process."""
         await in_thread(stage.note)
         other = m.StopModelReply(matched=True, address="127.0.0.1:7001", error="recorded ...")
-        stage.answers(messages.model_stop, [other, GONE])
+        stage.answers("model.stop", [other, GONE])
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == [ADDRESS, "127.0.0.1:7001"]
         assert not await in_thread(noted)
@@ -126,7 +125,7 @@ class TestEngineOfAnEndedAttempt:
     async def test_is_gone_when_another_process_has_its_key(self, stage: Stage) -> None:
         """It must not be stopped in its place."""
         await in_thread(stage.note)
-        stage.answers(messages.model_stop, m.StopModelReply(matched=True, address="127.0.0.1:7002"))
+        stage.answers("model.stop", m.StopModelReply(matched=True, address="127.0.0.1:7002"))
         await stage.look()
         assert len(stage.stops()) == 1
         assert not await in_thread(noted)
@@ -140,7 +139,7 @@ class TestEngineOfAnEndedAttempt:
             await in_thread(lambda: stage.note(stage.attempt(), address=""))
             return m.StopModelReply(matched=True, address="127.0.0.1:7001")
 
-        stage.answers(messages.model_stop, taken_over)
+        stage.answers("model.stop", taken_over)
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == [""]
         assert await in_thread(noted)
@@ -151,7 +150,7 @@ class TestEngineOfAnEndedAttempt:
     ) -> None:
         """Releases up to v4.9.0 have no `model.stop`; what runs there tells."""
         await in_thread(stage.note)
-        stage.answers(messages.models_running, m.RunningReply(tuple(m.RunningModel(name) for name in left)))
+        stage.answers("models.running", m.RunningReply(tuple(m.RunningModel(name) for name in left)))
         await stage.look()
         assert stage.bus.stops(stage.node.id) == [KEY]
         assert await in_thread(noted) == bool(left)
@@ -164,19 +163,19 @@ class TestEngineOfAnEndedAttempt:
     async def test_is_looked_at_again_until_the_worker_has_confirmed(self, stage: Stage, reply: Any) -> None:
         await in_thread(stage.note)
         if reply is not None:
-            stage.answers(messages.model_stop, reply)
+            stage.answers("model.stop", reply)
         await stage.look()
         assert await in_thread(noted)
         assert await stage.look() == 0, "it has a time for its next look"
         await in_thread(stop_now)
-        stage.answers(messages.model_stop, GONE)
+        stage.answers("model.stop", GONE)
         await stage.look()
         assert not await in_thread(noted)
 
     async def test_may_come_late_when_its_start_was_never_answered(self, stage: Stage) -> None:
         """The start may wait behind another command of its worker: "no such process" is no proof yet."""
         await in_thread(partial(stage.note, address=""))
-        stage.answers(messages.model_stop, GONE)
+        stage.answers("model.stop", GONE)
         await stage.look()
         assert await in_thread(noted)
         long_ago = clock.now() - timedelta(seconds=61)
@@ -193,14 +192,14 @@ class TestEngineOfAnEndedAttempt:
 class TestPlaceOfAnEndedAttempt:
     async def test_gives_its_place_up(self, stage: Stage) -> None:
         """The controller was killed, and no request asks for the model again."""
-        await in_thread(stage.slot, AttemptId(uuid4(), 1))
+        await in_thread(stage.slot, (uuid4(), 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
     async def test_of_an_earlier_attempt_is_given_up_too(self, stage: Stage) -> None:
         """The operation runs, under a later fence."""
-        running = await in_thread(stage.attempt)
-        await in_thread(stage.slot, replace(running, fence=running.fence - 1))
+        operation_id, fence = await in_thread(stage.attempt)
+        await in_thread(stage.slot, (operation_id, fence - 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
@@ -220,7 +219,7 @@ class TestPlaceOfAnEndedAttempt:
         def lost() -> bool:
             running = stage.attempt()
             slot = stage.slot(running)
-            NodeModel.objects.update(owner_fence=running.fence + 1)
+            NodeModel.objects.update(owner_fence=running[1] + 1)
             return slots.start(slot, attempt=running, now=clock.now())
 
         assert not await in_thread(lost)
@@ -233,15 +232,15 @@ class TestDrainedNode:
         lifecycle.drain(stage.node.id, actor=ADMIN, now=clock.now())
 
     async def test_is_safe_once_nothing_runs_there(self, stage: Stage) -> None:
-        stage.answers(messages.models_running, m.RunningReply())
+        stage.answers("models.running", m.RunningReply())
         await stage.look()
         assert (await in_thread(row, stage.node)).engines_gone_at is not None
         assert await stage.look() == 0, "nothing more to ask"
 
     async def test_has_its_engines_stopped_first(self, stage: Stage) -> None:
         running = m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
-        stage.answers(messages.models_running, [running, m.RunningReply()])
-        stage.answers(messages.model_stop, GONE)
+        stage.answers("models.running", [running, m.RunningReply()])
+        stage.answers("model.stop", GONE)
         await stage.look()
         assert [stop.expected_address for stop in stage.stops()] == ["127.0.0.1:7001"]
         found = await in_thread(row, stage.node)
@@ -252,7 +251,7 @@ class TestDrainedNode:
 
     async def test_of_a_stock_worker_is_never_called_safe(self, stage: Stage) -> None:
         """It is asked to stop everything; whether it did, it cannot tell."""
-        stage.answers(messages.backend_list, m.ListReply())
+        stage.answers("backend.list", m.ListReply())
         await stage.look()
         found = await in_thread(row, stage.node)
         assert (found.engines_gone_at, found.engines_error) == (None, CANNOT_TELL)
@@ -271,7 +270,7 @@ class TestDrainedNode:
     )
     async def test_without_an_answer_is_not_called_safe(self, stage: Stage, reply: Any, says: str) -> None:
         if reply is not None:
-            stage.answers(messages.models_running, reply)
+            stage.answers("models.running", reply)
         await stage.look()
         found = await in_thread(row, stage.node)
         assert found.engines_gone_at is None
@@ -286,7 +285,7 @@ class TestDrainedNode:
             await in_thread(lifecycle.drain, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply()
 
-        stage.answers(messages.models_running, resumed)
+        stage.answers("models.running", resumed)
         await stage.look()
         assert (await in_thread(row, stage.node)).engines_gone_at is None
 
@@ -297,8 +296,8 @@ class TestDrainedNode:
             await in_thread(lifecycle.resume, stage.node.id, actor=ADMIN, now=clock.now())
             return m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
 
-        stage.answers(messages.models_running, resumed)
-        stage.answers(messages.model_stop, GONE)
+        stage.answers("models.running", resumed)
+        stage.answers("model.stop", GONE)
         await stage.look()
         assert stage.stops() == []
 
@@ -319,16 +318,14 @@ class TestDrainedNode:
         assert await in_thread(nothing_due), "its engine may run"
 
     async def test_is_not_safe_any_more_when_its_worker_starts_again(self, stage: Stage) -> None:
-        stage.answers(messages.models_running, m.RunningReply())
+        stage.answers("models.running", m.RunningReply())
         await stage.look()
         worker = registration.Registration(name="one", address="127.0.0.1:1")
 
         def again(node_id: UUID) -> BackendNode:
             secret = "5" * 64
             BackendNode.objects.update(fingerprint=hash_secret(secret))
-            registration.register(
-                worker, secret=secret, source_address="", now=clock.now(), auto_approve=False
-            )
+            register_as(worker, secret=secret, source_address="", now=clock.now(), auto_approve=False)
             return api.node(node_id)
 
         assert (await in_thread(again, stage.node.id)).engines_gone_at is None

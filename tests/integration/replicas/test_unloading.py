@@ -26,8 +26,7 @@ from nodes.replicas import drains, unload, unload_requests
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
-from operations.executor.operation_queue import write_batch
-from operations.executor.work import Recorder, Work, in_thread
+from operations.executor.work import Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.models import Operation, OperationTarget
 from tests.support import hot
@@ -51,13 +50,13 @@ class Stage:
             self.stops(node, GONE)
 
     def stops(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[messages.model_stop(str(node.id))] = reply
+        self.bus.replies[messages.subject("model.stop", str(node.id))] = reply
 
     def deletes(self, node: BackendNode, reply: Any) -> None:
-        self.bus.replies[messages.model_delete(str(node.id))] = reply
+        self.bus.replies[messages.subject("model.delete", str(node.id))] = reply
 
     def asked(self, node: BackendNode) -> list[m.StopModelRequest]:
-        sent = self.bus.asked[messages.model_stop(str(node.id))]
+        sent = self.bus.asked[messages.subject("model.stop", str(node.id))]
         return [decode(body, m.StopModelRequest) for body in sent]
 
     def begins(self, kind: str = UNLOAD, *, grace: float = 0, **wish: Any) -> Work:
@@ -210,7 +209,7 @@ async def test_measured_14_a_late_reply_costs_another_question_and_not_the_resul
 
 @pytest.mark.rule("R6.4")
 async def test_measured_3_a_dead_worker_is_named_and_delays_no_other_node(stage: Stage) -> None:
-    del stage.bus.replies[messages.model_stop(str(stage.one.id))]
+    del stage.bus.replies[messages.subject("model.stop", str(stage.one.id))]
     work = await in_thread(stage.begins)
     assert "one: echo#0 may still run: node one is not responding" in await stage.fails(work)
     assert await rows() == {OTHER, ("one", "echo", "unloading")}
@@ -231,16 +230,16 @@ async def test_a_worker_without_the_exact_stop_frees_stops_by_key_and_is_asked_w
     stage: Stage,
 ) -> None:
     at = str(stage.one.id)
-    del stage.bus.replies[messages.model_stop(at)]
-    stage.bus.replies[messages.model_unload(at)] = m.UnloadReply(True)
+    del stage.bus.replies[messages.subject("model.stop", at)]
+    stage.bus.replies[messages.subject("model.unload", at)] = m.UnloadReply(True)
     still = m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:50000"),))
-    stage.bus.replies[messages.models_running(at)] = [still, still, m.RunningReply()]
+    stage.bus.replies[messages.subject("models.running", at)] = [still, still, m.RunningReply()]
     work = await in_thread(lambda: stage.begins(node=stage.one))
     await stage.carries_out(work)
-    (freed, *_) = stage.bus.asked[messages.model_unload(at)]
+    (freed, *_) = stage.bus.asked[messages.subject("model.unload", at)]
     assert decode(freed, m.UnloadRequest) == m.UnloadRequest("echo", "127.0.0.1:50000")
     assert set(stage.bus.stops(at)) == {"echo#0"}
-    assert len(stage.bus.asked[messages.models_running(at)]) == 3
+    assert len(stage.bus.asked[messages.subject("models.running", at)]) == 3
 
 
 @pytest.mark.rule("nats-4.5")
@@ -327,7 +326,7 @@ class TestDeletion:
         work = await in_thread(lambda: stage.begins(DELETE))
         assert await stage.carries_out(work) == {"nodes": ["one", "three", "two"]}
         assert await rows() == {OTHER}
-        (sent,) = stage.bus.asked[messages.model_delete(str(stage.two.id))]
+        (sent,) = stage.bus.asked[messages.subject("model.delete", str(stage.two.id))]
         assert decode(sent, m.DeleteModelRequest) == m.DeleteModelRequest("echo")
 
     @pytest.mark.rule("T-UNL-13", "R6.13", "R6.39")
@@ -343,7 +342,7 @@ class TestDeletion:
         stage.deletes(stage.one, m.DeleteModelReply(True))
         work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
         assert "may still run" in await stage.fails(work)
-        assert not stage.bus.asked[messages.model_delete(str(stage.one.id))]
+        assert not stage.bus.asked[messages.subject("model.delete", str(stage.one.id))]
 
     async def test_files_stay_when_a_load_has_taken_a_place_meanwhile(self, stage: Stage) -> None:
         stage.deletes(stage.one, m.DeleteModelReply(True))
@@ -351,7 +350,7 @@ class TestDeletion:
         mark = f"{work.id}:1"
         await in_thread(lambda: hot.replica(stage.one, index=1, state="loading", owner=attempt(mark)))
         assert "is being loaded there" in await stage.fails(work)
-        assert not stage.bus.asked[messages.model_delete(str(stage.one.id))]
+        assert not stage.bus.asked[messages.subject("model.delete", str(stage.one.id))]
 
     async def test_a_lost_reply_is_asked_for_again(self, stage: Stage) -> None:
         stage.deletes(stage.one, [RequestTimeout("late"), m.DeleteModelReply(True)])
@@ -425,7 +424,7 @@ class TestLeftBehind:
         running = asyncio.create_task(stage.fails(work))
         assert await clock.wait_until(leaves, timeout=30)
         await in_thread(is_put_back)
-        assert await asyncio.wait_for(running, 30) == "one: echo#0 was put back and serves: try again"
+        assert await asyncio.wait_for(running, 30) == "one: echo#0 is in use again: try again"
 
     async def test_an_engine_that_was_not_confirmed_is_stopped_later(self, stage: Stage) -> None:
         stage.stops(stage.one, m.StopModelReply(matched=True, error="stuck"))

@@ -15,7 +15,7 @@ from django.db import transaction
 from localai_cluster.kit.leases import LeaseLost
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest
-from operations.ledger.progress import Tick
+from operations.ledger.progress import Tick, record
 from operations.models import Operation, OperationTarget, TargetStatus
 from operations.states import Event
 from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
@@ -117,7 +117,7 @@ def move(lane: Lane, random: Random, now: datetime) -> None:
 
 def _one(lane: Lane, operation: Operation, now: datetime) -> None:
     node = lane.request.node
-    attempts.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
+    record({(operation.id, operation.fence): [_tick(lane, lane.done, node)]}, now=now)
 
 
 def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
@@ -136,7 +136,7 @@ def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> No
     node = random.choice(targets[through : through + 3])
     tick = _tick(lane, lane.done * len(targets) - through, node)
     message = f"{through} of {len(targets)} nodes done"
-    attempts.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
+    record({(operation.id, operation.fence): [_named(tick, message, 100 * lane.done)]}, now=now)
 
 
 def _named(tick: Tick, message: str, percentage: float) -> Tick:

@@ -27,7 +27,7 @@ from nodes.commands.outcomes import (
 )
 from tests.support.bus import NEVER, PlayedBus
 
-LIST, INSTALL = messages.backend_list("n"), messages.backend_install("n")
+LIST, INSTALL = messages.subject("backend.list", "n"), messages.subject("backend.install", "n")
 HERE = m.ListReply((), instance="first")
 STARTED = m.InstallReply(True, "127.0.0.1:7")
 
@@ -131,7 +131,7 @@ async def test_progress_is_listened_to_while_the_command_runs_and_only_if_someon
         during.append(list(bus.handlers))
         return m.UpgradeReply(True)
 
-    bus.replies |= {LIST: HERE, INSTALL: running, messages.backend_upgrade("n"): running}
+    bus.replies |= {LIST: HERE, INSTALL: running, messages.subject("backend.upgrade", "n"): running}
     request = (m.InstallRequest if command == "install" else m.UpgradeRequest)("echo", op_id=op_id)
     send: Any = getattr(Worker(bus, "n", "one"), command)
     await send(request, timeout=30, on_progress=on_progress if listens else None)
@@ -276,7 +276,7 @@ async def test_a_worker_without_this_command_does_not_respond(bus: PlayedBus) ->
     assert len(bus.asked[INSTALL]) == 2
 
 
-UPGRADE, DELETE = messages.backend_upgrade("n"), messages.backend_delete("n")
+UPGRADE, DELETE = messages.subject("backend.upgrade", "n"), messages.subject("backend.delete", "n")
 STOCK = m.ListReply()
 STOPPED = m.UpgradeReply(True, "", ("m#0",), True)
 
@@ -386,7 +386,7 @@ async def test_a_worker_has_as_long_to_answer_as_the_contract_says(
     assert seconds / 2 < bus.waits[f"nodes.n.{verb}"][0] <= seconds
 
 
-CANCEL = messages.backend_cancel("n")
+CANCEL = messages.subject("backend.cancel", "n")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.definitions.files import (
     UnusableDefinition,
-    load_options,
     parse_definition,
     parse_file,
     read_definition,
-    revision,
 )
 from tests.support.definitions import PLAIN, write
 from tests.support.hostile_yaml import HOSTILE_SCALARS, documents
@@ -31,7 +29,7 @@ def test_what_is_loaded_comes_from_the_file() -> None:
         "flash_attention": False, "rope_freq_base": 1, "parameters": {"model": "m", "temperature": 0.2},
         "description": "any text", "template": {"chat": "x"},
     }  # fmt: skip
-    options = load_options(parse_definition(document, "x.yaml"))
+    options = parse_definition(document, "x.yaml").options
     assert options == {
         "Model": "m", "NBatch": 512, "NGPULayers": 99999999, "MMap": False, "FlashAttention": "off",
         "Threads": 3, "Embeddings": True, "ContextSize": 512, "F16Memory": True, "Options": ["a:b"],
@@ -43,11 +41,11 @@ def test_what_is_loaded_comes_from_the_file() -> None:
 @pytest.mark.rule("T-REG-93", "T-REV-6")
 def test_revision_changes_with_what_is_loaded_only() -> None:
     """The revision depends on the stored definition's engine and options, not on its name or its remarks."""
-    first = revision(parse_definition(PLAIN, "x.yaml"))
+    first = parse_definition(PLAIN, "x.yaml").revision
     assert len(first) == 64, "never empty"
-    assert revision(parse_definition(PLAIN | {"name": "other", "description": "x"}, "y.yaml")) == first
-    assert revision(parse_definition(PLAIN | {"backend": "other"}, "x.yaml")) != first
-    assert revision(parse_definition(PLAIN | {"context_size": 1}, "x.yaml")) != first
+    assert parse_definition(PLAIN | {"name": "other", "description": "x"}, "y.yaml").revision == first
+    assert parse_definition(PLAIN | {"backend": "other"}, "x.yaml").revision != first
+    assert parse_definition(PLAIN | {"context_size": 1}, "x.yaml").revision != first
 
 
 @pytest.mark.rule("T-REG-93")
@@ -125,7 +123,7 @@ def test_no_document_breaks_the_loader(document: Any) -> None:
     """All that YAML may give is a definition or `Unusable`."""
     for candidate in (document, PLAIN | {"options": document}, PLAIN | {"threads": document}):
         try:
-            options_from_mapping(load_options(parse_definition(candidate, "x.yaml")))
+            options_from_mapping(parse_definition(candidate, "x.yaml").options)
         except UnusableDefinition:
             continue
 
@@ -151,7 +149,7 @@ def assert_usable_or_explained(content: bytes) -> None:
     except UnusableDefinition as error:
         reason = str(error)
     else:
-        options_from_mapping(load_options(definition)).SerializeToString()
+        options_from_mapping(definition.options).SerializeToString()
         reason = "none"
         "".join((*definition.generation.stop, definition.generation.template)).encode()
     assert 0 < len(reason.encode()) < 1000

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from localai_cluster.kit import clock
-from nodes.definitions.files import Definition, UnusableDefinition, load_options, read_definition
+from nodes.definitions.files import Definition, UnusableDefinition, read_definition
 from nodes.definitions.folder import Folder, FolderUnresponsive
 from tests.conftest import eventually
 from tests.support.definitions import PLAIN, write
@@ -119,7 +119,7 @@ def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: 
     clock.now += 1
     second = find(folder, "mini")
     assert second is not None
-    assert load_options(second)["ContextSize"] == 7
+    assert second.options["ContextSize"] == 7
     path.unlink()
     clock.now += 1
     assert find(folder, "mini") is None

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
-from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, Item, ResponseObject, parse_request
+from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, ResponseObject, parse_request
+from nodes.dialects.responses_input import Item
 from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 

@@ -16,7 +16,7 @@ from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.untrusted import LEVELS
 from localai_cluster.messaging import codec
 from localai_cluster.messaging import messages as m
-from localai_cluster.web import rest, wire
+from localai_cluster.web import wire
 
 
 def depth(text: bytes) -> int:
@@ -93,7 +93,7 @@ def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
 def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     """REST and workers' bodies, inference, messages of the bus: 64 levels pass, 65 are named as too deep."""
     fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
-    assert rest.parse_json(fits)
+    assert wire.parse_json(fits)
     assert wire.parse_json_object(fits)
     assert codec.decode(fits, m.ListReply) == m.ListReply()
 
@@ -102,7 +102,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
 
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(orjson, "loads", never)
-    for read in (rest.parse_json, wire.parse_json_object):
+    for read in (wire.parse_json, wire.parse_json_object):
         with pytest.raises(InvalidInput, match="nested more than 64 levels"):
             read(deep)
     with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):

@@ -22,7 +22,7 @@ def test_bytes_files_rate_and_the_time_that_is_left() -> None:
     meter.add_sent("a", 20 * MIB)
     meter.finish_file("a")
     assert (meter.current, meter.file_index) == (100 * MIB, 2)
-    meter.skip_file("b")
+    meter.finish_file("b")
     assert (meter.current, meter.file_index) == (200 * MIB, 2)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from nodes.definitions.files import UnusableDefinition, read_definition
 from nodes.definitions.sizes import measure
-from nodes.loading.source_files import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files, root_of
+from nodes.loading.source_files import FilePlan, NoKey, Unsendable, key_of, path_of, plan_files
+from nodes.loading.transfer import FileRefused, root_of
 from nodes.placement.memory import required_disk
 
 ROOT = "/srv/w/models/flux"
@@ -73,7 +74,7 @@ def test_every_key_stays_below_its_model_and_its_url_means_it(parts: list[str], 
 @pytest.mark.parametrize("root", ["/srv/\ud800", "/srv/a\nb", "/srv/\u202ex", "relative", ""])
 def test_a_place_that_cannot_be_told_to_an_engine_is_none(root: str) -> None:
     """The worker says it, and gRPC takes no such text."""
-    with pytest.raises(NoKey):
+    with pytest.raises(FileRefused):
         root_of(f"{root}/sd/a.gguf", "sd/a.gguf")
 
 
@@ -88,7 +89,7 @@ def test_the_remote_root_and_the_relative_path_give_the_remote_path(parts: list[
 @pytest.mark.rule("worker-13")
 @pytest.mark.parametrize("path", ["/elsewhere/y.gguf", "x.gguf", "", "relative/x.gguf", "/srv/badx.gguf"])
 def test_a_worker_that_keeps_a_file_at_another_place_is_not_believed(path: str) -> None:
-    with pytest.raises(NoKey):
+    with pytest.raises(FileRefused):
         root_of(path, "x.gguf")
 
 
@@ -109,7 +110,7 @@ def test_the_example_of_the_contract(tmp_path: Path) -> None:
     kept = {name: list(value) if isinstance(value, list) else value for name, value in options.items()}
     made = plan_files(tmp_path, "flux", options)
     assert list(made.files) == ["sd/flux.gguf", "clip.bin", "sd/vae.safetensors", "extra/a", "extra/b/c"]
-    assert made.total == 15
+    assert sum(file.size for file in made.files.values()) == 15
     assert told(made) == {
         **options,
         "ModelFile": f"{ROOT}/sd/flux.gguf",
@@ -246,8 +247,8 @@ def test_what_counts_is_what_goes(tmp_path: Path) -> None:
     (tmp_path / "m.yaml").write_text(text)
     defined = read_definition(tmp_path / "m.yaml")
     made = plan_files(tmp_path, "m", defined.options)
-    assert measure(tmp_path, defined).payload == made.total == 5 * 3
-    assert required_disk(made.total) == 15 + 2**30
+    assert measure(tmp_path, defined).payload == sum(file.size for file in made.files.values()) == 5 * 3
+    assert required_disk(15) == 15 + 2**30
     assert (told(made)["CLIPModel"], told(made)["AudioPath"]) == (f"{ROOT}/c", f"{ROOT}/a")
     assert (told(made)["LoraAdapters"], told(made)["LoraScales"]) == ([f"{ROOT}/a", f"{ROOT}/t"], [1.0, 0.5])
 

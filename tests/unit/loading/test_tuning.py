@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nodes.loading.node_options import Machine, fingerprint, tune_options
+from nodes.loading.load import Machine, fingerprint, tune_options
 from nodes.placement import deadlines
 
 GIB = 2**30

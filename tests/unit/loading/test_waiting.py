@@ -1,6 +1,5 @@
 """What a request that waited for a load is told (R2.22, R2.23, `contract/http-api.md` §6.1)."""
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -8,18 +7,15 @@ from uuid import UUID
 import pytest
 
 from localai_cluster.web import wire
-from nodes.loading.wait import LoadStatus, eta_seconds, load_failure, loading_body, still_loading_error
+from nodes.loading.load_request import KIND
+from nodes.loading.wait import eta_seconds, load_failure, loading_body, still_loading_error
+from operations.models import Operation
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
 
-def look(**fields: Any) -> LoadStatus:
-    values: dict[str, Any] = {
-        "id": UUID(int=1), "status": "processing", "phase": "", "node_name": "", "progress": 0.0,
-        "current_bytes": 0, "total_bytes": 0, "message": "", "error": "",
-        "started_at": None, "finished_at": None,
-    }  # fmt: skip
-    return LoadStatus(**values | fields)
+def look(**fields: Any) -> Operation:
+    return Operation(**{"id": UUID(int=1), "kind": KIND, "status": "processing"} | fields)
 
 
 INSTALLING = look(
@@ -56,10 +52,9 @@ def test_the_loading_object() -> None:
 @pytest.mark.rule("I6", "http-6.1")
 def test_progress_is_of_the_whole_load() -> None:
     """That of the row, which never falls within an attempt; the files are counted beside it."""
-    sending = look(phase="staging", progress=45.0, current_bytes=1, total_bytes=4)
-    assert loading_body("m", sending, NOW)["progress"] == 45.0
-    assert loading_body("m", replace(sending, progress=90.0, current_bytes=4), NOW)["progress"] == 90.0
-    assert loading_body("m", replace(sending, phase="loading", progress=90.0), NOW)["progress"] == 90.0
+    for phase, progress in (("staging", 45.0), ("staging", 90.0), ("loading", 90.0)):
+        sending = look(phase=phase, progress=progress, current_bytes=1, total_bytes=4)
+        assert loading_body("m", sending, NOW)["progress"] == progress
 
 
 @pytest.mark.rule("R2.22", "C35", "http-6.1")

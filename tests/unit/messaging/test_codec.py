@@ -189,9 +189,9 @@ def test_subjects() -> None:
     """nats.md §1.1, §2.1."""
     assert messages.node_prefix("host.a 1*b") == "nodes.host-a-1-b"
     assert messages.install_progress("n", "o.p") == "nodes.n.backend.install.o-p.progress"
-    assert messages.backend_cancel("n") == "nodes.n.backend.cancel"
-    assert messages.models_running("n") == "nodes.n.models.running"
-    assert messages.stop("n") == "nodes.n.stop"
+    assert messages.subject("backend.cancel", "n") == "nodes.n.backend.cancel"
+    assert messages.subject("models.running", "n") == "nodes.n.models.running"
+    assert messages.subject("stop", "n") == "nodes.n.stop"
 
 
 @given(st.text(max_size=10), st.integers(0, 10**8))

@@ -17,7 +17,7 @@ from nodes.decisions.reserved_memory import GpuShare
 from nodes.decisions.snapshot_log import encode, find_changes, restore
 from nodes.definitions.files import parse_definition
 from nodes.definitions.sizes import ModelFiles
-from nodes.loading import load_request, node_options
+from nodes.loading import load, load_request
 from nodes.loading.load_attempts import NodeRefused
 from nodes.placement.choose import Candidate, Need, Reason, choose_node, find_refusal, gpu_shares
 from nodes.placement.evict import (
@@ -320,16 +320,16 @@ def test_an_engine_is_told_its_split_and_a_worker_must_say_what_it_did() -> None
     """No split for one GPU; a worker that names other GPUs, or none, has not done it."""
     plain = {"Model": "m.gguf"}
     two = slot(GpuShare("GPU-b", 12 * GIB), GpuShare("GPU-a", 6 * GIB))
-    assert node_options.reserved_gpus(two) == ("GPU-b", "GPU-a")
-    assert node_options.with_gpu_split(plain, two)["TensorSplit"] == "12288,6144"
-    assert node_options.with_gpu_split(plain, slot(GpuShare("GPU-b", GIB))) == plain
-    node_options.check_gpus(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
-    node_options.check_gpus(InstallReply(True), slot())
-    node_options.check_gpus(InstallReply(True, gpus=("GPU-b",)), slot())
+    assert load.reserved_gpus(two) == ("GPU-b", "GPU-a")
+    assert load.with_gpu_split(plain, two)["TensorSplit"] == "12288,6144"
+    assert load.with_gpu_split(plain, slot(GpuShare("GPU-b", GIB))) == plain
+    load.check_gpus(InstallReply(True, gpus=("GPU-b", "GPU-a")), two)
+    load.check_gpus(InstallReply(True), slot())
+    load.check_gpus(InstallReply(True, gpus=("GPU-b",)), slot())
     wrong: list[tuple[str, ...]] = [(), ("GPU-a", "GPU-b"), ("GPU-b",), ("GPU-b", "GPU-a", "GPU-c")]
     for told in wrong:
         with pytest.raises(NodeRefused, match="GPUs chosen"):
-            node_options.check_gpus(InstallReply(True, gpus=told), two)
+            load.check_gpus(InstallReply(True, gpus=told), two)
 
 
 @pytest.mark.parametrize("key", ["main_gpu", "tensor_split"])

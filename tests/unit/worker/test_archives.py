@@ -1,5 +1,6 @@
 """Backends from archives: what is downloaded, what is resumed, and what is never unpacked."""
 
+import asyncio
 import gzip
 import hashlib
 import io
@@ -8,7 +9,7 @@ import random
 import stat
 import tarfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.worker import archives, backend_store, download, source_files
@@ -287,6 +289,28 @@ async def test_a_server_that_hangs_is_given_up(
     with pytest.raises(InstallFailed, match="no answer in time"):
         await install(store, site)
     release.set()
+
+
+async def test_a_byte_now_and_then_does_not_keep_a_download_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The missing bytes count as waiting; a server that sends enough may pause in between."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    monkeypatch.setattr(download, "STALL_LIMIT", 60.0)
+
+    async def received(pause: float, size: int, count: int) -> int:
+        class Drip(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                for _ in range(count):
+                    now[0] += pause
+                    await asyncio.sleep(0)
+                    yield bytes(size)
+
+        pieces = download._pieces(httpx.Response(200, stream=Drip()), 1024)
+        return sum([len(piece) async for piece in pieces])
+
+    assert await received(50.0, 50 * download.SLOWEST, 20) == 1000 * download.SLOWEST
+    with pytest.raises(TimeoutError):
+        await received(50.0, 1, 20)
 
 
 async def test_the_mirrors_come_after_the_address(store: BackendStore, site: Site) -> None:

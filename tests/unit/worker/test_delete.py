@@ -66,7 +66,7 @@ async def deleted(store: BackendStore, supervisor: EngineSupervisor) -> m.Delete
     bus: Any = Subscriptions()
     commands = Commands(cast(Any, None), bus, store, supervisor, cast(Any, None), "i", Pauses(), lambda: None)
     await commands.subscribe("n")
-    subject = messages.backend_delete("n")
+    subject = messages.subject("backend.delete", "n")
     answer = await bus.handlers[subject](Message(subject, encode(m.DeleteRequest("b")), True))
     return decode(answer, m.DeleteReply)
 

@@ -63,9 +63,9 @@ async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.Mon
 
 
 REQUESTS: dict[str, tuple[object, Any]] = {
-    messages.backend_install("n"): (m.InstallRequest("b", install_only=True), m.InstallReply),
-    messages.backend_upgrade("n"): (m.UpgradeRequest("b"), m.UpgradeReply),
-    messages.backend_delete("n"): (m.DeleteRequest("b"), m.DeleteReply),
+    messages.subject("backend.install", "n"): (m.InstallRequest("b", install_only=True), m.InstallReply),
+    messages.subject("backend.upgrade", "n"): (m.UpgradeRequest("b"), m.UpgradeReply),
+    messages.subject("backend.delete", "n"): (m.DeleteRequest("b"), m.DeleteReply),
 }
 
 
@@ -95,7 +95,25 @@ async def test_late_questions_are_answered_and_a_late_removal_of_files_is_not() 
     """Who asks for a removal asks again until it is answered."""
     found, last = ticked(after=PAUSED)
     told = await handlers(found)
-    remove = messages.model_delete("n")
+    remove = messages.subject("model.delete", "n")
     assert await told[remove](Message(remove, encode(m.DeleteModelRequest("m")), True, last)) is None
-    running = messages.models_running("n")
+    running = messages.subject("models.running", "n")
     assert await told[running](Message(running, b"{}", True, last)) is not None
+
+
+async def test_what_waits_when_another_server_is_served_is_never_begun() -> None:
+    """The former server's messages may still be in the queue of a subscription that has ended."""
+    found, last = ticked(after=1.0)
+    bus, stops = PlayedBus(), []
+    nothing = cast(Any, None)
+    served = Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: stops.append(1))
+    await served.subscribe("n")
+    former = dict(bus.handlers)
+    await served.unsubscribe()
+    await served.subscribe("n")
+    for handle in former.values():
+        assert await handle(Message("nodes.n.x", b"{}", True, last)) is None
+    assert stops == []
+    stop = messages.subject("stop", "n")
+    await bus.handlers[stop](Message(stop, b"", False, last))
+    assert stops == [1]

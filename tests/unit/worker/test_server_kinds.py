@@ -27,6 +27,7 @@ from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.heartbeats import HeartbeatLoop
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.registration import NO_CREDENTIALS_PAUSE, BusCredentials
+from tests.support.ports import free_port
 
 CLUSTER, STOCK = ServerKind.CLUSTER, ServerKind.STOCK
 URL = "http://frontend:8080"
@@ -41,6 +42,7 @@ class Server:
         self.token = "tok"
         self.status = "healthy"
         self.is_known = True
+        self.gives_fingerprint = True
         self.calls: list[tuple[str, str, int]] = []
 
     def respond(self, request: httpx.Request) -> httpx.Response:
@@ -58,7 +60,9 @@ class Server:
             self.is_known = True
             secret = request.headers["x-localai-node-secret"]
             proof = {"fingerprint": hashlib.sha256(secret.encode()).hexdigest()}
-            return 201, {"id": "n", "status": self.status} | (proof if self.kind is CLUSTER else {})
+            return 201, {"id": "n", "status": self.status} | (
+                proof if self.kind is CLUSTER and self.gives_fingerprint else {}
+            )
         if self.kind is STOCK and bearer != f"Bearer {self.token}":
             return 401, {"error": "invalid registration token"}
         if self.kind is CLUSTER and len(bearer) != len("Bearer ") + 64:
@@ -105,13 +109,24 @@ async def test_a_server_that_has_accepted_the_secret_is_not_served_with_the_toke
     for _ in range(3):
         with pytest.raises(DowngradeRefused, match="--allow-stock-frontend"):
             await control_plane.register({})
-    # Only once: a node that has just registered counts as healthy there.
-    assert server.routes() == ["register", "register", "models", "models"]
+    # Not even once: a node that has just registered counts as healthy there.
+    assert server.routes() == ["register", "models", "models", "models"]
     assert (await connect(tmp_path, server, allow_stock=True).register({})).kind is STOCK
     with pytest.raises(DowngradeRefused):
         await connect(tmp_path, server).register({})
     server.kind = CLUSTER
     assert (await control_plane.register({})).kind is CLUSTER
+
+
+@pytest.mark.parametrize("kind", [STOCK, CLUSTER])
+async def test_an_older_cluster_is_recognised_while_the_node_awaits_its_approval(
+    tmp_path: Path, kind: ServerKind
+) -> None:
+    """It answers a pending node as a stock frontend does; only it knows secrets."""
+    server = Server(kind)
+    server.status, server.gives_fingerprint = "pending", False
+    assert (await connect(tmp_path, server).register({})).kind is kind
+    assert NodeIdentity(tmp_path).is_accepted_by(URL) == (kind is CLUSTER)
 
 
 async def test_a_server_of_an_older_version_is_recognised_by_the_bus_that_it_names(tmp_path: Path) -> None:
@@ -361,13 +376,13 @@ async def test_a_worker_waits_while_a_stock_frontend_is_in_the_place_of_localai_
     async with life.running():
         server.kind = STOCK
         await asyncio.sleep(HOUR)
-        assert server.routes(201) == ["register"] * 2, "the second one tells what the server is now"
+        assert server.routes(201) == ["register"]
         assert life.control_plane.kind is CLUSTER
         assert "--allow-stock-frontend" in life.heartbeats.problem
         server.kind = CLUSTER
         await asyncio.sleep(120)
         assert life.heartbeats.problem == ""
-    assert server.routes(201) == ["register"] * 2
+    assert server.routes(201) == ["register"]
     assert all(level < logging.CRITICAL for _, level, _ in caplog.record_tuples)
 
 
@@ -398,6 +413,16 @@ async def test_the_check_names_the_kind_of_the_server_and_registers_nothing(
     lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: LocalAI Cluster at {URL}; this node has its own secret" in lines
     assert set(checked.routes()) == {"models"}
+
+
+async def test_the_check_leaves_no_file(tmp_path: Path, checked: Server) -> None:
+    """Neither a secret nor a lock nor a folder: the first start makes them."""
+    given = config(tmp_path / "new", find_ports="true", addr=f"127.0.0.1:{free_port(200) + 1}")
+    checked.kind = CLUSTER
+    lines = await check.report(given, NodeIdentity(given.data_dir, read_only=True))
+    lines += await check.machine(given)
+    assert f"server: LocalAI Cluster at {URL}; this node has its own secret" in lines
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_the_check_names_what_is_wrong_on_a_stock_frontend(tmp_path: Path, checked: Server) -> None:
