@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
 """Seconds until the headers of a response must have arrived, and without a byte of its body."""
 SLOWEST = 4096
-"""Bytes per second that a server must send: those that it lacks count as waiting time, up to `STALL_LIMIT`."""
+"""Bytes per second that a server must send; what it lacks counts as waiting, up to `STALL_LIMIT`."""
 MOST_BYTES = 64 * 1024**3
 """Maximum size of an archive in bytes, packed or unpacked."""
 PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)

@@ -313,6 +313,20 @@ async def test_the_socket_sends_what_there_is_then_what_comes(served: Served) ->
             ]
 
 
+@pytest.mark.rule("worker-12.7")
+async def test_a_new_token_ends_the_readers_who_came_with_the_former_one(served: Served) -> None:
+    """D-LOG-TOKEN: the worker serves another kind of server now."""
+    async with served.tail("m") as reader:
+        await reader.recv()
+        served.application.end_readers()
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await reader.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == http_server.TOKEN_CHANGED
+    async with served.tail("m") as reader:
+        assert json.loads(await reader.recv())["type"] == "initial"
+
+
 @pytest.mark.rule("T-LOG-9", "worker-12.7")
 async def test_a_reader_that_leaves_or_talks_does_no_harm(served: Served) -> None:
     """What a reader says is ignored; over 4096 bytes it is cut off."""
@@ -330,7 +344,7 @@ async def test_a_reader_that_leaves_or_talks_does_no_harm(served: Served) -> Non
             with pytest.raises(websockets.ConnectionClosed):
                 await talks.recv()
         assert "still there" in str(await stays.recv())
-        assert await holds(lambda: served.application._readers == 1)
+        assert await holds(lambda: len(served.application._readers) == 1)
     assert await holds(lambda: served.rings._following == {})
 
 
@@ -360,7 +374,7 @@ async def test_a_reader_that_does_not_read_is_dropped_and_costs_little(
         await stuck.recv()
         await reads.recv()
         count = 0
-        while served.application._readers == 2:
+        while len(served.application._readers) == 2:
             served.rings.append("m#0", line(f"{count} " + "x" * 8000))
             count += 1
             # This reader keeps pace; the other one has stopped.
