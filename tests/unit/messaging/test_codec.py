@@ -1,30 +1,20 @@
 """The codec against real traffic of the reference and against hostile bytes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localai_cluster.messaging import codec, messages
 from localai_cluster.messaging import messages as m
+from tests.support.effort import EFFORT
+from tests.support.message_faults import KINDS, faulty, valid
 
 RECORDINGS = Path(__file__).parents[2] / "data" / "nats"
-
-REQUESTS: dict[str, tuple[type, type | None]] = {
-    "backend.install": (m.InstallRequest, m.InstallReply),
-    "backend.upgrade": (m.UpgradeRequest, m.UpgradeReply),
-    "backend.delete": (m.DeleteRequest, m.DeleteReply),
-    "backend.list": (m.Nothing, m.ListReply),
-    "backend.stop": (m.StopBackend, None),
-    "model.unload": (m.UnloadRequest, m.UnloadReply),
-    "model.stop": (m.StopModelRequest, m.StopModelReply),
-    "model.delete": (m.DeleteModelRequest, m.DeleteModelReply),
-    "models.running": (m.Nothing, m.RunningReply),
-}
-KINDS = [kind for pair in REQUESTS.values() for kind in pair if kind] + [m.ProgressEvent]
 
 
 def recorded() -> list[tuple[type, Any]]:
@@ -40,8 +30,8 @@ def recorded() -> list[tuple[type, Any]]:
             if subject.endswith(".progress") and ".backend.install." in subject:
                 found.append((m.ProgressEvent, data))
             command = ".".join(subject.split(".")[2:])
-            if subject.startswith("nodes.") and command in REQUESTS:
-                request, reply = REQUESTS[command]
+            if subject.startswith("nodes.") and command in m.COMMANDS:
+                request, reply = m.COMMANDS[command]
                 found.append((request, data))
                 if reply is not None and "reply_to" in entry:
                     replies[entry["reply_to"]] = reply
@@ -130,28 +120,30 @@ def test_lone_surrogates_and_broken_utf8_do_not_travel_on() -> None:
     assert codec.decode(codec.encode(message), m.InstallRequest) == message
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=20 * EFFORT)
+def test_any_message_round_trips(kind: type, data: st.DataObject) -> None:
+    message = data.draw(valid(kind))
+    assert codec.decode(codec.encode(message), kind) == message
 
 
-@given(
-    st.builds(
-        m.InstallRequest,
-        backend=texts,
-        model_id=texts,
-        replica_index=st.integers(-(2**31), 2**31 - 1),
-        force=st.booleans(),
-        install_only=st.booleans(),
-        op_id=texts,
-    )
-)
-def test_install_requests_round_trip(message: m.InstallRequest) -> None:
-    assert codec.decode(codec.encode(message), m.InstallRequest) == message
-
-
-@given(st.lists(st.builds(m.RunningModel, model_id=texts, replica_index=st.integers(0, 99), address=texts)))
-def test_lists_round_trip(models: list[m.RunningModel]) -> None:
-    reply = m.RunningReply(models=tuple(models), instance="i")
-    assert codec.decode(codec.encode(reply), m.RunningReply) == reply
+@pytest.mark.rule("nats-1")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if dataclasses.fields(kind)])
+@given(data=st.data())
+@settings(max_examples=20 * EFFORT)
+def test_a_fault_anywhere_in_a_message_names_its_field(kind: type, data: st.DataObject) -> None:
+    """Wrong types and numbers that are too large; without the field, or with null, it has its zero value."""
+    body, field = data.draw(faulty(kind))
+    with pytest.raises(codec.DecodeError) as caught:
+        codec.decode(json.dumps(body).encode(), kind)
+    assert caught.value.field == field
+    assert len(caught.value.message) < 200
+    name = field.partition("[")[0].partition(".")[0]
+    without = {key: value for key, value in body.items() if key != name}
+    zero = codec.decode(json.dumps(without).encode(), kind)
+    assert getattr(zero, name) == getattr(kind(), name)
+    assert codec.decode(json.dumps(body | {name: None}).encode(), kind) == zero
 
 
 @given(st.binary(max_size=60))

@@ -1,11 +1,13 @@
 """Backends from archives: what is downloaded, what is resumed, and what is never unpacked."""
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import io
 import os
 import random
+import shutil
 import stat
 import tarfile
 import threading
@@ -17,6 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError
@@ -539,6 +543,56 @@ def test_what_has_no_place_in_a_backend_is_refused(
     with pytest.raises((SourceError, OSError)):
         opened(tar(*entries), tmp_path)
     assert not outside.exists()
+
+
+NAMES = st.lists(
+    st.sampled_from(
+        ["a", "b", "run.sh", "..", ".", "", "outside", ".wh.a", ".wh..wh..opq", "\udcff", "x" * 300]
+    ),
+    min_size=1,
+    max_size=3,
+).map("/".join)
+TYPES = st.sampled_from(
+    [tarfile.REGTYPE, tarfile.DIRTYPE, LINK, HARD, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"Z"]
+)
+ENTRIES = st.builds(
+    lambda name, kind, target, mode: entry(
+        name, b"content" if kind == tarfile.REGTYPE else b"", type=kind, linkname=target, mode=mode
+    ),
+    NAMES,
+    TYPES | st.just(tarfile.REGTYPE),
+    NAMES | st.just("/etc/passwd"),
+    st.integers(0, 0o7777),
+)
+
+
+@pytest.mark.rule("worker-18.6")
+@given(layers=st.lists(st.lists(ENTRIES, max_size=4), min_size=1, max_size=3), whiteouts=st.booleans())
+@settings(
+    max_examples=60 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_layers_hold_nothing_is_written_outside(
+    tmp_path: Path, layers: list[list[tuple[tarfile.TarInfo, bytes]]], whiteouts: bool
+) -> None:
+    """A refusal, or plain files, folders and links inside, of which no other user may change any."""
+    shutil.rmtree(tmp_path)
+    home = tmp_path / "home"
+    home.mkdir(parents=True)
+    (tmp_path / "outside").write_bytes(b"mine")
+    paths = [home / f"layer{number}" for number in range(len(layers))]
+    for path, entries in zip(paths, layers, strict=True):
+        path.write_bytes(tar(*entries))
+    target = home / "target"
+    with contextlib.suppress(SourceError, OSError):
+        archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, whiteouts=whiteouts)
+    assert sorted(os.listdir(tmp_path)) == ["home", "outside"]
+    assert (tmp_path / "outside").read_bytes() == b"mine"
+    assert {*os.listdir(home)} - {"target"} == {path.name for path in paths}
+    for folder, folders, files in os.walk(target):
+        for name in (*folders, *files):
+            status = os.lstat(os.path.join(folder, name))
+            assert stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+            assert stat.S_ISLNK(status.st_mode) or not status.st_mode & 0o7022
 
 
 def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """A worker that did not run for a while does not begin what may have been given up meanwhile."""
 
+import dataclasses
+import json
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
@@ -12,6 +16,8 @@ from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.worker import commands
 from localai_cluster.worker.commands import CATCHES_UP, LONGEST, Commands, Pauses
 from tests.support.bus import PlayedBus
+from tests.support.effort import EFFORT
+from tests.support.message_faults import faulty
 
 PAUSED = LONGEST + 1
 
@@ -117,3 +123,24 @@ async def test_what_waits_when_another_server_is_served_is_never_begun() -> None
     stop = messages.subject("stop", "n")
     await bus.handlers[stop](Message(stop, b"", False, last))
     assert stops == [1]
+
+
+@pytest.mark.rule("nats-1", "nats-3")
+@given(data=st.data())
+@settings(max_examples=20 * EFFORT, deadline=None)
+@pytest.mark.parametrize("command", [name for name in m.COMMANDS if dataclasses.fields(m.COMMANDS[name][0])])
+async def test_a_message_with_a_fault_is_refused_once_and_touches_nothing(
+    command: str, data: st.DataObject
+) -> None:
+    """The worker has neither files nor engines here: whatever it touched would be an internal error."""
+    request, reply = m.COMMANDS[command]
+    body, field = data.draw(faulty(request))
+    subject = messages.subject(command, "n")
+    found, last = ticked(after=1.0)
+    answer = await (await handlers(found))[subject](Message(subject, json.dumps(body).encode(), True, last))
+    if reply is None:
+        assert answer is None
+        return
+    refused = decode(answer, reply)
+    assert refused.error.startswith(f"{field}: expected ")
+    assert (getattr(refused, "success", False), getattr(refused, "terminated", False)) == (False, False)
