@@ -14,7 +14,6 @@ from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.placement.choose import lowest_free_index
 from nodes.placement.evict import Resident
-from nodes.registry import registration
 from nodes.replicas import (
     drains,
     engine_ends,
@@ -26,7 +25,7 @@ from nodes.replicas import (
     terminations,
 )
 from nodes.replicas.evidence import Running
-from nodes.replicas.lifecycle import Engine, engine_of
+from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.stops import GONE
 from nodes.replicas.stops import stop_exactly as genuine_stop
@@ -218,31 +217,6 @@ def _loses_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(statements, "LOSE", wrong)
 
 
-# What the second review of this code has found and repaired.
-
-
-def _trusts_old_registrations(patch: pytest.MonkeyPatch) -> None:
-    """A registration ends an engine that came up while it was under way."""
-
-    def has_ended(row: NodeModel, registered: registration.Registration, now: datetime) -> bool:
-        is_known = registered.running_processes is not None and not engine_of(row).may_still_start(now)
-        return is_known and not registration._lists(registered, row)
-
-    patch.setattr(registration, "_has_ended", has_ended)
-
-
-def _believes_late_addresses(patch: pytest.MonkeyPatch) -> None:
-    """An attempt that is over ends the engine that has its engine's address now."""
-
-    def end_at_address(address: str, *, node_id: UUID, but: UUID) -> list[str]:
-        with transaction.atomic():
-            former = NodeModel.engines.filter(node_id=node_id, address=address).exclude(pk=but)
-            engine_ends.end_rows(list(former.order_by("id").select_for_update(of=("self",))))
-        return []
-
-    patch.setattr(engine_ends, "end_at_address", end_at_address)
-
-
 def _changed(statement: str, old: str, new: str) -> str:
     assert old in statement
     return statement.replace(old, new)
@@ -272,8 +246,6 @@ MUTANTS: Mapping[str, Plant] = {
     "keep the replaced replica": _keeps_the_former,
     "count out for a dead process": _releases_for_others,
     "a lost replica has no requests": _loses_requests,
-    "a registration ends a newer engine": _trusts_old_registrations,
-    "a late address ends a newer engine": _believes_late_addresses,
 }
 QUICK = ("no stop after a lost reply", "forget the deadline", "keep the replaced replica")
 """Those that few histories find: every run plants them."""
