@@ -25,17 +25,17 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import system_health
 from localai_cluster.accounts.authentication import CHALLENGE, IsUser
 from localai_cluster.accounts.passwords import PasswordChangeRequired
 from localai_cluster.web.envelopes import exception_handler
 from localai_cluster.web.openapi import Operation, RawRoute, json_body, refusals
 from localai_cluster.web.policy import CSP, policy
-from nodes.api import openapi as api
+from localai_cluster.web.shapes import COMPONENTS
 from nodes.api import worker_routes as _workers  # noqa: F401 - registers its schemes
+from nodes.api.gallery import GALLERY
+from nodes.api.heartbeats import HEARTBEAT
 from nodes.dialects import routes as inference
 from nodes.live import shapes as live
-from nodes.live import shapes as messages
 
 _ONE_AT_A_TIME = threading.Lock()
 """The library fills its tables while it generates the first document, and fails if two threads do so."""
@@ -245,19 +245,21 @@ RAW_ROUTES: list[RawRoute] = [
     ("GET", "/readyz", READYZ),
     ("GET", "/metrics", METRICS),
     ("GET", "/ws/operations", OPERATIONS_SOCKET),
+    ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
+    ("GET", "/api/node/{node_id}/gallery/{file}", GALLERY),
 ]
 
 
 def raw_routes() -> list[RawRoute]:
     """Return every route that Django's resolver does not know, such as heartbeats and inference."""
-    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference.operations()
+    return RAW_ROUTES + live.ROUTES + inference.operations()
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
     """Merge the raw routes and messages into the document; a postprocessing hook of drf-spectacular."""
     schemas = result["components"]["schemas"]
-    for component in (*api.COMPONENTS, *messages.COMPONENTS, *system_health.COMPONENTS):
-        schemas.setdefault(component.name, deepcopy(component.schema))
+    for name, schema in COMPONENTS.items():
+        schemas.setdefault(name, deepcopy(schema))
     result["components"]["schemas"] = dict(sorted(schemas.items()))
     for method, path, operation in raw_routes():
         result["paths"].setdefault(path, {})[method.lower()] = operation

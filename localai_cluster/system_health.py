@@ -80,7 +80,6 @@ HEALTH = Shape(
         field("workers", mapping(count()), "How many nodes are in each state."),
     ],
 )
-COMPONENTS = (PART, SCHEDULE, PROCESS, HEALTH)
 _PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _noticed: dict[str, tuple[str, datetime]] = {}
 """Last result of each probe, and the time since which it is unchanged."""

@@ -17,7 +17,6 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from localai_cluster.kit import conf
 from localai_cluster.kit.errors import Unavailable
 
-logger = logging.getLogger(__name__)
 logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]

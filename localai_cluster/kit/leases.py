@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import models
 from django.db.models import QuerySet
 
-from localai_cluster.kit.rows import claim_rows
+from localai_cluster.kit.rows import claim_rows, lock_free
 
 Attempt = tuple[UUID, int]
 """One attempt at a leased row: id and fence."""
@@ -55,7 +55,7 @@ def claim(
 
     The caller saves `COLUMNS`.
     """
-    claimed = list(rows.select_for_update(no_key=True, skip_locked=True)[:limit])
+    claimed = lock_free(rows, limit=limit)
     for row in claimed:
         row.lease_owner, row.lease_until = owner, now + timedelta(seconds=lease)
         row.fence += 1
@@ -84,7 +84,7 @@ def lock_held(leased: "QuerySet[L]", owner: str) -> list[L]:
 def lock_expired(leased: "QuerySet[L]", *, now: datetime) -> tuple[list[L], list[L]]:
     """Return the unlocked rows whose lease has expired: those to retry, counted, and those to give up."""
     expired = leased.filter(lease_until__lt=now).order_by("pk")
-    lost = list(expired.select_for_update(no_key=True, skip_locked=True))
+    lost = lock_free(expired)
     retried = [row for row in lost if row.lost_leases < MOST_LOST_LEASES]
     given_up = [row for row in lost if row.lost_leases >= MOST_LOST_LEASES]
     for row in retried:

@@ -14,14 +14,21 @@ from django.db.models import F, QuerySet
 M = TypeVar("M", bound=models.Model)
 
 
+def lock_free(rows: "QuerySet[M]", *, limit: int | None = None) -> list[M]:
+    """Lock up to `limit` of the rows that no other transaction locks, and return them. Needs a transaction.
+
+    Locked rows are skipped, so the order of the locks does not matter.
+    """
+    return list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
+
+
 def claim_rows(rows: "QuerySet[M]", *, limit: int | None = None, **changes: Any) -> list[M]:
     """Lock up to `limit` of the rows that no other transaction locks, write `changes`, and return them.
 
-    The returned rows have their former values. Locked rows are skipped, so the order of the locks does not
-    matter.
+    The returned rows have their former values.
     """
     with transaction.atomic(savepoint=False):
-        claimed = list(rows.select_for_update(no_key=True, skip_locked=True, of=("self",))[:limit])
+        claimed = lock_free(rows, limit=limit)
         if claimed:
             rows.model._base_manager.filter(pk__in=[row.pk for row in claimed]).update(**changes)
     return claimed

@@ -54,12 +54,18 @@ def text(column: str) -> Cast:
     return Cast(column, TextField())
 
 
+COMPONENTS: dict[str, Schema] = {}
+"""The schemas of the API document that the modules define, by name."""
+
+
 class Named:
     """A component of the API document: its name and its schema."""
 
     def __init__(self, name: str, schema: Schema) -> None:
+        if name in COMPONENTS:
+            raise ValueError(f"the API document has two components {name}")
         self.name = name
-        self.schema = schema
+        self.schema = COMPONENTS[name] = schema
 
     @property
     def ref(self) -> Schema:
@@ -72,10 +78,15 @@ class Named:
         return {"type": "array", "items": self.ref}
 
 
+def one_of(choices: type[Choices]) -> Schema:
+    """Return the schema of a text that is one of `choices`."""
+    description = "\n".join(f"* `{value}` - {label}" for value, label in choices.choices)
+    return {"enum": list(choices.values), "type": "string", "description": description}
+
+
 def enum(name: str, choices: type[Choices]) -> Named:
     """Return a component whose value is one of `choices`."""
-    description = "\n".join(f"* `{value}` - {label}" for value, label in choices.choices)
-    return Named(name, {"enum": list(choices.values), "type": "string", "description": description})
+    return Named(name, one_of(choices))
 
 
 _SOURCES: Mapping[str, Callable[[str], Combinable]] = {"uuid": text, "date-time": Time}

@@ -302,7 +302,6 @@ KNOWN = Shape(
         field("installed", FLAG, "On any approved node."),
     ],
 )
-COMPONENTS = (AVAILABLE, KNOWN)
 _REPOSITORY = {"url": "file:///srv/gallery/index.yaml", "name": "local"}
 _AVAILABLE = {
     "name": "minilm",

@@ -270,7 +270,6 @@ REMOVED = Shape(
         field("statusUrl", TEXT),
     ],
 )
-COMPONENTS = (SCHEDULED, REMOVED)
 
 
 class ApplySerializer(Described, NullIsAbsent):

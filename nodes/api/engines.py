@@ -37,7 +37,6 @@ from nodes.api.base import (
     text_schema,
 )
 from nodes.api.models import (
-    DONE,
     HOLD,
     LONGEST_MODEL,
     UNLOADED,
@@ -378,6 +377,3 @@ def _read_from_worker(node_id: str, question: Any, *about: str) -> Any:
     if not connection.in_atomic_block:
         connection.close()
     return async_to_sync(question)(server, *about)
-
-
-COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR, LOADING, LOG_LINE)

@@ -75,7 +75,6 @@ UPGRADE = Shape(
         field("node_drift", DRIFT.many, optional=True),
     ],
 )
-COMPONENTS = (METADATA, INSTALLED, DRIFT, UPGRADE)
 
 _UPGRADES = {200: mapping(UPGRADE.ref), **flat_refusals()}
 _NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}

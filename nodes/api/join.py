@@ -86,7 +86,6 @@ CREATED_TOKEN = Shape(
         ),
     ],
 )
-COMPONENTS = (JOIN_TOKEN_STATE, JOIN_TOKEN, CREATED_TOKEN)
 _EXAMPLE = {
     "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
     "state": "usable",

@@ -89,7 +89,6 @@ MODELS = Shape(
         field("definitionErrors", DEFINITION_ERROR.many, "Files whose models do not serve, and why."),
     ],
 )
-COMPONENTS = (PLACE, MODEL, DEFINITION_ERROR, MODELS)
 _PLACE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
 _EXAMPLE = {
     "id": "minilm",

@@ -305,7 +305,6 @@ SAMPLE = Shape(
     ],
 )
 SAMPLES = Shape("MemorySamples", "The last hour, the oldest first.", [field("samples", SAMPLE.many)])
-COMPONENTS = (SAMPLE, SAMPLES)
 
 
 class MemoryView(NodeView):

@@ -489,3 +489,9 @@ class RegistrationDescription(APIView):
     )
     def post(self, request: Request) -> None:
         """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""
+
+
+def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
+    """Add the route that Django's resolver does not know; drf-spectacular's preprocessing hook."""
+    path = "/api/node/register"
+    return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]

@@ -84,7 +84,6 @@ RESOURCES = Shape(
     ],
 )
 CHANGED = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
-COMPONENTS = (LOADED_MODEL, SYSTEM, GPU_USE, RAM_USE, MEMORY_SUM, RESOURCES, CHANGED)
 _MODEL = OpenApiParameter("model", str, OpenApiParameter.PATH)
 _MEMORY = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
 _RAM = {"total": 68719476736, "used": 17179869184, "free": 51539607552, "available": 51539607552}

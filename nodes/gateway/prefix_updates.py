@@ -5,7 +5,6 @@ receives. The existence of a replica is decided by its row.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,6 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus, BusError, Message
 from nodes.gateway.prefix_table import DEPTH
 from nodes.replicas.hooks import ALL_REPLICAS, RemovedReplica
-
-log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
 """Limit on the queued messages; beyond it the oldest are dropped."""

@@ -158,15 +158,6 @@ LOG_MESSAGE = Named(
         },
     },
 )
-COMPONENTS: tuple[Named, ...] = (
-    NOTICE,
-    FEED_USER,
-    *MESSAGES,
-    FEED_MESSAGE,
-    LOG_INITIAL,
-    LOG_NEW_LINE,
-    LOG_MESSAGE,
-)
 
 
 _FEED: dict[str, Any] = {

@@ -159,9 +159,10 @@ def decide(
     name = wanted.definition.name
     backoffs = {**_recent_refusals(wanted.definition.backend), **backoffs}
     selector = fleet_queries.selectors_of([name])[name]
+    is_restricted = request.allowed_nodes is not None or bool(request.excluded_nodes)
     view, decision = fleet_cache.CACHE.decide(
         name,
-        FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), request.is_restricted),
+        FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), is_restricted),
         only=request.allowed_nodes,
         besides=request.excluded_nodes,
         conflicts=wanted.conflicts,

@@ -48,11 +48,6 @@ class LoadRequest:
     replaces: UUID | None = None
     """The replica of a former definition that is terminated when this one serves."""
 
-    @property
-    def is_restricted(self) -> bool:
-        """True if some nodes are not allowed."""
-        return self.allowed_nodes is not None or bool(self.excluded_nodes)
-
 
 ANYWHERE = LoadRequest(is_scale_up=False, excluded_nodes=frozenset(), allowed_nodes=None, reason="")
 """The load of an inference request: any node, no scale-up."""

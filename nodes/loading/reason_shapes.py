@@ -265,30 +265,6 @@ FIT = Shape(
         field("placement", DECISION.ref, "What placement would make of it."),
     ],
 )
-COMPONENTS = (
-    OUTCOME,
-    KIND,
-    EVICTED,
-    PLACE_WHY,
-    UNSATISFIED,
-    GIVEN_RULE,
-    RULE_PLAN,
-    NEED,
-    NODES,
-    REFUSED,
-    TERMS,
-    BEST,
-    MISS,
-    DECISION,
-    PLANNED,
-    PLAN,
-    RECORD,
-    REPLICA,
-    NEXT,
-    EXPLAINED,
-    NODE_FIT,
-    FIT,
-)
 
 
 def decision(explanation: Explanation) -> Row:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from django.db import DatabaseError
 
@@ -32,7 +32,6 @@ from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 POLL_EVERY = 2.0
 """Seconds between two polls of the row without a wake-up (C33)."""

@@ -43,10 +43,6 @@ class ModelFacts:
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
     brought: Mapping[UUID, int] = field(default_factory=dict)
 
-    def nodes(self) -> set[UUID]:
-        """Return the ids of the nodes with such facts."""
-        return {*self.taken, *self.conflicts, *self.brought}
-
     def of(self, node: Candidate) -> Candidate:
         """Return the node as the model sees it."""
         return replace(
@@ -155,7 +151,8 @@ class RankedFleet:
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
         nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
-        for id in (own.nodes() | {*question.backoffs, *question.backed_off}) & nodes.keys():
+        judged_again = {*own.taken, *own.conflicts, *own.brought, *question.backoffs, *question.backed_off}
+        for id in judged_again & nodes.keys():
             if refused.pop(id, None) is None:
                 order.remove(id, ranking.ranks[id])
             nodes[id] = node = own.of(nodes[id])

@@ -13,6 +13,7 @@ from django.db.models import Exists, OuterRef
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.locks import Lock, try_lock
+from localai_cluster.kit.rows import lock_free
 from nodes.backends import intents, node_commands, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
@@ -123,10 +124,8 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
     with committed("intents.explain"):
         # An intent that was claimed meanwhile has a running target, which must not return to the queue.
         still_resting = PendingBackendOp.objects.resting().filter(pk__in=changes).order_by("id")
-        free = set(
-            still_resting.select_for_update(no_key=True, skip_locked=True).values_list("id", flat=True)
-        )
-        target_changes.happen({id: change for id, change in changes.items() if id in free}, now=now)
+        free = lock_free(still_resting.only("pk"))
+        target_changes.happen({intent.pk: changes[intent.pk] for intent in free}, now=now)
 
 
 _STEPS = (

@@ -159,22 +159,11 @@ RegistrationOutcome = Registered | errors.Conflict
 """The result of a claim. A Conflict has been recorded for an administrator."""
 
 
-def register(
-    registration: Registration,
-    *,
-    secret: str,
-    instance: str = "",
-    source_address: str,
-    now: datetime,
-    auto_approve: bool,
-) -> Registered:
-    """Create or refresh the node of that name (R1.10 to R1.31). Raise like `claim` and `register_all`."""
-    new_claim = claim(registration, secret=secret, instance=instance, source_address=source_address)
-    return register_one(new_claim, now=now, auto_approve=auto_approve)
-
-
 def register_one(new_claim: Claim, *, now: datetime, auto_approve: bool) -> Registered:
-    """Register one claim. Raise Conflict for a claim that does not fit, and the errors of `register_all`."""
+    """Create or refresh the node of that name (R1.10 to R1.31).
+
+    Raises Conflict for a claim that does not fit, and the errors of `register_all`.
+    """
     (outcome,) = register_all([new_claim], now=now, auto_approve=auto_approve)
     if isinstance(outcome, errors.Conflict):
         raise outcome

@@ -31,7 +31,6 @@ from localai_cluster.web.shapes import (
     TIME,
     UUID,
     Field,
-    Named,
     Shape,
     Time,
     column,
@@ -39,6 +38,7 @@ from localai_cluster.web.shapes import (
     enum,
     field,
     mapping,
+    one_of,
     text,
 )
 from nodes.models import (
@@ -49,7 +49,7 @@ from nodes.models import (
     NodeStatus,
     NodeType,
 )
-from nodes.replicas.shape import LIVE_MODEL, PHASE_REASON, REPLICA, REPLICA_STATE
+from nodes.replicas.shape import LIVE_MODEL
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
 """The list's time of the last heartbeat of a node that was never heard."""
@@ -298,7 +298,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     ((DETAIL,), field("overrides", OVERRIDES.ref)),
     (
         (DETAIL,),
-        field("label_sources", mapping(enum("", NodeLabel.Source).schema), "Who set which label."),
+        field("label_sources", mapping(one_of(NodeLabel.Source)), "Who set which label."),
     ),
     ((DETAIL,), column("inventory", INVENTORY.ref, source=INVENTORY.read(), inner=INVENTORY)),
     (
@@ -414,32 +414,4 @@ EVENT = Shape(
         column("detail", mapping({}), optional=True),
         column("request_id", TEXT, optional=True),
     ],
-)
-
-COMPONENTS: tuple[Named, ...] = (
-    NODE_STATUS,
-    NODE_TYPE,
-    REPLICA_STATE,
-    PHASE_REASON,
-    CONFLICT_KIND,
-    CONFLICT_STATE,
-    EVENT_KIND,
-    FACT,
-    DRAIN,
-    LIVE_DRAIN,
-    IDENTITY,
-    OVERRIDE,
-    OVERRIDES,
-    INVENTORY,
-    FILE_PORT,
-    GPU,
-    JOINED,
-    REPLICA,
-    LIVE_MODEL,
-    NODE,
-    NODE_DETAIL,
-    LIVE_NODE,
-    LIVE_NODE_PATCH,
-    CONFLICT,
-    EVENT,
 )

@@ -14,6 +14,7 @@ from django.db.models import Case, Exists, F, IntegerField, OuterRef, Q, QuerySe
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast, Least
 
+from localai_cluster.kit.rows import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import lifecycle
@@ -231,7 +232,7 @@ def return_abandoned() -> list[Engine]:
         has_no_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
     )
     with transaction.atomic():
-        rows = list(abandoned.order_by("id").select_for_update(of=("self",), skip_locked=True))
+        rows = lock_free(abandoned.order_by("id"))
         kept = hand_to_upgrade(rows)
         back = [row for row in rows if row.pk not in kept]
         lifecycle.apply_event(

@@ -23,6 +23,7 @@ from nodes.registry import registration as registry_registration
 from tests.support import replicas
 from tests.support.asgi import exchange
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
+from tests.support.fleet import register_as
 
 RECORDINGS = Path(__file__).parent.parent / "data" / "http"
 SECRET = "a" * 64
@@ -133,7 +134,7 @@ def make_node(
 ) -> BackendNode:
     """A registered node."""
     fields.setdefault("address", "127.0.0.1:51100")
-    return registry_registration.register(
+    return register_as(
         registry_registration.Registration(name=name, **fields),
         secret=secret_of(name) if secret is None else secret,
         source_address="127.0.0.1",

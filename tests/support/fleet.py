@@ -30,6 +30,20 @@ def later(seconds: float) -> datetime:
     return NOW + timedelta(seconds=seconds)
 
 
+def register_as(
+    told: Registration,
+    *,
+    secret: str,
+    instance: str = "",
+    source_address: str,
+    now: datetime,
+    auto_approve: bool,
+) -> Registered:
+    """A worker that says this of itself registers."""
+    claim = registration.claim(told, secret=secret, instance=instance, source_address=source_address)
+    return registration.register_one(claim, now=now, auto_approve=auto_approve)
+
+
 def register(
     name: str = "w1",
     *,
@@ -42,7 +56,7 @@ def register(
 ) -> Registered:
     """A worker registers."""
     fields = {"address": "10.0.0.1:50051"} | fields
-    return registration.register(
+    return register_as(
         Registration(name=name, **fields),
         secret=secret,
         instance=instance,

@@ -26,6 +26,7 @@ from tests.support.fleet import (
     THIRD_SECRET,
     later,
     register,
+    register_as,
     replica,
     replicas,
     row,
@@ -38,7 +39,7 @@ DAY = 86400
 
 def registered(*, auto_approve: bool = True, at: float = 0, **fields: Any) -> registration.Registered:
     told = Registration(name=fields.pop("name", "n1"), address="10.0.0.1:50051", **fields)
-    return registration.register(
+    return register_as(
         told, secret=SECRET, source_address="10.0.0.1", now=later(at), auto_approve=auto_approve
     )
 
@@ -106,13 +107,11 @@ def test_a_node_that_was_revoked_is_another_user_afterwards() -> None:
     assert found.credentials is not None
     claims.revoke(found.node.id, actor=ANNA, now=later(5))
     told = Registration(name="n1", address="10.0.0.1:50051")
-    again = registration.register(
+    again = register_as(
         told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(6), auto_approve=False
     )
     lifecycle.approve(again.node.id, actor=ANNA, now=later(7))
-    back = registration.register(
-        told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(8), auto_approve=False
-    )
+    back = register_as(told, secret=OTHER_SECRET, source_address="10.0.0.1", now=later(8), auto_approve=False)
     assert back.credentials is not None
     assert back.credentials.public_key not in bus_credentials.revoked(later(9))
     assert list(bus_credentials.revoked(later(9))) == [found.credentials.public_key]

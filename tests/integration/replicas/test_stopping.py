@@ -31,6 +31,7 @@ from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
+from tests.support.fleet import register_as
 from tests.support.replicas import columns, stop_now
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -324,9 +325,7 @@ class TestDrainedNode:
         def again(node_id: UUID) -> BackendNode:
             secret = "5" * 64
             BackendNode.objects.update(fingerprint=hash_secret(secret))
-            registration.register(
-                worker, secret=secret, source_address="", now=clock.now(), auto_approve=False
-            )
+            register_as(worker, secret=secret, source_address="", now=clock.now(), auto_approve=False)
             return api.node(node_id)
 
         assert (await in_thread(again, stage.node.id)).engines_gone_at is None

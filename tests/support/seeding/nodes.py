@@ -18,7 +18,8 @@ from localai_cluster.kit import errors
 from localai_cluster.kit import names as node_names
 from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
 from nodes.registry import lifecycle, overrides
-from nodes.registry.registration import Registration, register
+from nodes.registry.registration import Registration
+from tests.support.fleet import register_as
 from tests.support.replicas import columns
 from tests.support.seeding import hostile
 
@@ -165,7 +166,7 @@ def _live(rows: Sequence[BackendNode], now: datetime) -> None:
 def _claim(row: BackendNode, now: datetime) -> None:
     registration = Registration(name=row.name, address="192.0.2.66:50051")
     try:
-        register(
+        register_as(
             registration,
             secret=principals.hash_secret(OTHER_SECRET + row.name),
             source_address="192.0.2.66",

@@ -4,9 +4,11 @@ import pytest
 from django.db.models import F
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster.web.shapes import FLAG, TEXT, TIME, Shape, column, count, field
+from localai_cluster.web.shapes import COMPONENTS, FLAG, TEXT, TIME, Shape, column, count, field
 from nodes.registry.shape import LIVE_NODE, NODE, NODE_DETAIL
 
+_DOCUMENTED = dict(COMPONENTS)
+COMPONENTS.clear()
 FACT = Shape("Fact", "A fact.", [field("at", TIME), field("why", TEXT, optional=True)])
 THING = Shape(
     "Thing",
@@ -18,6 +20,13 @@ THING = Shape(
         field("ready", FLAG),
     ],
 )
+COMPONENTS.clear()
+COMPONENTS.update(_DOCUMENTED)
+
+
+def test_a_name_stands_for_one_component() -> None:
+    with pytest.raises(ValueError, match="two components NodeDetail"):
+        Shape("NodeDetail", "Another one.", [])
 
 
 def test_a_row_becomes_an_object_without_its_empty_optional_keys() -> None:
