@@ -7,7 +7,8 @@ from uuid import UUID
 from localai_cluster.kit import conf
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.replicas.states import PHASES
-from operations.models import Operation
+from operations.models import ACTIVE, Operation, OperationTarget
+from operations.targets import ENDED
 from tests.support.replica_histories import World
 from tests.support.replica_jobs import Cluster
 from tests.support.replica_log import ALLOWED, Row, take_changes
@@ -74,7 +75,8 @@ class Invariants:
             if phases == (Phase.STARTING, Phase.SERVING) and not was_blocked:
                 self._is_published_by_its_attempt(before, rows)
             if phases == (Phase.DRAINING, Phase.SERVING) and before.reason == "unload" and before.owner:
-                active = Operation.objects.active().filter(pk=before.owner[0])
+                mine = OperationTarget.objects.filter(operation_id=before.owner[0], node_id=before.node_id)
+                active = mine.filter(operation__status__in=ACTIVE).exclude(status__in=ENDED)
                 assert was_blocked or not active.exists(), f"{before} returns while its unload goes on"
             if after.phase in WAITING:
                 self._waits_no_longer(before, after)

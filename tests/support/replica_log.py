@@ -45,6 +45,7 @@ class Row:
     """A row before or after a change."""
 
     id: UUID
+    node_id: UUID
     name: str
     phase: Phase
     reason: str
@@ -63,6 +64,7 @@ def _row(values: dict[str, Any] | None) -> Row | None:
     deadline, owner = values["deadline"], values["owner_id"]
     return Row(
         UUID(values["id"]),
+        UUID(values["node_id"]),
         f"{values['model_name']}#{values['replica_index']} {values['id'][:4]}",
         Phase(values["phase"]),
         values["reason"],

@@ -51,7 +51,7 @@ OUTSIDE = (
     + ["asks_for_upgrade", "messages_arrive", "clock_steps"]
     + ["web_process_stops", *["web_process_is_silent"] * 3, "settles", "recounts"]
     + ["beats", "falls_silent", "crashes", "deregisters", "drains", "resumes", "comes_back"]
-    + ["engine_dies", "reports_an_exit", "registers_late"]
+    + ["engine_dies", "reports_an_exit", *["registers_late"] * 2]
     + ["a_note_comes_late"] * 6
 )
 OF_WORKERS = ("beats", "falls_silent", "deregisters", "drains", "resumes")
@@ -68,6 +68,7 @@ CAUSES = {"stops": "loses", "works": "asks_for_load", "upgrades": "asks_for_upgr
 """What gives the controller something to do in these jobs."""
 MEANWHILE = ["falls_silent", "crashes", *["asks_for_unload", "asks_for_load", ""] * 2]
 """What happens before a note is written; empty: its lease runs out."""
+BEFORE_A_LOAD_ENDS = ["falls_silent", "", "", "cancels"]
 LONGEST_JOB = 60
 """Points."""
 
@@ -197,12 +198,12 @@ class History:
         if slow.is_idle:
             return
         self.world.note(f"{slow.name} stands still at {slow.point}")
-        if what := dice.choice(MEANWHILE):
+        if what := dice.choice(BEFORE_A_LOAD_ENDS if slow.job == "works" else MEANWHILE):
             self.somebody_acts(what, dice, self.cluster.busy_worker(dice))
         else:
             self.pass_seconds(LEASE + 2)
         self.check()
-        for job in dice.choice([["works"], ["recovers"], ["recovers", "works"]]):
+        for job in dice.choice([["reaps", "works", "works"], ["recovers"], ["recovers", "works"]]):
             self.finishes(other)
             if other.is_idle:
                 self.begins(other, job)
@@ -214,6 +215,14 @@ class History:
         """A worker registers again while controllers go on: its list of engines is old when it arrives."""
         if not (worker.is_registered and worker.is_reachable):
             return
+        if (starter := next((actor for actor in self.controllers if actor.is_idle), None)) is not None:
+            self.act(partial(self.cluster.asks_for_load, dice))
+            self.begins(starter, "works")
+            for _ in range(LONGEST_JOB):
+                if starter.is_idle or starter.point == "send start":
+                    break
+                self.go(starter)
+            self.check()
         running = worker.running()
         self.world.note(f"{worker.name} sends a registration with {running}")
         for actor in self.controllers:
