@@ -141,7 +141,7 @@ def test_a_fault_anywhere_in_a_message_names_its_field(kind: type, data: st.Data
     assert len(caught.value.message) < 200
     name = field.partition("[")[0].partition(".")[0]
     without = {key: value for key, value in body.items() if key != name}
-    zero = codec.decode(json.dumps(without).encode(), kind)
+    zero: Any = codec.decode(json.dumps(without).encode(), kind)
     assert getattr(zero, name) == getattr(kind(), name)
     assert codec.decode(json.dumps(body | {name: None}).encode(), kind) == zero
 
