@@ -1,10 +1,14 @@
 """What comes of a command to a worker, with the bus played by the test."""
 
 import asyncio
+import json
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from localai_cluster.kit import clock, names
 from localai_cluster.messaging import messages
@@ -26,6 +30,8 @@ from nodes.commands.outcomes import (
     Unreadable,
 )
 from tests.support.bus import NEVER, PlayedBus
+from tests.support.effort import EFFORT
+from tests.support.message_faults import faulty
 
 LIST, INSTALL = messages.subject("backend.list", "n"), messages.subject("backend.install", "n")
 HERE = m.ListReply((), instance="first")
@@ -48,6 +54,41 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def reconnected(bus: PlayedBus) -> None:
     """Our connection is new: workers may still be on their way back."""
     bus.generation, bus.connected_since = bus.generation + 1, clock.monotonic()
+
+
+REQUESTS: dict[str, Callable[[Worker], Awaitable[Any]]] = {
+    "backend.install": lambda worker: worker.install(m.InstallRequest("echo"), timeout=30),
+    "backend.upgrade": lambda worker: worker.upgrade(m.UpgradeRequest("echo"), timeout=30),
+    "backend.delete": lambda worker: worker.delete("echo"),
+    "backend.cancel": lambda worker: worker.cancel("op"),
+    "backend.list": lambda worker: worker.backends(),
+    "models.running": lambda worker: worker.running(),
+    "model.stop": lambda worker: worker.stop_model("m#0", "h:1"),
+    "model.unload": lambda worker: worker.unload_model("m", "h:1"),
+    "model.delete": lambda worker: worker.delete_model("m"),
+}
+
+
+def test_every_command_with_a_reply_is_held_to_it() -> None:
+    assert set(REQUESTS) == {command for command, (_, reply) in m.COMMANDS.items() if reply}
+
+
+@pytest.mark.rule("nats-6.1")
+@pytest.mark.parametrize("command", REQUESTS)
+@given(data=st.data())
+@settings(max_examples=10 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_a_reply_with_a_fault_is_unreadable_and_its_field_is_named(
+    command: str, data: st.DataObject
+) -> None:
+    """Never an outcome of the worker: what it did is unknown."""
+    reply = m.COMMANDS[command][1]
+    assert reply is not None
+    body, field = data.draw(faulty(reply))
+    bus = PlayedBus()
+    bus.replies |= {LIST: HERE, messages.subject(command, "n"): json.dumps(body).encode()}
+    outcome = await asyncio.wait_for(REQUESTS[command](Worker(bus, "n", "one")), 30)
+    assert isinstance(outcome, Unreadable)
+    assert f" {field}: expected " in outcome.reason
 
 
 async def install(bus: PlayedBus) -> Any:
