@@ -42,6 +42,10 @@ class MemoryIdentity(NodeIdentity):
     def __init__(self) -> None:
         self.secret, self.successor = secrets.token_hex(32), ""
 
+    def is_accepted_by(self, url: str) -> bool:
+        """It has no memory of servers: it meets ours only."""
+        return False
+
     def record_acceptance(self, url: str) -> None:
         """Nothing: it meets servers of ours only."""
 
