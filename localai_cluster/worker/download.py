@@ -115,17 +115,6 @@ class Downloads:
         self._throttle = throttle
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    async def index(self, name: str) -> bytes:
-        """Fetch an index that the control plane serves (`gallery_index.ReadServed`).
-
-        Raise ClusterError or ValueError.
-        """
-        answer = await self._served(name, gallery_index.PLAIN)
-        try:
-            return await gallery_index.body_bounded(answer)
-        finally:
-            await answer.aclose()
-
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 

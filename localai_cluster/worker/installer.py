@@ -8,7 +8,6 @@ folder.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import weakref
@@ -51,6 +50,7 @@ from localai_cluster.worker.download import (
     partial_path,
     sha256_of,
 )
+from localai_cluster.worker.galleries import Galleries
 from localai_cluster.worker.images import Images
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.source_files import ENDED, OnBytes, Stopped, Throttle, copy_tree
@@ -143,14 +143,13 @@ class Installer:
         self._store = store
         self._roots = roots
         self._capability = capability
-        self._client = client
+        self._galleries = Galleries(client, served, roots, github_url, copies)
         self._throttle = Throttle(rate)
         self._halts: set[Halt] = set()
         self._closed = False
         self._downloads = Downloads(client, served, self._throttle)
         self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
         self._github_url = github_url
-        self._copies = copies
         self._require_integrity = require_integrity
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -181,7 +180,10 @@ class Installer:
                 Metadata(name=name, alias=source.alias, uri=gallery_index.public_url(uri)),
                 context,
             )
-        choice = await self._select(uri or source.name, source.galleries)
+        try:
+            choice = await self._galleries.choose(uri or source.name, source.galleries, self._capability)
+        except NotFound as error:
+            raise InstallFailed(error.message) from error
         chosen_from = choice.meta or choice.build
         why = gallery_index.reason(chosen_from, self._capability)
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
@@ -197,59 +199,6 @@ class Installer:
         for halt in self._halts:
             halt.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _select(self, name: str, galleries: Sequence[Gallery]) -> gallery_index.Choice:
-        builds: list[gallery_index.GalleryEntry] = []
-        problems = []
-        for gallery in galleries:
-            try:
-                index = await gallery_index.fetch(
-                    gallery,
-                    self._client,
-                    served=self._downloads.index,
-                    resolve=lambda path: gallery_index.within(path, self._roots),
-                    github_url=self._github_url,
-                )
-                builds += index.entries
-                await asyncio.to_thread(self._keep, gallery, index.text)
-            except gallery_index.GalleryUnreadable as error:
-                problems.append(error.message)
-                log.warning("%s", error)
-                builds += await asyncio.to_thread(self._last_good, gallery)
-        try:
-            return gallery_index.choose(name, builds, self._capability)
-        except NotFound as error:
-            reasons = problems or ([] if galleries else ["no gallery is configured"])
-            raise InstallFailed("; ".join([error.message, *reasons])) from error
-
-    def _copy_of(self, gallery: Gallery) -> Path | None:
-        """Return the path of the last good copy of an index (worker.md §18.3)."""
-        name = f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
-        return self._copies / name if self._copies and _is_remote(gallery) else None
-
-    def _keep(self, gallery: Gallery, text: bytes) -> None:
-        if (copy := self._copy_of(gallery)) is None:
-            return
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            staged = copy.with_suffix(".tmp")
-            staged.write_bytes(text)
-            staged.rename(copy)
-        except OSError as error:
-            log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
-
-    def _last_good(self, gallery: Gallery) -> list[gallery_index.GalleryEntry]:
-        """Return the entries of the last good copy of an index; none without a copy."""
-        copy = self._copy_of(gallery)
-        try:
-            text = copy.read_bytes() if copy else b""
-            entries = gallery_index.parse(text, gallery) if text else []
-        except (OSError, gallery_index.GalleryUnreadable):
-            return []
-        if copy and text:
-            age = clock.now().timestamp() - copy.stat().st_mtime
-            log.warning("using the copy of gallery %s from %.0f s ago", gallery.name or "without a name", age)
-        return entries
 
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
         metadata = Metadata(
@@ -425,10 +374,6 @@ class Installer:
             swap(staged, target)
         except OSError as error:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
-
-
-def _is_remote(gallery: Gallery) -> bool:
-    return gallery_index.local_path(gallery.url) is None
 
 
 def _unpack_into(
