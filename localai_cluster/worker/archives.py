@@ -26,11 +26,11 @@ import zstandard
 from localai_cluster.worker.source_files import (
     CHUNK,
     ENDED,
-    HEADROOM,
     OnBytes,
     SourceError,
     Stopped,
     Throttle,
+    check_free_space,
 )
 
 MOST_BYTES = 64 * 1024**3
@@ -92,12 +92,7 @@ def unpack(
     for number, layer in enumerate(layers):
         survey.add(number, layer, stopped)
     files = _Files.of(survey.root)
-    free = shutil.disk_usage(target.parent).free
-    if files.total + HEADROOM > free:
-        raise SourceError(
-            f"{files.total} unpacked bytes do not fit on the disk of {target.parent} ({free} free)."
-            " Free up space."
-        )
+    check_free_space(target.parent, files.total, "unpacked bytes")
     target.mkdir()
     for folder, _ in files.folders:
         (target / folder).mkdir(mode=0o700)

@@ -53,7 +53,15 @@ from localai_cluster.worker.download import (
 from localai_cluster.worker.galleries import Galleries
 from localai_cluster.worker.images import Images
 from localai_cluster.worker.progress import Report, Tick
-from localai_cluster.worker.source_files import ENDED, OnBytes, Stopped, Throttle, copy_tree
+from localai_cluster.worker.source_files import (
+    ENDED,
+    DiskFull,
+    OnBytes,
+    Stopped,
+    Throttle,
+    copy_tree,
+    disk_full_named,
+)
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +225,8 @@ class Installer:
             except (ClusterError, OSError, ValueError) as error:
                 # Also for an archive that cannot be unpacked: the next source may have a good one.
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
+                if isinstance(error, DiskFull):  # the next source would fill the disk as well
+                    break
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
@@ -337,7 +347,8 @@ class Installer:
         staged = target.with_name(folder + STAGED)
         try:
             discard(staged)
-            fill(staged)
+            with disk_full_named(target.parent):
+                fill(staged)
             start = staged / START_FILE
             if start.is_symlink() or not start.is_file():
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')

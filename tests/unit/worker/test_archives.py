@@ -1,6 +1,7 @@
 """Backends from archives: what is downloaded, what is resumed, and what is never unpacked."""
 
 import asyncio
+import errno
 import gzip
 import hashlib
 import io
@@ -414,9 +415,63 @@ async def test_a_full_disk_is_told_before_the_download(
     store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.files["/one.tar"] = tar()
-    monkeypatch.setattr(download, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
     with pytest.raises(InstallFailed, match="Free up space"):
         await install(store, site)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_disk_that_fills_up_is_not_kept_full(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """In mid-stream, also of what could be resumed; the mirror would fill the disk as well."""
+
+    class Full(io.FileIO):
+        def write(self, piece: Any) -> int:
+            if self.tell() > 1_000_000:
+                raise OSError(code, os.strerror(code))
+            return super().write(piece)
+
+    monkeypatch.setattr(download, "open", lambda path, mode: Full(path, mode), raising=False)
+    site.files["/one.tar"] = tar(entry("data", os.urandom(3_000_000)))
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site, uri="../one.tar\n  mirrors: [../two.tar]")
+    assert len(site.ranges) == 2
+    assert left_over(store) == []
+
+
+async def test_an_archive_of_unknown_length_cannot_fill_the_disk(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headroom stays free."""
+    disk, site.with_length = 5_000_000, False
+    most = [0]
+
+    def usage(folder: Path) -> Any:
+        used = sum(path.stat().st_size for path in store.backends.iterdir())
+        most[0] = max(most[0], used)
+        return shutil._ntuple_diskusage(disk, used, disk - used)
+
+    site.files["/one.tar"] = tar(entry("data", os.urandom(8_000_000)))
+    monkeypatch.setattr(source_files, "HEADROOM", 1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site)
+    assert 0 < most[0] <= 4_000_000
+    assert left_over(store) == []
+
+
+async def test_a_disk_that_fills_up_while_it_unpacks(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    site.files["/one.tar"] = tar(entry("data", bytes(1000)))
+    monkeypatch.setattr(archives._Writer, "_write", full)
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site, uri="../one.tar\n  mirrors: [../two.tar]")
+    assert left_over(store) == []
 
 
 async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, site: Site) -> None:
@@ -605,14 +660,16 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, limit, data in (
         ("MOST_BYTES", 1_000_000, bomb),
         ("MOST_ENTRIES", 2, tar(entry("a"), entry("b"))),
-        ("HEADROOM", 2**62, tar()),
         ("MOST_ENTRIES", 9, header),
         ("MOST_ENTRIES", 9, gzip.compress(header)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
-            with pytest.raises(SourceError, match=r"more than|Free up space|too long"):
+            with pytest.raises(SourceError, match=r"more than|too long"):
                 opened(data, tmp_path)
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    with pytest.raises(SourceError, match="Free up space"):
+        opened(tar(), tmp_path)
     assert not (tmp_path / "target").exists()
 
 

@@ -1,6 +1,7 @@
 """Images from registries: credentials, redirects, platforms, resumed layers, and how layers are merged."""
 
 import asyncio
+import errno
 import gzip
 import json
 import logging
@@ -11,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -24,13 +25,13 @@ from localai_cluster.kit.tls import trust_besides
 from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
-from localai_cluster.worker import archives, download, images
+from localai_cluster.worker import archives, download, source_files
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
-from localai_cluster.worker.source_files import SourceError, Throttle
+from localai_cluster.worker.source_files import DiskFull, SourceError, Throttle
 from tests.support.certificates import Authority
 from tests.wire.registry import INDEX, PASSWORD, USER, Registry, digest_of, entry, layer
 
@@ -220,10 +221,27 @@ async def test_a_full_disk_is_told_before_the_first_layer(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup.registry.push("a/one", [layer(RUN)])
-    monkeypatch.setattr(images, "HEADROOM", 2**62)
-    with pytest.raises(SourceError, match="Free up space"):
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    with pytest.raises(DiskFull, match="Free up space"):
         await setup.install()
     assert setup.registry.seen("storage") == []
+
+
+async def test_a_disk_that_fills_up_keeps_no_layer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the one that was being written nor those that were complete."""
+
+    def fill_up(archive: Any, file: BinaryIO, digest: Any, piece: bytes) -> None:
+        if file.tell() > 1_000_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(piece)
+        digest.update(piece)
+
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
+    monkeypatch.setattr(download, "_write", fill_up)
+    with pytest.raises(DiskFull, match="Free up space"):
+        await setup.install()
+    assert len(setup.registry.seen("storage")) == 2
+    assert setup.left_over() == []
 
 
 async def test_a_cancelled_install_leaves_no_layer(setup: Setup) -> None:
