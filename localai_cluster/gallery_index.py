@@ -198,7 +198,8 @@ async def fetch(
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
     """Return the address of a file that `github:owner/repository/path@branch` names; other URLs stay."""
     match = _GITHUB.fullmatch(url)
-    if match is None:
+    # A dot segment, also an encoded one, would lead to a file of another repository.
+    if match is None or {"", ".", ".."} & set(re.split("[/@]", unquote(url.partition(":")[2].lstrip("/")))):
         return url
     owner, repository, path, branch = match.groups()
     return f"{github_url}/{owner}/{repository}/{branch or 'main'}/{path}"
@@ -341,7 +342,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     return GalleryEntry(
         name=_text(item.get("name")),
         alias=_text(item.get("alias")),
-        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _text(item.get("url"))),
+        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _source(item.get("url"))),
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
         sha256=_text(item.get("sha256")).strip().lower(),
@@ -353,6 +354,12 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         tags=_texts(item.get("tags")),
         gallery=gallery,
     )
+
+
+def _source(url: Any) -> str:
+    """Return the address of a source; "" for that of a config file, which entries of models have there."""
+    address = web_address(_text(url))
+    return "" if urlsplit(address).path.lower().endswith((".yaml", ".yml")) else _text(url)
 
 
 def _choices(value: Mapping[Any, Any]) -> dict[str, str]:

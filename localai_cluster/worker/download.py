@@ -123,8 +123,6 @@ class Downloads:
         cancellation, no thread writes to the partial file when this returns.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
-        if not archive.sha256:
-            log.warning("%s has no sha256 in its gallery, so it is not checked", _public_url(archive))
         try:
             async with self._slots:
                 with disk_full_named(archive.partial.parent):

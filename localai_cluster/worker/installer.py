@@ -27,7 +27,7 @@ from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access
+from localai_cluster.registries.access import Access, ImageMissing
 from localai_cluster.registries.client import Registries
 from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker.archives import unpack
@@ -94,6 +94,8 @@ class _Source:
     uri: str
     location: str
     sha256: str = ""
+    is_signed: bool = False
+    """True if its gallery demands a signature."""
 
     @property
     def file_name(self) -> str:
@@ -111,16 +113,14 @@ class _InstallContext:
     halt: Halt
 
 
-def _check_verifiable(source: _Source) -> None:
-    """Raise InstallFailed for a download that nothing verifies; folders need no hash (worker.md §18.3)."""
+def _unverified(source: _Source) -> str:
+    """Return why nothing verifies a download; "" if something does, and for folders (worker.md §18.3)."""
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
-    is_folder = path is not None and path.is_dir()
-    if not (is_folder or (reference.is_pinned if reference else source.sha256)):
-        lacks = "digest in its reference" if reference else "sha256 in its gallery"
-        raise InstallFailed(
-            f"{gallery_index.public_url(source.location)} has no {lacks}, and "
-            "LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
-        )
+    if reference and source.is_signed:
+        return "is of a gallery that demands signatures, which this worker cannot check"
+    if (path is not None and path.is_dir()) or (reference.is_pinned if reference else source.sha256):
+        return ""
+    return f"has no {'digest in its reference' if reference else 'sha256 in its gallery'}"
 
 
 Fill = Callable[[Path], None]
@@ -210,16 +210,18 @@ class Installer:
 
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
         metadata = Metadata(
-            name=build.name, alias=build.alias, gallery_url=build.gallery.url, version=build.version
+            name=build.name,
+            alias=build.alias,
+            gallery_url=build.gallery.url,
+            version=build.version,
+            uri=gallery_index.public_url(build.uri),
         )
-        reasons = []
-        for uri in (build.uri, *build.mirrors):
+        reasons, uris = [], [build.uri, *build.mirrors]
+        for uri in uris:
             try:
                 location = gallery_index.located(uri, build.gallery.url, self._github_url)
-                source = _Source(uri, location, build.sha256)
-                return await self._install_source(
-                    source, replace(metadata, uri=gallery_index.public_url(uri)), context
-                )
+                source = _Source(uri, location, build.sha256, bool(build.gallery.verification))
+                return await self._install_source(source, metadata, context)
             except Stopped:
                 raise
             except (ClusterError, OSError, ValueError) as error:
@@ -227,12 +229,19 @@ class Installer:
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
                 if isinstance(error, DiskFull):  # the next source would fill the disk as well
                     break
+                if isinstance(error, ImageMissing) and uri == build.uri:
+                    uris += references.fallbacks(uri)
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
-        if self._require_integrity:
-            await in_thread(_check_verifiable, source)
+        if problem := await in_thread(_unverified, source):
+            problem = f"{gallery_index.public_url(source.location)} {problem}"
+            if self._require_integrity:
+                raise InstallFailed(
+                    f"{problem}, and LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
+                )
+            log.warning("%s; it is not verified", problem)
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:

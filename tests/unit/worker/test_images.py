@@ -22,6 +22,7 @@ import zstandard
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
 from localai_cluster.kit.tls import trust_besides
+from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
@@ -83,6 +84,33 @@ def named(registry: Registry, **more: Any) -> Access:
     """Access with the registry's credential; its token service speaks plain HTTP, so it must be named."""
     realm = more.pop("realm", f"http://{registry.host}/token")
     return Access([RegistrySetting(registry.host, USER, PASSWORD, realm, **more)])
+
+
+@pytest.mark.rule("worker-18.3")
+@pytest.mark.parametrize("tag", ["master-cpu-one", "master-cpu-one-development"])
+async def test_a_missing_latest_image_has_those_of_master_in_its_place(setup: Setup, tag: str) -> None:
+    """After the mirrors; the entry's own address is recorded, so a later check finds the `latest` image."""
+    digest = setup.registry.push("a/images", [layer(RUN)], tag=tag)
+    uri = f"oci://{setup.registry.host}/a/images:latest-cpu-one"
+    index = setup.store.backends.parent / "index.yaml"
+    index.write_text(f"- name: one\n  uri: {uri}\n  mirrors: [oci://{setup.registry.host}/a/mirror:x]\n")
+    work = Installer(setup.store, (index.parent,), 0, "default", setup.client, _unserved)
+    await work.install(InstallSource("one", [Gallery(str(index))]), setup.ticks.append)
+    metadata = read_metadata(setup.store.backends / "one")
+    assert (metadata.digest, metadata.uri) == (digest, uri)
+    versions = [request.path.rpartition("/")[2] for request in setup.registry.seen("registry")]
+    assert versions[:3] == ["latest-cpu-one", "x", "master-cpu-one"]
+
+
+def test_which_images_have_others_in_their_place() -> None:
+    """Only those that a tag names."""
+    for uri in (
+        "oci://h.test/latest-x/a:v1",
+        "https://h.test/latest-x.tar",
+        f"h.test/a@sha256:{'0' * 64}",
+        "x",
+    ):
+        assert references.fallbacks(uri) == ()
 
 
 @pytest.mark.rule("worker-18.6")
