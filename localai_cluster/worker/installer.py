@@ -281,7 +281,7 @@ class Installer:
         image = await self._images.pull(reference, folder, show, halt)
         size = sum(path.lstat().st_size for path in image.layers)
         context.report(Tick("downloading", size, size, "unpacking"))
-        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, whiteouts=True)
+        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=True)
         try:
             metadata = replace(metadata, digest=image.digest)
             await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
@@ -397,9 +397,9 @@ class Installer:
 
 
 def _unpack_into(
-    layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, whiteouts: bool = False
+    layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, is_image: bool = False
 ) -> Fill:
-    return lambda staged: unpack(layers, staged, throttle, halt, show, whiteouts=whiteouts)
+    return lambda staged: unpack(layers, staged, throttle, halt, show, is_image=is_image)
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:

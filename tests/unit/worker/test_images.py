@@ -555,7 +555,7 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
         paths.append(folder / f"layer{number}")
         paths[-1].write_bytes(data)
     target = folder / "target"
-    archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, whiteouts=True)
+    archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, is_image=True)
     return target
 
 
@@ -564,15 +564,21 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
     [
         [layer(entry("../outside", b"x"))],
         [layer(entry("/outside", b"x"))],
-        [layer(entry("x", type=LINK, linkname="/etc"))],
         [layer(entry("x", type=LINK, linkname="..")), layer(entry("x/outside", b"x"))],
-        [layer(entry("x", type=LINK, linkname=".")), layer(entry("x/y", b"through a link"))],
+        [layer(entry("x", type=LINK, linkname="y"), entry("y", type=LINK, linkname="x"), entry("x/z"))],
+        [
+            layer(
+                entry("a", type=LINK, linkname="/b/../.."), entry("b", type=LINK, linkname=".."), entry("b/x")
+            )
+        ],
+        [layer(entry("x", type=LINK, linkname="/" + "a/" * 3000))],
+        [layer(entry("d/x"), entry("y", type=HARD, linkname="d"))],
+        [layer(entry("s", type=LINK, linkname="/usr"), entry("x", type=LINK, linkname="s/../../outside"))],
         [layer(entry("x", type=LINK, linkname="y")), layer(entry("y", type=LINK, linkname="../outside"))],
         [layer(entry("a/.wh...", b""), entry("x", type=HARD, linkname="../outside"))],
         [layer(entry("x", type=HARD, linkname="y")), layer(entry("y", b"later"))],
         [layer(entry("dev", type=tarfile.CHRTYPE))],
         [layer(entry("x", b"1")), layer(entry("x/y", b"below a file"))],
-        [layer(entry("x", b"1"), entry("x", b"2"))],
         [zstandard.compress(layer(entry("x", bytes(100_000))))[:-20]],
         [gzip.compress(layer(entry("x", os.urandom(100_000))))[:-20]],
     ],
@@ -583,6 +589,111 @@ def test_layers_that_are_refused(tmp_path: Path, layers: list[bytes]) -> None:
     assert not (tmp_path / "outside").exists()
 
 
+def contents(folder: Path) -> dict[str, str]:
+    """The target of each link, the content of each file, by path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {
+        str(path.relative_to(folder)): f"-> {os.readlink(path)}" if path.is_symlink() else path.read_text()
+        for path in paths
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (
+            [
+                layer(entry("usr/lib/x", b"x"), entry("lib64", type=LINK, linkname="/lib")),
+                layer(entry("lib", type=LINK, linkname="usr/lib")),
+            ],
+            {"usr/lib/x": "x", "lib": "-> usr/lib", "lib64": "-> lib"},
+        ),
+        (
+            [layer(entry("v/bin/python", type=LINK, linkname="/usr/bin/python3"))],
+            {"v/bin/python": "-> /usr/bin/python3"},
+        ),
+        (
+            [
+                layer(entry("v/bin/python", type=LINK, linkname="/usr/bin/py"), entry("usr/bin/py", b"own")),
+                layer(entry("root", type=LINK, linkname="/"), entry("usr/bin/up", type=LINK, linkname="/")),
+            ],
+            {
+                "v/bin/python": "-> ../../usr/bin/py",
+                "usr/bin/py": "own",
+                "root": "-> .",
+                "usr/bin/up": "-> ../..",
+            },
+        ),
+        (
+            [layer(entry("lib", type=LINK, linkname="usr/lib")), layer(entry("lib/a/b", b"below a link"))],
+            {"lib": "-> usr/lib", "usr/lib/a/b": "below a link"},
+        ),
+        (
+            [layer(entry("x", type=LINK, linkname="/etc")), layer(entry("x/passwd", b"mine"))],
+            {"x": "-> etc", "etc/passwd": "mine"},
+        ),
+        (
+            [layer(entry("x", type=LINK, linkname=".")), layer(entry("x/y", b"through a link"))],
+            {"x": "-> .", "y": "through a link"},
+        ),
+        (
+            [
+                layer(entry("lib", type=LINK, linkname="usr/lib"), entry("usr/lib/a", b"a")),
+                layer(entry("lib", type=FOLDER), entry("lib/b", b"b")),
+            ],
+            {"lib/b": "b", "usr/lib/a": "a"},
+        ),
+        (
+            [
+                layer(entry("lib", type=LINK, linkname="usr/lib"), entry("usr/lib/a", b"a")),
+                layer(entry("lib/.wh.a")),
+            ],
+            {"lib": "-> usr/lib"},
+        ),
+        (
+            [
+                layer(
+                    entry("l", type=LINK, linkname="x"),
+                    entry("d/m", type=HARD, linkname="l"),
+                    entry("x", b"x"),
+                )
+            ],
+            {"l": "-> x", "d/m": "-> x", "x": "x"},
+        ),
+        ([layer(entry("x", b"1"), entry("x", b"2"))], {"x": "2"}),
+        (
+            [layer(entry("x", b"1"), entry("x", type=LINK, linkname="y"), entry("y/z", b"2"))],
+            {"x": "-> y", "y/z": "2"},
+        ),
+        ([layer(entry("x/y", b"1"), entry("x", b"2"))], {"x": "2"}),
+        (
+            [layer(entry("x", b"1")), layer(entry("d/y", type=HARD, linkname="x"), entry("d/.wh..wh..opq"))],
+            {"x": "1", "d/y": "1"},
+        ),
+    ],
+)
+@pytest.mark.rule("worker-18.6")
+def test_layers_as_other_builders_write_them(
+    tmp_path: Path, layers: list[bytes], expected: dict[str, str]
+) -> None:
+    """D-ARCHIVES: links from the root of the image, files below a folder's link, a path that occurs twice."""
+    assert contents(unpacked(tmp_path, *layers)) == expected
+    assert sorted(os.listdir(tmp_path)) == [*(f"layer{number}" for number in range(len(layers))), "target"]
+
+
+def test_nothing_follows_a_link_to_the_machine(tmp_path: Path) -> None:
+    """Its files are neither read nor written, also if a path of the image runs through it."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    unpacked(
+        tmp_path,
+        layer(entry("x", type=LINK, linkname=str(outside)), entry("y", type=LINK, linkname="x/secret")),
+        layer(entry("x/.wh.secret"), entry("z", type=LINK, linkname=f"{outside}/secret")),
+        layer(entry("x/new", b"new", mode=0o777)),
+    )
+    assert list(outside.iterdir()) == []
+
+
 def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By size, by entries, by folders that only paths name; nothing is written."""
     deep = "/".join("d" * 1 for _ in range(500))
@@ -590,6 +701,11 @@ def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: p
         ("MOST_BYTES", 1_000_000, [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"]),
         ("MOST_ENTRIES", 3, [layer(entry("a"), entry("b")), layer(entry("c"), entry("d"))]),
         ("MOST_ENTRIES", 400, [layer(entry(deep))]),
+        (
+            "MOST_ENTRIES",
+            30,
+            [layer(*(entry(f"l{n}", type=LINK, linkname=f"l{n + 1}") for n in range(20)), entry("l0/x"))],
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
