@@ -8,7 +8,7 @@ gallery: the control plane reads it from its folder, a worker over HTTP with its
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ import httpx
 import yaml
 from yaml.composer import Composer
 
-from localai_cluster.kit import untrusted
+from localai_cluster.kit import clock, untrusted
 from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import references
@@ -162,11 +162,14 @@ async def fetch(
     resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
     github_url: str = GITHUB_URL,
+    skip: Collection[str] = (),
+    on_failure: Callable[[str, float], None] = lambda *_: None,
 ) -> Index:
     """Return the index of a gallery from its URL or the first mirror that responds. GalleryUnreadable.
 
     `served` reads `cluster:` URLs, `resolve` decides which files may be read; `timeout` is in seconds per
-    address.
+    address. The addresses in `skip` are left out. `on_failure` gets each address that failed and the seconds
+    that it took.
     """
 
     async def read(url: str) -> bytes:
@@ -175,6 +178,10 @@ async def fetch(
 
     reasons = []
     for url in (gallery.url, *gallery.mirrors):
+        if url in skip:
+            reasons.append(f"{public_url(url)}: skipped, as it has failed slowly a short time ago")
+            continue
+        begin = clock.monotonic()
         try:
             async with asyncio.timeout(timeout):
                 address = web_address(url, github_url)
@@ -183,6 +190,7 @@ async def fetch(
                     text = await read(_referenced(text, address))
             return Index(await asyncio.to_thread(parse, text, gallery), text)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ClusterError) as error:
+            on_failure(url, clock.monotonic() - begin)
             reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
 
@@ -190,7 +198,8 @@ async def fetch(
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
     """Return the address of a file that `github:owner/repository/path@branch` names; other URLs stay."""
     match = _GITHUB.fullmatch(url)
-    if match is None:
+    # A dot segment, also an encoded one, would lead to a file of another repository.
+    if match is None or {"", ".", ".."} & set(re.split("[/@]", unquote(url.partition(":")[2].lstrip("/")))):
         return url
     owner, repository, path, branch = match.groups()
     return f"{github_url}/{owner}/{repository}/{branch or 'main'}/{path}"
@@ -333,7 +342,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     return GalleryEntry(
         name=_text(item.get("name")),
         alias=_text(item.get("alias")),
-        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _text(item.get("url"))),
+        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _source(item.get("url"))),
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
         sha256=_text(item.get("sha256")).strip().lower(),
@@ -345,6 +354,12 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         tags=_texts(item.get("tags")),
         gallery=gallery,
     )
+
+
+def _source(url: Any) -> str:
+    """Return the address of a source; "" for that of a config file, which entries of models have there."""
+    address = web_address(_text(url))
+    return "" if urlsplit(address).path.lower().endswith((".yaml", ".yml")) else _text(url)
 
 
 def _choices(value: Mapping[Any, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from django.conf import settings
 
@@ -44,10 +44,18 @@ def _listener(text: str) -> addresses.Address:
         raise ValueError("not an address such as 127.0.0.1:9101") from None
 
 
-def _galleries(text: str) -> list[dict[str, Any]]:
-    """Parse a JSON list of objects with `name` and `url` (`contract/nats.md` §4.1)."""
-    galleries: list[dict[str, Any]] = env.parse_json(text, list[dict[str, Any]], _GALLERIES_WANTED)
-    if not all(gallery.get("url") for gallery in galleries):
+class GallerySetting(TypedDict, total=False):
+    """A gallery of LOCALAI_BACKEND_GALLERIES (`contract/nats.md` §4.1)."""
+
+    url: Required[str]
+    name: str
+    mirrors: list[str]
+    verification: dict[str, str]
+
+
+def _galleries(text: str) -> list[GallerySetting]:
+    galleries: list[GallerySetting] = env.parse_json(text, list[GallerySetting], _GALLERIES_WANTED)
+    if not all(gallery["url"] for gallery in galleries):
         raise ValueError(_GALLERIES_WANTED)
     return galleries
 
@@ -183,7 +191,7 @@ class ClusterSettings(env.SharedSettings):
     """Nodes that may await approval; then a new one without a join token gets 429."""
     pending_nodes_per_address: int = setting("CLUSTER_PENDING_NODES_PER_ADDRESS", _COUNT, "100")
     """The same for nodes from one address (the /64 of an IPv6 one); behind a proxy or NAT all share one."""
-    galleries: list[dict[str, Any]] = setting("LOCALAI_BACKEND_GALLERIES", _GALLERY_LIST, group="Backends")
+    galleries: list[GallerySetting] = setting("LOCALAI_BACKEND_GALLERIES", _GALLERY_LIST, group="Backends")
     """JSON list of `{"name", "url"}` sent with installs, or workers use theirs ([below](#galleries))."""
     gallery_dir: Path | None = setting("CLUSTER_GALLERY_DIR", FOLDER, "", "`make run`: `build/gallery`")
     """Folder of an index and archives of backends that web processes serve to nodes: `cluster:` URLs."""
@@ -262,7 +270,7 @@ class ClusterSettings(env.SharedSettings):
         yield from super().problems()
         if self.web_tls:
             yield from env.tls_problems("CLUSTER_TLS", lambda: self.web_tls.server(clock.now()))
-        if not self.gallery_dir and any(str(g["url"]).startswith("cluster:") for g in self.galleries):
+        if not self.gallery_dir and any(g["url"].startswith("cluster:") for g in self.galleries):
             yield env.Problem(
                 "LOCALAI_BACKEND_GALLERIES",
                 "has a cluster: URL, but CLUSTER_GALLERY_DIR is not set",

@@ -73,12 +73,27 @@ class Nothing:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """The signatures that a gallery demands of its images; false if it demands none."""
+
+    issuer: str = omitted("")
+    issuer_regex: str = omitted("")
+    identity: str = omitted("")
+    identity_regex: str = omitted("")
+    not_before: str = omitted("")
+
+    def __bool__(self) -> bool:
+        return self != Verification()
+
+
+@dataclass(frozen=True)
 class Gallery:
     """A list of installable backends."""
 
     url: str = ""
     name: str = ""
     mirrors: tuple[str, ...] = omitted(())
+    verification: Verification = field(default_factory=Verification, metadata={OMIT: True})
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ class RegistryError(ClusterError):
         self.permanent = not can_retry
 
 
+class ImageMissing(RegistryError):
+    """The registry has no image of that name and version."""
+
+
 @dataclass(frozen=True)
 class Credential:
     """A user's name and password."""

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from localai_cluster.kit import clock, untrusted
-from localai_cluster.registries.access import Access, RegistryError
+from localai_cluster.registries.access import Access, ImageMissing, RegistryError
 from localai_cluster.registries.references import ImageReference
 
 HEADERS_LIMIT = 120.0
@@ -288,7 +288,7 @@ def _refusal(reference: ImageReference, status: int, *, was_redirected: bool) ->
             " LOCALAI_REGISTRIES right?"
         )
     if status == 404:
-        return RegistryError(f"{reference.host} has no {reference.path} with {reference.version}")
+        return ImageMissing(f"{reference.host} has no {reference.path} with {reference.version}")
     return RegistryError(f"{reference}: HTTP status {status}", can_retry=_is_temporary(status))
 
 

@@ -36,6 +36,15 @@ class ImageReference:
         return f"{self.host}/{self.path}{'@' if self.is_pinned else ':'}{self.version}"
 
 
+def fallbacks(uri: str) -> tuple[str, ...]:
+    """Return the images that stand in for one whose `latest-…` tag is missing (worker.md §18.3)."""
+    head, _, tag = uri.rpartition(":")
+    if parse(uri) is None or "/" in tag or "@" in tag or "latest-" not in tag:
+        return ()
+    image = f"{head}:{tag.replace('latest-', 'master-', 1)}"
+    return (image, f"{image}-development")
+
+
 def parse(uri: str) -> ImageReference | None:
     """Parse the reference of an image; None if `uri` names no image.
 

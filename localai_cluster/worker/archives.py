@@ -4,20 +4,26 @@ Every layer is a tar file: plain, or packed with gzip or zstd, as its first byte
 twice, front to back and in bounded pieces. The survey validates every entry, counts the bytes and merges the
 layers to one tree before anything is written: a later layer replaces the paths of earlier ones, and a
 *whiteout* removes them. Then the files of that tree are written, each once. Links are created last, so no
-file is written through one, and each of them must end inside the folder. All functions block and run in a
-thread.
+file is written through one, and each of them must end inside the folder.
+
+An image is a whole file system: links below which a layer has files, and absolute ones, start at its root.
+They are followed in the tree alone. An absolute link to a path that the image lacks means the machine's own
+file, such as its Python; it is created after everything else, and nothing follows it here.
+
+All functions block and run in a thread.
 """
 
 import errno
 import gzip
 import os
+import posixpath
 import shutil
 import tarfile
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -26,11 +32,11 @@ import zstandard
 from localai_cluster.worker.source_files import (
     CHUNK,
     ENDED,
-    HEADROOM,
     OnBytes,
     SourceError,
     Stopped,
     Throttle,
+    check_free_space,
 )
 
 MOST_BYTES = 64 * 1024**3
@@ -40,6 +46,8 @@ MOST_GLOBAL_HEADERS = 64 * 1024
 LONGEST_HEADER = CHUNK
 """Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
 _LONGEST_PATH = 4096
+_MOST_HOPS = 40
+"""Maximum number of links on the way to one path, as for the kernel."""
 _MOST_WINDOW = 128 * 1024 * 1024
 """Bytes that a zstd stream may need in memory; the highest level of its command line needs as many."""
 _DATA_FILTER = getattr(tarfile, "data_filter", None)
@@ -51,10 +59,10 @@ _NO_HARD_LINKS = (errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV)
 
 @dataclass
 class _File:
-    """A regular file: the layer that holds it, and its entry's number there."""
+    """A regular file; `source` is the layer with its content, and the number of its entry there."""
 
     layer: int
-    number: int
+    source: tuple[int, int]
     size: int
     mode: int
 
@@ -81,23 +89,18 @@ def unpack(
     stopped: threading.Event,
     on_bytes: OnBytes,
     *,
-    whiteouts: bool = False,
+    is_image: bool = False,
 ) -> None:
     """Unpack `layers`, the lowest first, to the new folder `target`.
 
-    `whiteouts` applies the markers by which a layer of an image removes paths of the layers below. Raise
-    SourceError, Stopped or OSError.
+    The layers of an image may have whiteouts, absolute links, and a path more than once. Raise SourceError,
+    Stopped or OSError.
     """
-    survey = _Survey(whiteouts)
+    survey = _Survey(is_image)
     for number, layer in enumerate(layers):
         survey.add(number, layer, stopped)
-    files = _Files.of(survey.root)
-    free = shutil.disk_usage(target.parent).free
-    if files.total + HEADROOM > free:
-        raise SourceError(
-            f"{files.total} unpacked bytes do not fit on the disk of {target.parent} ({free} free)."
-            " Free up space."
-        )
+    files = _Files.of(survey)
+    check_free_space(target.parent, files.total, "unpacked bytes")
     target.mkdir()
     for folder, _ in files.folders:
         (target / folder).mkdir(mode=0o700)
@@ -218,25 +221,27 @@ def _plain(raw: IO[bytes]) -> IO[bytes]:
 class _Survey:
     """The tree of the layers that were added, lowest first; `root` is its folder."""
 
-    def __init__(self, whiteouts: bool) -> None:
+    def __init__(self, is_image: bool) -> None:
         self.root = _Folder(-1)
-        self._whiteouts = whiteouts
+        self._is_image = is_image
         self._bytes = self._entries = 0
-        self._hard_links: list[tuple[PurePosixPath, PurePosixPath]] = []
 
     def add(self, layer: int, path: Path, stopped: threading.Event) -> None:
         """Validate every entry of a layer and merge it into the tree. Raise SourceError."""
         with _open(path, stopped) as tar:
             for number, entry in enumerate(_entries(tar)):
-                _validate(entry)
+                _validate(entry, self._is_image)
                 self._count(entry.size if entry.isreg() else 0)
                 self._merge(layer, number, entry)
-        for link, source in self._hard_links:
-            node = self._find(source)
-            if not isinstance(node, _File):
-                raise SourceError(f"{str(link)!r} in the archive is a link to a file that is not in it")
-            self._put(link, layer, node)
-        self._hard_links.clear()
+
+    def inner_target(self, link: str, target: str) -> str:
+        """Return an absolute target relative to its link if the tree has it; any other target stays."""
+        if target.startswith("/"):
+            inside = PurePosixPath(posixpath.normpath(target).lstrip("/"))
+            with suppress(SourceError):
+                if self._find(self._real(inside)) is not None:
+                    return posixpath.relpath(f"/{inside}", f"/{posixpath.dirname(link)}")
+        return target
 
     def _count(self, size: int) -> None:
         self._entries += 1
@@ -247,20 +252,23 @@ class _Survey:
             raise SourceError(f"the archive has more than {MOST_ENTRIES} entries")
 
     def _merge(self, layer: int, number: int, entry: tarfile.TarInfo) -> None:
-        path = PurePosixPath(entry.name)
+        path = self._real(PurePosixPath(entry.name))
         if not path.parts:
             return
-        if self._whiteouts and path.name.startswith(WHITEOUT):
+        if self._is_image and path.name.startswith(WHITEOUT):
             self._remove(path, layer)
         elif entry.isdir():
             self._folder(path, layer).mode = entry.mode & 0o755 | 0o700
         elif entry.islnk():
-            self._hard_links.append((path, PurePosixPath(entry.linkname)))
+            node = self._find(self._real(PurePosixPath(entry.linkname)))
+            if not isinstance(node, _File | _Link if self._is_image else _File):
+                raise SourceError(f"{str(path)!r} in the archive is a link to a file that is not in it")
+            self._put(path, layer, replace(node, layer=layer))
         elif entry.issym():
             self._put(path, layer, _Link(layer, entry.linkname))
         else:
             # Never setuid, never writable by others.
-            self._put(path, layer, _File(layer, number, entry.size, entry.mode & 0o755 | 0o600))
+            self._put(path, layer, _File(layer, (layer, number), entry.size, entry.mode & 0o755 | 0o600))
 
     def _remove(self, whiteout: PurePosixPath, layer: int) -> None:
         """Remove what a whiteout names from the layers below `layer`."""
@@ -277,6 +285,37 @@ class _Survey:
         if node is not None and node.layer < layer and not getattr(node, "children", None):
             del folder.children[name]
 
+    def _real(self, path: PurePosixPath) -> PurePosixPath:
+        """Return where a path of an image lies: follow the links of its folders inside the tree.
+
+        Raise SourceError.
+        """
+        if not self._is_image or isinstance(self._find(path.parent), _Folder):
+            return path
+        problem = SourceError(f"{str(path)!r} in the archive lies below a link that leaves it")
+        names: list[str] = []
+        nodes: list[_Folder | _File | _Link | None] = [self.root]
+        pending, hops = [*reversed(path.parent.parts)], 0
+        while pending:
+            part, folder = pending.pop(), nodes[-1]
+            node = folder.children.get(part) if isinstance(folder, _Folder) else None
+            if isinstance(node, _Link):
+                self._count(0)
+                hops += 1
+                if node.target.startswith("/"):
+                    del names[:], nodes[1:]
+                pending += [word for word in reversed(node.target.split("/")) if word not in ("", ".")]
+            elif part != "..":
+                names.append(part)
+                nodes.append(node)
+            elif names:
+                del names[-1], nodes[-1]
+            else:
+                raise problem
+            if hops > _MOST_HOPS:
+                raise problem
+        return PurePosixPath(*names, path.name)
+
     def _folder(self, path: PurePosixPath, layer: int, *, is_parent: bool = False) -> _Folder:
         """Return the folder at `path` and create it where it is missing. Raise SourceError."""
         folder = self.root
@@ -284,7 +323,7 @@ class _Survey:
             node = folder.children.get(part)
             if not isinstance(node, _Folder):
                 is_last = depth == len(path.parts) - 1 and not is_parent
-                if node is not None and (not is_last or node.layer == layer):
+                if node is not None and not (is_last and (self._is_image or node.layer != layer)):
                     raise SourceError(f"{str(path)!r} in the archive lies below a file or a link, or is both")
                 if not is_last:
                     self._count(0)
@@ -296,7 +335,7 @@ class _Survey:
     def _put(self, path: PurePosixPath, layer: int, node: _File | _Link) -> None:
         folder = self._folder(path.parent, layer, is_parent=True)
         current = folder.children.get(path.name)
-        if current is not None and current.layer == layer:
+        if current is not None and current.layer == layer and not self._is_image:
             raise SourceError(f"{str(path)!r} occurs twice in the archive")
         folder.children[path.name] = node
 
@@ -316,18 +355,19 @@ def _prune(folder: _Folder, layer: int) -> None:
         pending += [node for node in current.children.values() if isinstance(node, _Folder)]
 
 
-def _validate(entry: tarfile.TarInfo) -> None:
+def _validate(entry: tarfile.TarInfo, is_image: bool) -> None:
     """Raise SourceError for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
-    name = entry.name
+    name, is_absolute_link = entry.name, entry.issym() and entry.linkname.startswith("/")
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
         raise SourceError(f"{name!r} in the archive is not a plain file, folder or link")
-    if _escapes(name) or "\0" in name or entry.size < 0 or len(name) > _LONGEST_PATH:
+    is_odd = any("\0" in text or len(text) > _LONGEST_PATH for text in (name, entry.linkname))
+    if _escapes(name) or is_odd or entry.size < 0:
         raise SourceError(f"{name[:200]!r} in the archive is not a path inside it")
     if entry.islnk() and _escapes(entry.linkname):
         raise SourceError(f"{name!r} in the archive is a link that leaves it")
-    if entry.issym() and entry.linkname.startswith("/"):
+    if is_absolute_link and not is_image:
         raise SourceError(f"{name!r} in the archive is a link that leaves it")
-    if _DATA_FILTER is not None:
+    if _DATA_FILTER is not None and not is_absolute_link:
         try:
             _DATA_FILTER(entry, "/nowhere/in/particular")
         except tarfile.FilterError as error:
@@ -344,14 +384,16 @@ class _Files:
 
     folders: list[tuple[str, int]] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)
+    system_links: list[tuple[str, str]] = field(default_factory=list)
+    """Links to files of the machine."""
     paths: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     files: dict[tuple[int, int], _File] = field(default_factory=dict)
     total: int = 0
 
     @classmethod
-    def of(cls, root: _Folder) -> "_Files":
+    def of(cls, survey: _Survey) -> "_Files":
         files = cls()
-        pending: list[tuple[str, _Folder]] = [("", root)]
+        pending: list[tuple[str, _Folder]] = [("", survey.root)]
         while pending:
             prefix, folder = pending.pop()
             for name, node in folder.children.items():
@@ -360,17 +402,17 @@ class _Files:
                     files.folders.append((path, node.mode))
                     pending.append((f"{path}/", node))
                 elif isinstance(node, _Link):
-                    files.links.append((path, node.target))
+                    target = survey.inner_target(path, node.target)
+                    (files.system_links if target.startswith("/") else files.links).append((path, target))
                 else:
                     files._add(path, node)
         return files
 
     def _add(self, path: str, file: _File) -> None:
-        key = (file.layer, file.number)
-        if key not in self.files:
-            self.files[key] = file
+        if file.source not in self.files:
+            self.files[file.source] = file
             self.total += file.size
-        self.paths.setdefault(key, []).append(path)
+        self.paths.setdefault(file.source, []).append(path)
 
 
 class _Writer:
@@ -403,7 +445,7 @@ class _Writer:
             raise SourceError("the archive has changed while it was unpacked")
 
     def _write(self, tar: tarfile.TarFile, entry: tarfile.TarInfo, file: _File) -> None:
-        path, *others = self._files.paths[file.layer, file.number]
+        path, *others = self._files.paths[file.source]
         reader = tar.extractfile(entry) if entry.isreg() else None
         if reader is None:
             raise SourceError("the archive has changed while it was unpacked")
@@ -423,7 +465,7 @@ class _Writer:
             _hard_link(self._target / path, self._target / other)
 
     def link(self) -> None:
-        """Set the folders' modes and create the links, then verify that each ends inside the folder."""
+        """Set the folders' modes and create the links; verify that each ends inside, or on the machine."""
         for path, mode in reversed(self._files.folders):
             (self._target / path).chmod(mode)
         for path, destination in self._files.links:
@@ -432,6 +474,8 @@ class _Writer:
         for path, _ in self._files.links:
             if not Path(os.path.realpath(self._target / path)).is_relative_to(root):
                 raise SourceError(f"{path!r} in the archive is a link that leaves it")
+        for path, destination in self._files.system_links:
+            os.symlink(destination, self._target / path)
 
 
 class _EntryCopy:

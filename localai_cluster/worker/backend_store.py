@@ -212,9 +212,10 @@ def remove_old_partials(folder: Path) -> None:
     """Remove partial downloads that no install has resumed for a day. Raise OSError."""
     cutoff = clock.now().timestamp() - PARTIAL_KEPT_FOR
     for path in folder.glob(f"{PARTIAL}*"):
-        if path.lstat().st_mtime < cutoff:
-            log.info("removing an old part of a download: %s", path.name)
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another install may have completed its file
+            if path.lstat().st_mtime < cutoff:
+                log.info("removing an old part of a download: %s", path.name)
+                path.unlink()
 
 
 def read_metadata(folder: Path) -> Metadata:

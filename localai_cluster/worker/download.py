@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import logging
 import re
-import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -30,11 +29,13 @@ from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.source_files import (
     CHUNK,
     ENDED,
-    HEADROOM,
+    DiskFull,
     OnBytes,
     SourceError,
     Stopped,
     Throttle,
+    check_free_space,
+    disk_full_named,
 )
 
 log = logging.getLogger(__name__)
@@ -115,31 +116,20 @@ class Downloads:
         self._throttle = throttle
         self._slots = asyncio.Semaphore(AT_ONCE)
 
-    async def index(self, name: str) -> bytes:
-        """Fetch an index that the control plane serves (`gallery_index.ReadServed`).
-
-        Raise ClusterError or ValueError.
-        """
-        answer = await self._served(name, gallery_index.PLAIN)
-        try:
-            return await gallery_index.body_bounded(answer)
-        finally:
-            await answer.aclose()
-
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
         """Download the archive to its partial file and verify its hash.
 
-        Raise DownloadFailed, SourceError (longer than the limit or the free disk space), Stopped or OSError.
-        After a cancellation, no thread writes to the partial file when this returns.
+        Raise DownloadFailed, SourceError (longer than the limit), DiskFull, Stopped or OSError. After a
+        cancellation, no thread writes to the partial file when this returns.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
-        if not archive.sha256:
-            log.warning("%s has no sha256 in its gallery, so it is not checked", _public_url(archive))
         try:
             async with self._slots:
-                await self._fetch(archive, on_bytes, halt)
-        except BaseException:
-            if not archive.sha256 or halt.cancelled:  # a later attempt cannot resume it
+                with disk_full_named(archive.partial.parent):
+                    await self._fetch(archive, on_bytes, halt)
+        except BaseException as error:
+            # A later attempt cannot resume it, or the disk must not stay full until then.
+            if not archive.sha256 or halt.cancelled or isinstance(error, DiskFull):
                 archive.partial.unlink(missing_ok=True)
             raise
 
@@ -207,7 +197,7 @@ class Downloads:
                         archive.partial.unlink(missing_ok=True)
                         raise DownloadFailed(f"longer than {archive.size or MOST_BYTES} bytes")
                     await wait_for_thread(writing)
-                    writing = asyncio.ensure_future(asyncio.to_thread(_write, file, digest, piece))
+                    writing = asyncio.ensure_future(asyncio.to_thread(_write, archive, file, digest, piece))
                     offset += len(piece)
                     on_bytes(offset, max(total, offset) if total else 0, name)
                     await asyncio.sleep(self._throttle.pause(len(piece)))
@@ -310,11 +300,7 @@ def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
 def _check_disk_space(partial: Path, offset: int, total: int) -> None:
     if total > MOST_BYTES:
         raise SourceError(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
-    free = shutil.disk_usage(partial.parent).free
-    if max(total - offset, 0) + HEADROOM > free:
-        raise SourceError(
-            f"{total} bytes do not fit on the disk of {partial.parent} ({free} free). Free up space."
-        )
+    check_free_space(partial.parent, max(total - offset, 0))
 
 
 def sha256_of(path: Path, stopped: threading.Event) -> str:
@@ -342,7 +328,9 @@ def _digest_of_start(archive: Archive, size: int, halt: Halt) -> Any:
     return digest
 
 
-def _write(file: BinaryIO, digest: Any, piece: bytes) -> None:
+def _write(archive: Archive, file: BinaryIO, digest: Any, piece: bytes) -> None:
+    # The length may be unknown, and others fill the disk as well.
+    check_free_space(archive.partial.parent, len(piece))
     file.write(piece)
     digest.update(piece)
 

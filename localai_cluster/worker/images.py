@@ -6,7 +6,6 @@ signed address that has expired does not matter. The digest of a layer is verifi
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker import download
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.download import Archive, DownloadFailed, Downloads, partial_path
-from localai_cluster.worker.source_files import HEADROOM, OnBytes, SourceError
+from localai_cluster.worker.source_files import DiskFull, OnBytes, check_free_space
 
 log = logging.getLogger(__name__)
 
@@ -51,25 +50,20 @@ class Images:
             raise RegistryError(f"{reference} has more than {download.MOST_BYTES} bytes")
         log.info("%s is %s: %d layers, %d bytes", reference, image.digest, len(layers), total)
         archives = {layer.digest: self._archive(reference, layer, backend) for layer in layers}
-        await asyncio.to_thread(self._check_disk_space, archives.values(), total)
         try:
+            await asyncio.to_thread(self._check_disk_space, archives.values(), total)
             await self._fetch_all(reference, layers, archives, on_bytes, halt)
-        except BaseException:
-            if halt.cancelled:  # no later install resumes them
+        except BaseException as error:
+            if halt.cancelled or isinstance(error, DiskFull):  # no later install resumes them
                 for archive in archives.values():
                     archive.partial.unlink(missing_ok=True)
             raise
         return PulledImage(image.digest, tuple(archives[layer.digest].partial for layer in image.layers))
 
     def _check_disk_space(self, archives: Iterable[Archive], total: int) -> None:
-        """Raise SourceError if the layers do not fit beside those that are there already."""
+        """Raise DiskFull if the layers do not fit beside those that are there already."""
         present = sum(archive.partial.stat().st_size for archive in archives if archive.partial.exists())
-        free = shutil.disk_usage(self._folder).free
-        if max(total - present, 0) + HEADROOM > free:
-            raise SourceError(
-                f"{total} bytes of layers do not fit on the disk of {self._folder} ({free} free)."
-                " Free up space."
-            )
+        check_free_space(self._folder, max(total - present, 0), "bytes of layers")
 
     async def _fetch_all(
         self,

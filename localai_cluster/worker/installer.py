@@ -8,7 +8,6 @@ folder.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import weakref
@@ -28,7 +27,7 @@ from localai_cluster.kit.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access
+from localai_cluster.registries.access import Access, ImageMissing
 from localai_cluster.registries.client import Registries
 from localai_cluster.registries.references import ImageReference
 from localai_cluster.worker.archives import unpack
@@ -51,9 +50,18 @@ from localai_cluster.worker.download import (
     partial_path,
     sha256_of,
 )
+from localai_cluster.worker.galleries import Galleries
 from localai_cluster.worker.images import Images
 from localai_cluster.worker.progress import Report, Tick
-from localai_cluster.worker.source_files import ENDED, OnBytes, Stopped, Throttle, copy_tree
+from localai_cluster.worker.source_files import (
+    ENDED,
+    DiskFull,
+    OnBytes,
+    Stopped,
+    Throttle,
+    copy_tree,
+    disk_full_named,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +94,8 @@ class _Source:
     uri: str
     location: str
     sha256: str = ""
+    is_signed: bool = False
+    """True if its gallery demands a signature."""
 
     @property
     def file_name(self) -> str:
@@ -103,16 +113,14 @@ class _InstallContext:
     halt: Halt
 
 
-def _check_verifiable(source: _Source) -> None:
-    """Raise InstallFailed for a download that nothing verifies; folders need no hash (worker.md §18.3)."""
+def _unverified(source: _Source) -> str:
+    """Return why nothing verifies a download; "" if something does, and for folders (worker.md §18.3)."""
     reference, path = references.parse(source.location), gallery_index.local_path(source.location)
-    is_folder = path is not None and path.is_dir()
-    if not (is_folder or (reference.is_pinned if reference else source.sha256)):
-        lacks = "digest in its reference" if reference else "sha256 in its gallery"
-        raise InstallFailed(
-            f"{gallery_index.public_url(source.location)} has no {lacks}, and "
-            "LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
-        )
+    if reference and source.is_signed:
+        return "is of a gallery that demands signatures, which this worker cannot check"
+    if (path is not None and path.is_dir()) or (reference.is_pinned if reference else source.sha256):
+        return ""
+    return f"has no {'digest in its reference' if reference else 'sha256 in its gallery'}"
 
 
 Fill = Callable[[Path], None]
@@ -143,14 +151,13 @@ class Installer:
         self._store = store
         self._roots = roots
         self._capability = capability
-        self._client = client
+        self._galleries = Galleries(client, served, roots, github_url, copies)
         self._throttle = Throttle(rate)
         self._halts: set[Halt] = set()
         self._closed = False
         self._downloads = Downloads(client, served, self._throttle)
         self._images = Images(Registries(client, access or Access()), self._downloads, store.backends)
         self._github_url = github_url
-        self._copies = copies
         self._require_integrity = require_integrity
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -181,7 +188,10 @@ class Installer:
                 Metadata(name=name, alias=source.alias, uri=gallery_index.public_url(uri)),
                 context,
             )
-        choice = await self._select(uri or source.name, source.galleries)
+        try:
+            choice = await self._galleries.choose(uri or source.name, source.galleries, self._capability)
+        except NotFound as error:
+            raise InstallFailed(error.message) from error
         chosen_from = choice.meta or choice.build
         why = gallery_index.reason(chosen_from, self._capability)
         log.info("%s is %s on this node: %s", chosen_from.name, choice.build.name, why)
@@ -198,82 +208,40 @@ class Installer:
             halt.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _select(self, name: str, galleries: Sequence[Gallery]) -> gallery_index.Choice:
-        builds: list[gallery_index.GalleryEntry] = []
-        problems = []
-        for gallery in galleries:
-            try:
-                index = await gallery_index.fetch(
-                    gallery,
-                    self._client,
-                    served=self._downloads.index,
-                    resolve=lambda path: gallery_index.within(path, self._roots),
-                    github_url=self._github_url,
-                )
-                builds += index.entries
-                await asyncio.to_thread(self._keep, gallery, index.text)
-            except gallery_index.GalleryUnreadable as error:
-                problems.append(error.message)
-                log.warning("%s", error)
-                builds += await asyncio.to_thread(self._last_good, gallery)
-        try:
-            return gallery_index.choose(name, builds, self._capability)
-        except NotFound as error:
-            reasons = problems or ([] if galleries else ["no gallery is configured"])
-            raise InstallFailed("; ".join([error.message, *reasons])) from error
-
-    def _copy_of(self, gallery: Gallery) -> Path | None:
-        """Return the path of the last good copy of an index (worker.md §18.3)."""
-        name = f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
-        return self._copies / name if self._copies and _is_remote(gallery) else None
-
-    def _keep(self, gallery: Gallery, text: bytes) -> None:
-        if (copy := self._copy_of(gallery)) is None:
-            return
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            staged = copy.with_suffix(".tmp")
-            staged.write_bytes(text)
-            staged.rename(copy)
-        except OSError as error:
-            log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
-
-    def _last_good(self, gallery: Gallery) -> list[gallery_index.GalleryEntry]:
-        """Return the entries of the last good copy of an index; none without a copy."""
-        copy = self._copy_of(gallery)
-        try:
-            text = copy.read_bytes() if copy else b""
-            entries = gallery_index.parse(text, gallery) if text else []
-        except (OSError, gallery_index.GalleryUnreadable):
-            return []
-        if copy and text:
-            age = clock.now().timestamp() - copy.stat().st_mtime
-            log.warning("using the copy of gallery %s from %.0f s ago", gallery.name or "without a name", age)
-        return entries
-
     async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
         metadata = Metadata(
-            name=build.name, alias=build.alias, gallery_url=build.gallery.url, version=build.version
+            name=build.name,
+            alias=build.alias,
+            gallery_url=build.gallery.url,
+            version=build.version,
+            uri=gallery_index.public_url(build.uri),
         )
-        reasons = []
-        for uri in (build.uri, *build.mirrors):
+        reasons, uris = [], [build.uri, *build.mirrors]
+        for uri in uris:
             try:
                 location = gallery_index.located(uri, build.gallery.url, self._github_url)
-                source = _Source(uri, location, build.sha256)
-                return await self._install_source(
-                    source, replace(metadata, uri=gallery_index.public_url(uri)), context
-                )
+                source = _Source(uri, location, build.sha256, bool(build.gallery.verification))
+                return await self._install_source(source, metadata, context)
             except Stopped:
                 raise
             except (ClusterError, OSError, ValueError) as error:
                 # Also for an archive that cannot be unpacked: the next source may have a good one.
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
+                if isinstance(error, DiskFull):  # the next source would fill the disk as well
+                    break
+                if isinstance(error, ImageMissing) and uri == build.uri:
+                    uris += references.fallbacks(uri)
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
     async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
         """Fetch the files and swap them in; at most one install at a time works on a folder."""
-        if self._require_integrity:
-            await in_thread(_check_verifiable, source)
+        if problem := await in_thread(_unverified, source):
+            problem = f"{gallery_index.public_url(source.location)} {problem}"
+            if self._require_integrity:
+                raise InstallFailed(
+                    f"{problem}, and LOCALAI_REQUIRE_BACKEND_INTEGRITY refuses what cannot be verified"
+                )
+            log.warning("%s; it is not verified", problem)
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
@@ -313,7 +281,7 @@ class Installer:
         image = await self._images.pull(reference, folder, show, halt)
         size = sum(path.lstat().st_size for path in image.layers)
         context.report(Tick("downloading", size, size, "unpacking"))
-        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, whiteouts=True)
+        fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=True)
         try:
             metadata = replace(metadata, digest=image.digest)
             await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
@@ -388,7 +356,8 @@ class Installer:
         staged = target.with_name(folder + STAGED)
         try:
             discard(staged)
-            fill(staged)
+            with disk_full_named(target.parent):
+                fill(staged)
             start = staged / START_FILE
             if start.is_symlink() or not start.is_file():
                 raise InstallFailed(f'the source of "{folder}" contains no {START_FILE} at its top')
@@ -427,14 +396,10 @@ class Installer:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
 
 
-def _is_remote(gallery: Gallery) -> bool:
-    return gallery_index.local_path(gallery.url) is None
-
-
 def _unpack_into(
-    layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, whiteouts: bool = False
+    layers: Sequence[Path], throttle: Throttle, halt: Halt, show: OnBytes, *, is_image: bool = False
 ) -> Fill:
-    return lambda staged: unpack(layers, staged, throttle, halt, show, whiteouts=whiteouts)
+    return lambda staged: unpack(layers, staged, throttle, halt, show, is_image=is_image)
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:

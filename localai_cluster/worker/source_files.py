@@ -4,11 +4,13 @@ A copy counts real bytes, has a bandwidth limit, and can be stopped at any momen
 and never followed. All functions block and run in a thread.
 """
 
+import errno
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +35,28 @@ class Stopped(ClusterError):
 
 class SourceError(ClusterError):
     """The source folder cannot be copied."""
+
+
+class DiskFull(SourceError):
+    """The disk has too little free space, or a quota is used up."""
+
+
+def check_free_space(folder: Path, size: int, what: str = "bytes") -> None:
+    """Raise DiskFull if `size` more bytes and the headroom do not fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if size + HEADROOM > free:
+        raise DiskFull(f"{size} {what} do not fit on the disk of {folder} ({free} free). Free up space.")
+
+
+@contextmanager
+def disk_full_named(folder: Path) -> Iterator[None]:
+    """Raise DiskFull in place of the system's errors about a full disk or a used-up quota."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFull(f"cannot write to the disk of {folder}: {error.strerror}. Free up space.") from error
 
 
 class Throttle:
@@ -72,11 +96,7 @@ def copy_tree(
 ) -> None:
     """Copy the folder `source` to the new folder `target`. Raise SourceError, Stopped or OSError."""
     plan = _survey(source, stopped)
-    free = shutil.disk_usage(target.parent).free
-    if plan.total + HEADROOM > free:
-        raise SourceError(
-            f"{plan.total} bytes do not fit on the disk of {target.parent} ({free} free). Free up space."
-        )
+    check_free_space(target.parent, plan.total)
     for relative, mode in plan.folders:
         (target / relative).mkdir(mode=mode | 0o700)
     for relative, destination in plan.links:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import ipaddress
+import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from localai_cluster import gallery_index
 from localai_cluster.kit import conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.codec import encode_galleries
+from localai_cluster.messaging.codec import decode_galleries, encode_galleries
 from nodes.backends import inventory
 from nodes.backends.intents import Ended, Intent, ListedBuild
 from nodes.commands.commands import DELETE_TIMEOUT, Worker
@@ -120,10 +121,7 @@ def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
 
 def galleries() -> list[messages.Gallery]:
     """Return the configured galleries of this cluster."""
-    return [
-        messages.Gallery(url=str(entry["url"]), name=str(entry.get("name", "")))
-        for entry in conf.cluster().galleries
-    ]
+    return list(decode_galleries(json.dumps(conf.cluster().galleries)))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def _places(kind: Any, body: dict[str, Any], prefix: str) -> Iterator[tuple[Any,
     for name, expected in typing.get_type_hints(kind).items():
         path = f"{prefix}{name}"
         if typing.get_origin(expected) is not tuple:
-            yield body, name, expected, path
+            yield body, name, expected if expected in _VALUES else dict, path
+            if expected not in _VALUES:
+                yield from _places(expected, body[name], f"{path}.")
             continue
         items, item = body[name], typing.get_args(expected)[0]
         if item in _VALUES:

@@ -215,7 +215,10 @@ async def test_galleries_that_the_worker_cannot_read_are_not_sent(
     withheld: list[str],
 ) -> None:
     """nats.md §4.1: without any the field is left out, so the worker's own list counts."""
-    listed = [{"name": "file", "url": "file:///srv/i.yaml"}, {"name": "served", "url": "cluster:i.yaml"}]
+    listed: list[Any] = [
+        {"name": "file", "url": "file:///srv/i.yaml"},
+        {"name": "served", "url": "cluster:i.yaml"},
+    ]
     monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, galleries=listed))
     await hot.in_thread(lambda: BackendNode.objects.filter(pk=stage.node.id).update(**fields))
     stage.answers(m.InstallReply(error="no such backend"))

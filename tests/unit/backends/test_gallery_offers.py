@@ -18,6 +18,16 @@ WEB = Gallery("https://example.com/index.yaml", "web")
 FILE = Gallery("file:///srv/index.yaml", "file")
 PATH = Gallery("/srv/index.yaml", "path")
 SERVED = Gallery("cluster:index.yaml", "served")
+DOTTED = [
+    *("github:../r/x", "github:o/../x", "github:o/r/../../p/q/x", "github:o/r/a/./x", "github:o/r/x@.."),
+    *(
+        "github:o/r/x@b/../../..",
+        "github:o/r/%2e%2E/x",
+        "github:o/r/..%2fx",
+        "github:o/r//x",
+        "github:o/r/a/..",
+    ),
+]
 ALL = (WEB, FILE, PATH, SERVED)
 
 
@@ -117,7 +127,7 @@ def test_github_addresses_are_those_of_raw_files() -> None:
     assert (
         gallery_index.web_address("github://o/r/x.yaml@b/c", "http://m/raw") == "http://m/raw/o/r/b/c/x.yaml"
     )
-    for other in ("github:o/r", "github:o/r/x?y", "https://github.test/x", "x"):
+    for other in ("github:o/r", "github:o/r/x?y", "https://github.test/x", "x", *DOTTED):
         assert gallery_index.web_address(other) == other
 
 
@@ -161,6 +171,8 @@ def test_anchors_and_merges_are_expanded_up_to_a_number_of_values() -> None:
         True, False, ("llm",), "quay.io/org/backends:cpu"
     )  # fmt: skip
     assert linked.uri == "oci://images.test/linked"
+    (model,) = gallery_index.parse(b"- {name: m, url: 'github:o/r/gallery/m.yaml@master'}", WEB)
+    assert model.uri == "", "D-ENTRY-URL: the config file of a model is no source"
     wide = b"- &a {" + b", ".join(b"k%d: 1" % n for n in range(500)) + b"}\n" + b"- {<<: *a, name: x}\n" * 200
     with pytest.raises(gallery_index.GalleryUnreadable, match="more than 100000 values"):
         gallery_index.parse(wide, WEB)

@@ -156,7 +156,10 @@ def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
 
 def test_galleries_travel_as_json_inside_a_string() -> None:
     """nats.md §4.1: double encoded; `null` is a list of nothing; bad JSON is an error."""
-    galleries = (m.Gallery(url="file:///g/index.yaml", name="local"), m.Gallery("u", "n", ("m1",)))
+    galleries = (
+        m.Gallery(url="file:///g/index.yaml", name="local"),
+        m.Gallery("u", "n", ("m1",), m.Verification("i")),
+    )
     text = codec.encode_galleries(galleries)
     assert json.loads(text)[0] == {"url": "file:///g/index.yaml", "name": "local"}
     assert codec.decode_galleries(text) == galleries

@@ -1,6 +1,7 @@
 """Backends from archives: what is downloaded, what is resumed, and what is never unpacked."""
 
 import asyncio
+import errno
 import gzip
 import hashlib
 import io
@@ -414,9 +415,63 @@ async def test_a_full_disk_is_told_before_the_download(
     store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.files["/one.tar"] = tar()
-    monkeypatch.setattr(download, "HEADROOM", 2**62)
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
     with pytest.raises(InstallFailed, match="Free up space"):
         await install(store, site)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_disk_that_fills_up_is_not_kept_full(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """In mid-stream, also of what could be resumed; the mirror would fill the disk as well."""
+
+    class Full(io.FileIO):
+        def write(self, piece: Any) -> int:
+            if self.tell() > 1_000_000:
+                raise OSError(code, os.strerror(code))
+            return super().write(piece)
+
+    monkeypatch.setattr(download, "open", lambda path, mode: Full(path, mode), raising=False)
+    site.files["/one.tar"] = tar(entry("data", os.urandom(3_000_000)))
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site, uri="../one.tar\n  mirrors: [../two.tar]")
+    assert len(site.ranges) == 2
+    assert left_over(store) == []
+
+
+async def test_an_archive_of_unknown_length_cannot_fill_the_disk(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headroom stays free."""
+    disk, site.with_length = 5_000_000, False
+    most = [0]
+
+    def usage(folder: Path) -> Any:
+        used = sum(path.stat().st_size for path in store.backends.iterdir())
+        most[0] = max(most[0], used)
+        return shutil._ntuple_diskusage(disk, used, disk - used)
+
+    site.files["/one.tar"] = tar(entry("data", os.urandom(8_000_000)))
+    monkeypatch.setattr(source_files, "HEADROOM", 1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site)
+    assert 0 < most[0] <= 4_000_000
+    assert left_over(store) == []
+
+
+async def test_a_disk_that_fills_up_while_it_unpacks(
+    store: BackendStore, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    site.files["/one.tar"] = tar(entry("data", bytes(1000)))
+    monkeypatch.setattr(archives._Writer, "_write", full)
+    with pytest.raises(InstallFailed, match="Free up space"):
+        await install(store, site, uri="../one.tar\n  mirrors: [../two.tar]")
+    assert left_over(store) == []
 
 
 async def test_what_is_no_archive_is_named(tmp_path: Path, store: BackendStore, site: Site) -> None:
@@ -565,12 +620,12 @@ ENTRIES = st.builds(
 
 
 @pytest.mark.rule("worker-18.6")
-@given(layers=st.lists(st.lists(ENTRIES, max_size=2), min_size=1, max_size=2), whiteouts=st.booleans())
+@given(layers=st.lists(st.lists(ENTRIES, max_size=3), min_size=1, max_size=2), is_image=st.booleans())
 @settings(
     max_examples=150 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_whatever_layers_hold_nothing_is_written_outside(
-    tmp_path: Path, layers: list[list[tuple[tarfile.TarInfo, bytes]]], whiteouts: bool
+    tmp_path: Path, layers: list[list[tuple[tarfile.TarInfo, bytes]]], is_image: bool
 ) -> None:
     """A refusal, or plain files, folders and links inside, of which no other user may change any."""
     shutil.rmtree(tmp_path)
@@ -582,7 +637,12 @@ def test_whatever_layers_hold_nothing_is_written_outside(
         path.write_bytes(tar(*entries))
     target = home / "target"
     try:
-        archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, whiteouts=whiteouts)
+        archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, is_image=is_image)
+        links = [path for path in target.rglob("*") if path.is_symlink()]
+        to_machine = [path for path in links if os.readlink(path).startswith("/")]
+        assert is_image or not to_machine
+        for path in to_machine:
+            path.unlink()
         ends = [os.path.realpath(path) for path in target.rglob("*")]
         assert all(Path(end).is_relative_to(target) for end in ends)
     except (SourceError, OSError):
@@ -605,14 +665,16 @@ def test_sizes_and_counts_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, limit, data in (
         ("MOST_BYTES", 1_000_000, bomb),
         ("MOST_ENTRIES", 2, tar(entry("a"), entry("b"))),
-        ("HEADROOM", 2**62, tar()),
         ("MOST_ENTRIES", 9, header),
         ("MOST_ENTRIES", 9, gzip.compress(header)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)
-            with pytest.raises(SourceError, match=r"more than|Free up space|too long"):
+            with pytest.raises(SourceError, match=r"more than|too long"):
                 opened(data, tmp_path)
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    with pytest.raises(SourceError, match="Free up space"):
+        opened(tar(), tmp_path)
     assert not (tmp_path / "target").exists()
 
 

@@ -1,6 +1,7 @@
 """Images from registries: credentials, redirects, platforms, resumed layers, and how layers are merged."""
 
 import asyncio
+import errno
 import gzip
 import json
 import logging
@@ -11,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -21,16 +22,17 @@ import zstandard
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
 from localai_cluster.kit.tls import trust_besides
+from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import client, references
 from localai_cluster.registries.access import Access, RegistryError
 from localai_cluster.registries.client import Registries, this_platform
-from localai_cluster.worker import archives, download, images
+from localai_cluster.worker import archives, download, source_files
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
-from localai_cluster.worker.source_files import SourceError, Throttle
+from localai_cluster.worker.source_files import DiskFull, SourceError, Throttle
 from tests.support.certificates import Authority
 from tests.wire.registry import INDEX, PASSWORD, USER, Registry, digest_of, entry, layer
 
@@ -82,6 +84,33 @@ def named(registry: Registry, **more: Any) -> Access:
     """Access with the registry's credential; its token service speaks plain HTTP, so it must be named."""
     realm = more.pop("realm", f"http://{registry.host}/token")
     return Access([RegistrySetting(registry.host, USER, PASSWORD, realm, **more)])
+
+
+@pytest.mark.rule("worker-18.3")
+@pytest.mark.parametrize("tag", ["master-cpu-one", "master-cpu-one-development"])
+async def test_a_missing_latest_image_has_those_of_master_in_its_place(setup: Setup, tag: str) -> None:
+    """After the mirrors; the entry's own address is recorded, so a later check finds the `latest` image."""
+    digest = setup.registry.push("a/images", [layer(RUN)], tag=tag)
+    uri = f"oci://{setup.registry.host}/a/images:latest-cpu-one"
+    index = setup.store.backends.parent / "index.yaml"
+    index.write_text(f"- name: one\n  uri: {uri}\n  mirrors: [oci://{setup.registry.host}/a/mirror:x]\n")
+    work = Installer(setup.store, (index.parent,), 0, "default", setup.client, _unserved)
+    await work.install(InstallSource("one", [Gallery(str(index))]), setup.ticks.append)
+    metadata = read_metadata(setup.store.backends / "one")
+    assert (metadata.digest, metadata.uri) == (digest, uri)
+    versions = [request.path.rpartition("/")[2] for request in setup.registry.seen("registry")]
+    assert versions[:3] == ["latest-cpu-one", "x", "master-cpu-one"]
+
+
+def test_which_images_have_others_in_their_place() -> None:
+    """Only those that a tag names."""
+    for uri in (
+        "oci://h.test/latest-x/a:v1",
+        "https://h.test/latest-x.tar",
+        f"h.test/a@sha256:{'0' * 64}",
+        "x",
+    ):
+        assert references.fallbacks(uri) == ()
 
 
 @pytest.mark.rule("worker-18.6")
@@ -220,10 +249,27 @@ async def test_a_full_disk_is_told_before_the_first_layer(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup.registry.push("a/one", [layer(RUN)])
-    monkeypatch.setattr(images, "HEADROOM", 2**62)
-    with pytest.raises(SourceError, match="Free up space"):
+    monkeypatch.setattr(source_files, "HEADROOM", 2**62)
+    with pytest.raises(DiskFull, match="Free up space"):
         await setup.install()
     assert setup.registry.seen("storage") == []
+
+
+async def test_a_disk_that_fills_up_keeps_no_layer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the one that was being written nor those that were complete."""
+
+    def fill_up(archive: Any, file: BinaryIO, digest: Any, piece: bytes) -> None:
+        if file.tell() > 1_000_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(piece)
+        digest.update(piece)
+
+    setup.registry.push("a/one", [layer(RUN), layer(entry("b", os.urandom(3_000_000)))])
+    monkeypatch.setattr(download, "_write", fill_up)
+    with pytest.raises(DiskFull, match="Free up space"):
+        await setup.install()
+    assert len(setup.registry.seen("storage")) == 2
+    assert setup.left_over() == []
 
 
 async def test_a_cancelled_install_leaves_no_layer(setup: Setup) -> None:
@@ -509,7 +555,7 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
         paths.append(folder / f"layer{number}")
         paths[-1].write_bytes(data)
     target = folder / "target"
-    archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, whiteouts=True)
+    archives.unpack(paths, target, Throttle(0), threading.Event(), lambda *_: None, is_image=True)
     return target
 
 
@@ -518,15 +564,21 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
     [
         [layer(entry("../outside", b"x"))],
         [layer(entry("/outside", b"x"))],
-        [layer(entry("x", type=LINK, linkname="/etc"))],
         [layer(entry("x", type=LINK, linkname="..")), layer(entry("x/outside", b"x"))],
-        [layer(entry("x", type=LINK, linkname=".")), layer(entry("x/y", b"through a link"))],
+        [layer(entry("x", type=LINK, linkname="y"), entry("y", type=LINK, linkname="x"), entry("x/z"))],
+        [
+            layer(
+                entry("a", type=LINK, linkname="/b/../.."), entry("b", type=LINK, linkname=".."), entry("b/x")
+            )
+        ],
+        [layer(entry("x", type=LINK, linkname="/" + "a/" * 3000))],
+        [layer(entry("d/x"), entry("y", type=HARD, linkname="d"))],
+        [layer(entry("s", type=LINK, linkname="/usr"), entry("x", type=LINK, linkname="s/../../outside"))],
         [layer(entry("x", type=LINK, linkname="y")), layer(entry("y", type=LINK, linkname="../outside"))],
         [layer(entry("a/.wh...", b""), entry("x", type=HARD, linkname="../outside"))],
         [layer(entry("x", type=HARD, linkname="y")), layer(entry("y", b"later"))],
         [layer(entry("dev", type=tarfile.CHRTYPE))],
         [layer(entry("x", b"1")), layer(entry("x/y", b"below a file"))],
-        [layer(entry("x", b"1"), entry("x", b"2"))],
         [zstandard.compress(layer(entry("x", bytes(100_000))))[:-20]],
         [gzip.compress(layer(entry("x", os.urandom(100_000))))[:-20]],
     ],
@@ -537,6 +589,111 @@ def test_layers_that_are_refused(tmp_path: Path, layers: list[bytes]) -> None:
     assert not (tmp_path / "outside").exists()
 
 
+def contents(folder: Path) -> dict[str, str]:
+    """The target of each link, the content of each file, by path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {
+        str(path.relative_to(folder)): f"-> {os.readlink(path)}" if path.is_symlink() else path.read_text()
+        for path in paths
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (
+            [
+                layer(entry("usr/lib/x", b"x"), entry("lib64", type=LINK, linkname="/lib")),
+                layer(entry("lib", type=LINK, linkname="usr/lib")),
+            ],
+            {"usr/lib/x": "x", "lib": "-> usr/lib", "lib64": "-> lib"},
+        ),
+        (
+            [layer(entry("v/bin/python", type=LINK, linkname="/usr/bin/python3"))],
+            {"v/bin/python": "-> /usr/bin/python3"},
+        ),
+        (
+            [
+                layer(entry("v/bin/python", type=LINK, linkname="/usr/bin/py"), entry("usr/bin/py", b"own")),
+                layer(entry("root", type=LINK, linkname="/"), entry("usr/bin/up", type=LINK, linkname="/")),
+            ],
+            {
+                "v/bin/python": "-> ../../usr/bin/py",
+                "usr/bin/py": "own",
+                "root": "-> .",
+                "usr/bin/up": "-> ../..",
+            },
+        ),
+        (
+            [layer(entry("lib", type=LINK, linkname="usr/lib")), layer(entry("lib/a/b", b"below a link"))],
+            {"lib": "-> usr/lib", "usr/lib/a/b": "below a link"},
+        ),
+        (
+            [layer(entry("x", type=LINK, linkname="/etc")), layer(entry("x/passwd", b"mine"))],
+            {"x": "-> etc", "etc/passwd": "mine"},
+        ),
+        (
+            [layer(entry("x", type=LINK, linkname=".")), layer(entry("x/y", b"through a link"))],
+            {"x": "-> .", "y": "through a link"},
+        ),
+        (
+            [
+                layer(entry("lib", type=LINK, linkname="usr/lib"), entry("usr/lib/a", b"a")),
+                layer(entry("lib", type=FOLDER), entry("lib/b", b"b")),
+            ],
+            {"lib/b": "b", "usr/lib/a": "a"},
+        ),
+        (
+            [
+                layer(entry("lib", type=LINK, linkname="usr/lib"), entry("usr/lib/a", b"a")),
+                layer(entry("lib/.wh.a")),
+            ],
+            {"lib": "-> usr/lib"},
+        ),
+        (
+            [
+                layer(
+                    entry("l", type=LINK, linkname="x"),
+                    entry("d/m", type=HARD, linkname="l"),
+                    entry("x", b"x"),
+                )
+            ],
+            {"l": "-> x", "d/m": "-> x", "x": "x"},
+        ),
+        ([layer(entry("x", b"1"), entry("x", b"2"))], {"x": "2"}),
+        (
+            [layer(entry("x", b"1"), entry("x", type=LINK, linkname="y"), entry("y/z", b"2"))],
+            {"x": "-> y", "y/z": "2"},
+        ),
+        ([layer(entry("x/y", b"1"), entry("x", b"2"))], {"x": "2"}),
+        (
+            [layer(entry("x", b"1")), layer(entry("d/y", type=HARD, linkname="x"), entry("d/.wh..wh..opq"))],
+            {"x": "1", "d/y": "1"},
+        ),
+    ],
+)
+@pytest.mark.rule("worker-18.6")
+def test_layers_as_other_builders_write_them(
+    tmp_path: Path, layers: list[bytes], expected: dict[str, str]
+) -> None:
+    """D-ARCHIVES: links from the root of the image, files below a folder's link, a path that occurs twice."""
+    assert contents(unpacked(tmp_path, *layers)) == expected
+    assert sorted(os.listdir(tmp_path)) == [*(f"layer{number}" for number in range(len(layers))), "target"]
+
+
+def test_nothing_follows_a_link_to_the_machine(tmp_path: Path) -> None:
+    """Its files are neither read nor written, also if a path of the image runs through it."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    unpacked(
+        tmp_path,
+        layer(entry("x", type=LINK, linkname=str(outside)), entry("y", type=LINK, linkname="x/secret")),
+        layer(entry("x/.wh.secret"), entry("z", type=LINK, linkname=f"{outside}/secret")),
+        layer(entry("x/new", b"new", mode=0o777)),
+    )
+    assert list(outside.iterdir()) == []
+
+
 def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By size, by entries, by folders that only paths name; nothing is written."""
     deep = "/".join("d" * 1 for _ in range(500))
@@ -544,6 +701,11 @@ def test_bombs_of_all_layers_together_are_refused(tmp_path: Path, monkeypatch: p
         ("MOST_BYTES", 1_000_000, [zstandard.compress(layer(entry(f"x{n}", bytes(600_000)))) for n in "ab"]),
         ("MOST_ENTRIES", 3, [layer(entry("a"), entry("b")), layer(entry("c"), entry("d"))]),
         ("MOST_ENTRIES", 400, [layer(entry(deep))]),
+        (
+            "MOST_ENTRIES",
+            30,
+            [layer(*(entry(f"l{n}", type=LINK, linkname=f"l{n + 1}") for n in range(20)), entry("l0/x"))],
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(archives, name, limit)

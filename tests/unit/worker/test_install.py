@@ -6,6 +6,7 @@ import stat
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, choose
 from localai_cluster.kit.errors import ClusterError, InvalidInput
-from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.codec import decode_galleries, encode
 from localai_cluster.messaging.messages import Gallery, InstallRequest
 from localai_cluster.worker import download, source_files
 from localai_cluster.worker.backend_store import (
@@ -383,6 +384,25 @@ async def test_what_cannot_be_verified_is_refused_where_integrity_is_required(
             await strict.install(InstallSource("engine", (gallery,)), ignore)
     assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is bool(reason)
     assert reason in str(failed.value)
+
+
+@pytest.mark.rule("worker-18.3")
+@pytest.mark.parametrize("is_strict", [True, False])
+async def test_signatures_that_a_gallery_demands_are_not_passed_over(
+    store: BackendStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, is_strict: bool
+) -> None:
+    """D-SIGNATURES: refused where integrity is required, also if a digest names the image."""
+    monkeypatch.setattr(download, "PAUSES", (0.0,))
+    (tmp_path / "index.yaml").write_text(f"- name: one\n  uri: oci://127.0.0.1:1/a@sha256:{'0' * 64}\n")
+    (gallery,) = decode_galleries(
+        f'[{{"url": "file://{tmp_path}/index.yaml", "verification": {{"issuer": "https://issuer.test"}}}}]'
+    )
+    async with httpx.AsyncClient(trust_env=False) as client:
+        work = Installer(store, (tmp_path,), 0, "default", client, unserved, require_integrity=is_strict)
+        with pytest.raises(InstallFailed) as failed:
+            await work.install(InstallSource("one", (gallery,)), ignore)
+    assert ("LOCALAI_REQUIRE_BACKEND_INTEGRITY" in str(failed.value)) is is_strict
+    assert ("demands signatures" in caplog.text) is not is_strict
 
 
 @pytest.mark.rule("worker-18.3")

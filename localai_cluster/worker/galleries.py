@@ -1,0 +1,139 @@
+"""Galleries as a worker reads them: from their addresses, or else from a last good copy (worker.md §18.3)."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import httpx
+
+from localai_cluster import gallery_index
+from localai_cluster.gallery_index import Choice, GalleryEntry, GalleryUnreadable
+from localai_cluster.kit import clock
+from localai_cluster.kit.errors import NotFound
+from localai_cluster.messaging.messages import Gallery
+from localai_cluster.worker.backend_store import PARTIAL, remove_old_partials
+from localai_cluster.worker.download import OpenServed
+
+log = logging.getLogger(__name__)
+
+SKIPPED_FOR = 600.0
+"""Seconds for which an address is skipped after it failed slowly."""
+SLOW = 5.0
+"""Seconds after which a failure is slow; an address that fails at once costs nothing to read again."""
+
+
+class Galleries:
+    """The galleries of one worker; `copies` is the folder for the last good copies of their indexes."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        served: OpenServed,
+        roots: Sequence[Path],
+        github_url: str,
+        copies: Path | None,
+    ) -> None:
+        self._client = client
+        self._served = served
+        self._roots = roots
+        self._github_url = github_url
+        self._copies = copies
+        self._skipped_until: dict[str, float] = {}
+
+    async def choose(self, name: str, galleries: Sequence[Gallery], capability: str) -> Choice:
+        """Return the build for `name` on this machine.
+
+        Raise NotFound, which also gives the reasons for unreadable galleries.
+        """
+        now = clock.monotonic()
+        skip = {url for url, until in self._skipped_until.items() if until > now}
+        if skip:
+            try:
+                return await self._choose(name, galleries, capability, skip)
+            except NotFound as error:
+                log.info("%s; reading all addresses again", error.message)
+        return await self._choose(name, galleries, capability, ())
+
+    async def _choose(
+        self, name: str, galleries: Sequence[Gallery], capability: str, skip: Collection[str]
+    ) -> Choice:
+        entries: list[GalleryEntry] = []
+        problems = []
+        for gallery in galleries:
+            try:
+                index = await self._fetch(gallery, skip)
+                entries += index.entries
+                await asyncio.to_thread(self._keep, gallery, index.text)
+            except GalleryUnreadable as error:
+                problems.append(error.message)
+                log.warning("%s", error)
+                entries += await asyncio.to_thread(self._last_good, gallery)
+        try:
+            return gallery_index.choose(name, entries, capability)
+        except NotFound as error:
+            reasons = problems or ([] if galleries else ["no gallery is configured"])
+            raise NotFound("; ".join([error.message, *reasons])) from error
+
+    async def _fetch(self, gallery: Gallery, skip: Collection[str]) -> gallery_index.Index:
+        def note(url: str, seconds: float) -> None:
+            if seconds >= SLOW:
+                self._skipped_until[url] = clock.monotonic() + SKIPPED_FOR
+
+        return await gallery_index.fetch(
+            gallery,
+            self._client,
+            served=self._read_served,
+            resolve=lambda path: gallery_index.within(path, self._roots),
+            github_url=self._github_url,
+            skip=skip,
+            on_failure=note,
+        )
+
+    async def _read_served(self, name: str) -> bytes:
+        answer = await self._served(name, gallery_index.PLAIN)
+        try:
+            return await gallery_index.body_bounded(answer)
+        finally:
+            await answer.aclose()
+
+    def _copy_of(self, gallery: Gallery) -> Path | None:
+        """Return the path of the last good copy; None for a local index, whose absence is no outage."""
+        if self._copies is None or gallery_index.local_path(gallery.url) is not None:
+            return None
+        return self._copies / f"{hashlib.sha256(gallery.url.encode()).hexdigest()}.yaml"
+
+    def _keep(self, gallery: Gallery, text: bytes) -> None:
+        """Replace the copy in one step; other installs may be writing or reading it."""
+        if (copy := self._copy_of(gallery)) is None:
+            return
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            remove_old_partials(copy.parent)
+            with tempfile.NamedTemporaryFile(dir=copy.parent, prefix=PARTIAL, delete=False) as file:
+                try:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.replace(file.name, copy)
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+        except OSError as error:
+            log.warning("cannot keep a copy of gallery %s: %s", gallery.name, error)
+
+    def _last_good(self, gallery: Gallery) -> list[GalleryEntry]:
+        """Return the entries of the last good copy of an index; none without a copy."""
+        copy = self._copy_of(gallery)
+        try:
+            text = copy.read_bytes() if copy else b""
+            entries = gallery_index.parse(text, gallery) if text else []
+        except (OSError, GalleryUnreadable):
+            return []
+        if copy and text:
+            age = clock.now().timestamp() - copy.stat().st_mtime
+            log.warning("using the copy of gallery %s from %.0f s ago", gallery.name or "without a name", age)
+        return entries
