@@ -1,5 +1,6 @@
 """The worker's settings by flag and variable, its `--help`, and `check` on this machine."""
 
+import os
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.main import main
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = (ROOT / "docs" / "contract" / "worker.md").read_text(encoding="utf-8")
@@ -206,8 +208,10 @@ async def test_the_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -
 def test_the_command_tells_all_problems_and_fails(tmp_path: Path) -> None:
     """Exit code 1 for what it finds, 2 for wrong settings; found facts go to stdout, problems to stderr."""
     flags = ["--register-to", "http://127.0.0.1:1", "--http-addr", "192.0.2.1:9", "--data-dir", str(tmp_path)]
+    flags += ["--addr", f"127.0.0.1:{free_port()}"]
     command = [sys.executable, "-m", "localai_cluster.worker", "check", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    alone = {"PATH": os.environ["PATH"]}
+    ended = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "hardware: " in ended.stdout
     assert [line.partition(":")[0] for line in ended.stderr.splitlines()] == ["error", "error"]
