@@ -25,6 +25,7 @@ from localai_cluster.worker.control_plane import (
     DowngradeRefused,
     ServerKind,
 )
+from localai_cluster.worker.gpu_drivers import GIB
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.registration import hint
 
@@ -38,7 +39,7 @@ async def machine(config: Config) -> list[str]:
     gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or hardware.Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
-    found = f"{count} with {gpus.total / hardware.GIB:.0f} GiB" if gpus.total else "no GPU"
+    found = f"{count} with {gpus.total / GIB:.0f} GiB" if gpus.total else "no GPU"
     lines = [f"hardware: {found}, capability {capability}"]
     if config.without_effect:
         lines.append(f"settings: without effect in this worker: {', '.join(config.without_effect)}")

@@ -32,7 +32,8 @@ from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
-from localai_cluster.worker.hardware import CAPABILITY_FILE, Simulation, simulation
+from localai_cluster.worker.gpu_drivers import Simulation, simulation
+from localai_cluster.worker.hardware import CAPABILITY_FILE
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 HIGHEST_PORT = 65535

@@ -315,7 +315,7 @@ class Worker:
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
         if self._supervisor.running() and gpus.total:
-            body["available_vram"] = gpus.free
+            body["available_vram"] = gpus.free or 0  # 0, also if not known, changes no figure there
         running = registration.running_processes(self._supervisor.running(), self._config.advertise_host)
         return body | {"running_processes": running}
 
