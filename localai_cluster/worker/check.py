@@ -27,6 +27,7 @@ from localai_cluster.worker.control_plane import (
 )
 from localai_cluster.worker.gpu_drivers import GIB
 from localai_cluster.worker.identity import NodeIdentity
+from localai_cluster.worker.prefetch import refuse_served
 from localai_cluster.worker.registration import hint
 
 
@@ -107,7 +108,7 @@ async def report(config: Config, identity: NodeIdentity) -> list[str]:
         )
         lines = [line async for line in _server(config, identity, control_plane)]
     async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True) as client:
-        galleries = [await _gallery(config, client, gallery) for gallery in config.backend_galleries]
+        galleries = [await _gallery(config, client, gallery) for gallery in config.all_galleries]
     return [*lines, await _bus(config), *galleries]
 
 
@@ -158,7 +159,7 @@ async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) 
         index = await gallery_index.fetch(
             gallery,
             client,
-            served=_refuse_served,
+            served=refuse_served,
             resolve=lambda path: gallery_index.within(path, config.source_roots),
             timeout=CALL_LIMIT,
             github_url=config.github_url,
@@ -166,7 +167,3 @@ async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) 
     except gallery_index.GalleryUnreadable as error:
         return Problem(f"gallery: {error.message}")
     return f"gallery: {name} has {len(index.entries)} entries"
-
-
-async def _refuse_served(name: str) -> bytes:
-    raise ValueError(f"{name} is for registered nodes only")

@@ -64,6 +64,26 @@ def test_each_setting_can_be_given_as_a_flag(entry: object) -> None:
 
 
 @pytest.mark.rule("worker-2")
+def test_each_default_is_that_of_the_reference() -> None:
+    """D-NO-GALLERIES: there is no gallery that nobody has named. Addresses are derived (worker.md §3)."""
+    known = {name: entry for entry in SETTINGS for name in entry.names}
+    same = {"\N{EN DASH}": "", "**required**": "", "0 (= 65535)": "0", "<cwd>/backends": "./backends"}
+    same |= {"<cwd>/models": "./models", "host name, else `node-<pid>": "the host name"}
+    derived = {
+        "LOCALAI_ADVERTISE_ADDR",
+        "LOCALAI_HTTP_ADDR",
+        "LOCALAI_ADVERTISE_HTTP_ADDR",
+        "LOCALAI_NATS_URL",
+    }
+    galleries = {"LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES", "LOCALAI_GALLERIES", "GALLERIES"}
+    for variables, _, default, *_ in (cells for cells in ROWS if len(cells) > 3):
+        for name in set(expanded(variables)) - derived - galleries - {"LOCALAI_NATS_TLS_CA"}:
+            expected = same.get(text := default.strip("`"), text)
+            assert known[name].shown in (expected, expected or "false"), name
+    assert (config().backend_galleries, config().galleries) == ((), ())
+
+
+@pytest.mark.rule("worker-2")
 def test_a_flag_counts_more_than_a_variable_and_the_first_variable_most() -> None:
     environment = {"LOCALAI_BACKENDS_PATH": "/first", "BACKENDS_PATH": "/second", "MODELS_PATH": "/models"}
     found = config(environment)
@@ -145,8 +165,8 @@ def test_the_page_for_slurm_names_settings_that_exist() -> None:
 
 def test_settings_without_effect_are_named() -> None:
     assert config().without_effect == []
-    found = config({"LOCALAI_STORAGE_SECRET_KEY": "hush"}, prefetch_models="a,b")
-    assert found.without_effect == ["LOCALAI_PREFETCH_MODELS", "LOCALAI_STORAGE_SECRET_KEY"]
+    found = config({"LOCALAI_STORAGE_SECRET_KEY": "hush"}, storage_url="http://s")
+    assert found.without_effect == ["LOCALAI_STORAGE_URL", "LOCALAI_STORAGE_SECRET_KEY"]
     assert "hush" not in repr(found)
 
 
