@@ -61,6 +61,15 @@ class GalleryUnreadable(ClusterError):
 
 
 @dataclass(frozen=True)
+class ModelFile:
+    """A file of a model: its name below the models folder, its address and its hash."""
+
+    name: str
+    uri: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class GalleryEntry:
     """An entry of a gallery; `gallery` is its source."""
 
@@ -76,6 +85,7 @@ class GalleryEntry:
     license: str = ""
     urls: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    files: tuple[ModelFile, ...] = ()
     gallery: Gallery = field(default_factory=Gallery)
 
     @property
@@ -193,6 +203,24 @@ async def fetch(
             on_failure(url, clock.monotonic() - begin)
             reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
+
+
+async def model_files(
+    entry: GalleryEntry, client: httpx.AsyncClient, *, resolve: ResolvePath, github_url: str = GITHUB_URL
+) -> tuple[ModelFile, ...]:
+    """Return the files of a model: those of the document that its `url` names, and those of its entry.
+
+    Raise GalleryUnreadable, OSError, ValueError or httpx.HTTPError.
+    """
+    if not entry.uri:
+        return entry.files
+    async with asyncio.timeout(FETCH_TIMEOUT):
+        text = await _read(located(entry.uri, entry.gallery.url, github_url), client, resolve)
+    try:
+        document = await asyncio.to_thread(untrusted.load_yaml, text, _Loader)
+    except untrusted.InvalidYAML as error:
+        raise GalleryUnreadable(f"the document of model {entry.name} {error}") from error
+    return (*_files(document.get("files") if isinstance(document, dict) else None), *entry.files)
 
 
 def web_address(url: str, github_url: str = GITHUB_URL) -> str:
@@ -352,6 +380,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         license=_text(item.get("license")),
         urls=_texts(item.get("urls")),
         tags=_texts(item.get("tags")),
+        files=_files(item.get("files")),
         gallery=gallery,
     )
 
@@ -360,6 +389,15 @@ def _source(url: Any) -> str:
     """Return the address of a source; "" for that of a config file, which entries of models have there."""
     address = web_address(_text(url))
     return "" if urlsplit(address).path.lower().endswith((".yaml", ".yml")) else _text(url)
+
+
+def _files(value: Any) -> tuple[ModelFile, ...]:
+    listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
+    return tuple(
+        ModelFile(name, _text(item.get("uri")), _text(item.get("sha256")).strip().lower())
+        for item in listed
+        if isinstance(item, dict) and (name := _text(item.get("filename")))
+    )
 
 
 def _choices(value: Mapping[Any, Any]) -> dict[str, str]:

@@ -1,20 +1,33 @@
 """`localai-cluster-worker check`: report what the worker would meet with these settings, and change nothing.
 
-The server is asked two questions about a node that does not exist, so no node registers and none is counted
-as alive. Ports are opened for a moment, unless a worker runs with this data folder.
+The server gets a question about a node that does not exist and a registration without a name, so no node
+registers and none is counted as alive. Ports are opened for a moment, unless a worker runs with this data
+folder.
 """
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
 
+from localai_cluster import gallery_index
 from localai_cluster.kit.addresses import is_local
+from localai_cluster.messaging.messages import Gallery
+from localai_cluster.messaging.nats import complaint
 from localai_cluster.worker import hardware, identity, ports
 from localai_cluster.worker.config import Config, InvalidSettings
-from localai_cluster.worker.control_plane import CALL_LIMIT, CallFailed, ControlPlane, DowngradeRefused
+from localai_cluster.worker.control_plane import (
+    CALL_LIMIT,
+    CallFailed,
+    ControlPlane,
+    DowngradeRefused,
+    ServerKind,
+)
+from localai_cluster.worker.gpu_drivers import GIB
 from localai_cluster.worker.identity import NodeIdentity
+from localai_cluster.worker.prefetch import refuse_served
 from localai_cluster.worker.registration import hint
 
 
@@ -27,7 +40,7 @@ async def machine(config: Config) -> list[str]:
     gpus = await hardware.gpus(hardware.reader(config.test_gpus, tuple)) or hardware.Gpus()
     capability = hardware.detect_capability(config.capability, gpus, config.capability_file)
     count = f"{len(gpus.each)} GPUs" if gpus.each is not None else "GPUs"
-    found = f"{count} with {gpus.total / hardware.GIB:.0f} GiB" if gpus.total else "no GPU"
+    found = f"{count} with {gpus.total / GIB:.0f} GiB" if gpus.total else "no GPU"
     lines = [f"hardware: {found}, capability {capability}"]
     if config.without_effect:
         lines.append(f"settings: without effect in this worker: {', '.join(config.without_effect)}")
@@ -48,6 +61,13 @@ def _folders(config: Config) -> Iterator[str]:
             yield Problem(
                 f"folder: cannot write {folder}; set {name} to a folder that this user can write to"
             )
+    system = config.backends_system_path
+    if not system.exists():
+        yield f"folder: {system} does not exist, so there are no system backends"
+    elif system.is_dir() and os.access(system, os.R_OK | os.X_OK):
+        yield f"folder: {system} (read-only)"
+    else:
+        yield Problem(f"folder: cannot read {system}; set LOCALAI_BACKENDS_SYSTEM_PATH to a readable folder")
 
 
 def _addresses(config: Config) -> Iterator[str]:
@@ -81,35 +101,69 @@ def _ports(config: Config) -> Iterator[str]:
 
 
 async def report(config: Config, identity: NodeIdentity) -> list[str]:
-    """Return the lines of the report; those that need a fix are of type Problem."""
+    """Return the lines of the report on server, bus and galleries; a Problem needs a fix."""
     async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True) as client:
         control_plane = ControlPlane(
             config.register_to, config.registration_token, identity, "", client, allow_stock=True
         )
-        return [line async for line in _lines(config, identity, control_plane)]
+        lines = [line async for line in _server(config, identity, control_plane)]
+    async with httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.registry_ca or True) as client:
+        galleries = [await _gallery(config, client, gallery) for gallery in config.all_galleries]
+    return [*lines, await _bus(config), *galleries]
 
 
-async def _lines(config: Config, identity: NodeIdentity, control_plane: ControlPlane) -> AsyncIterator[str]:
+async def _server(config: Config, identity: NodeIdentity, control_plane: ControlPlane) -> AsyncIterator[str]:
     yield f"node: {config.node_name} at {config.advertise_addr}"
     yield f"files and logs: at {config.advertise_http_addr}"
     yield f"data folder: {config.data_dir}"
     try:
-        knows_secrets = await control_plane.knows_secrets()
-        if knows_secrets:
-            yield f"server: LocalAI Cluster at {config.register_to}; this node has its own secret"
-            return
-        accepts_token = await control_plane.accepts_token()
+        kind = ServerKind.CLUSTER if await control_plane.knows_secrets() else ServerKind.STOCK
+        accepts_token = await control_plane.accepts_token(kind)
     except CallFailed as error:
         yield Problem(f"server: {error}{hint(error)}")
+        return
+    if not accepts_token:
+        yield Problem("server: it refuses the registration token; set LOCALAI_REGISTRATION_TOKEN to its own")
+    if kind is ServerKind.CLUSTER:
+        yield f"server: LocalAI Cluster at {config.register_to}; this node has its own secret"
         return
     yield f"server: stock LocalAI at {config.register_to}; all nodes share the registration token"
     if identity.is_accepted_by(config.register_to) and not config.allow_stock_frontend:
         yield Problem(f"server: {DowngradeRefused(config.register_to)}")
-    if not accepts_token:
-        yield Problem("server: it refuses the registration token; set LOCALAI_REGISTRATION_TOKEN to its own")
     if not config.registration_token:
         yield Problem(
             "access: without LOCALAI_REGISTRATION_TOKEN files, logs and engines of this worker stay closed"
         )
     if config.nats is None:
         yield Problem("bus: set LOCALAI_NATS_URL, since a stock frontend does not say where the bus is")
+
+
+async def _bus(config: Config) -> str:
+    """Connect to the bus of the settings; that of a registration is not known yet."""
+    if config.nats is None:
+        return "bus: not checked, since its address comes with the registration"
+    where = ", ".join(config.nats.urls)
+    reason = await complaint(replace(config.nats, tls=config.nats_tls))
+    if not reason:
+        return f"bus: connected to {where}"
+    if "authorization violation" in reason.lower() and not config.nats.proves_itself:
+        return f"bus: {where} requires credentials, which must come with the registration"
+    return Problem(f"bus: {where}: {reason}; check LOCALAI_NATS_URL and its credentials and certificates")
+
+
+async def _gallery(config: Config, client: httpx.AsyncClient, gallery: Gallery) -> str:
+    name = gallery.name or gallery_index.public_url(gallery.url)
+    if gallery_index.served_name(gallery.url) is not None:
+        return f"gallery: {name} comes from the control plane, for registered nodes only"
+    try:
+        index = await gallery_index.fetch(
+            gallery,
+            client,
+            served=refuse_served,
+            resolve=lambda path: gallery_index.within(path, config.source_roots),
+            timeout=CALL_LIMIT,
+            github_url=config.github_url,
+        )
+    except gallery_index.GalleryUnreadable as error:
+        return Problem(f"gallery: {error.message}")
+    return f"gallery: {name} has {len(index.entries)} entries"

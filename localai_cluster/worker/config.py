@@ -32,7 +32,8 @@ from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
-from localai_cluster.worker.hardware import CAPABILITY_FILE, Simulation, simulation
+from localai_cluster.worker.gpu_drivers import Simulation, simulation
+from localai_cluster.worker.hardware import CAPABILITY_FILE
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 HIGHEST_PORT = 65535
@@ -110,6 +111,8 @@ _ROOTS = Kind(
     "paths",
 )
 _GPUS = Kind(simulation, "groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB", None)
+_NAMES = Kind(lambda text: tuple(name for part in text.split(",") if (name := part.strip())), "names", ())
+_MIRROR = Kind(lambda text: (text if "://" in text else f"https://{text}").rstrip("/"), "the URL of a mirror")
 _GALLERY_LIST = Kind(_galleries, 'a JSON list such as [{"name":"local","url":"file:///srv/index.yaml"}]', ())
 
 
@@ -201,8 +204,14 @@ class Config(env.SharedSettings):
         ("LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES"), _GALLERY_LIST, group="Backends and engines"
     )
     """JSON list of {"name", "url"}: the galleries for commands that name none."""
+    galleries: tuple[Gallery, ...] = setting(("LOCALAI_GALLERIES", "GALLERIES"), _GALLERY_LIST)
+    """JSON list of {"name", "url"}: the galleries of models for --prefetch-models."""
+    prefetch_models: tuple[str, ...] = setting(("LOCALAI_PREFETCH_MODELS", "PREFETCH_MODELS"), _NAMES)
+    """Models of the galleries, separated by commas, whose files are fetched before the registration."""
+    hugging_face_url: str = setting(("HF_MIRROR", "HF", "HF_ENDPOINT"), _MIRROR, "https://huggingface.co")
+    """Base URL of the files that `huggingface://` and `hf://` addresses name; it may be a mirror."""
     download_rate: int = setting("LOCALAI_WORKER_DOWNLOAD_RATE", _RATE, "0")
-    """Bandwidth limit of installs, in bytes per second. 0 = unlimited."""
+    """Bandwidth limit of downloads, in bytes per second. 0 = unlimited."""
     require_backend_integrity: bool = setting(
         ("LOCALAI_REQUIRE_BACKEND_INTEGRITY", "REQUIRE_BACKEND_INTEGRITY"), SWITCH, "false"
     )
@@ -220,11 +229,7 @@ class Config(env.SharedSettings):
     test_gpus: Simulation | None = setting("LOCALAI_TEST_GPUS", _GPUS)
     """For tests: report GPUs that do not exist, and after a colon what each engine takes of them."""
 
-    galleries: str = setting(("LOCALAI_GALLERIES", "GALLERIES"), group="Without effect")
-    """Galleries of models. This worker prefetches none."""
-    prefetch_models: str = setting(("LOCALAI_PREFETCH_MODELS", "PREFETCH_MODELS"))
-    """Models to fetch before the start. The control plane sends models when they are needed."""
-    storage_url: str = setting("LOCALAI_STORAGE_URL", SECRET)
+    storage_url: str = setting("LOCALAI_STORAGE_URL", SECRET, group="Without effect")
     """Object store. Files come over HTTP, never through an object store."""
     storage_bucket: str = setting("LOCALAI_STORAGE_BUCKET")
     """Bucket in the object store."""
@@ -240,6 +245,11 @@ class Config(env.SharedSettings):
         """Variables that are set and that this worker does not use, for a warning."""
         entries = (entry for entry in SETTINGS if entry.group == "Without effect")
         return [entry.names[0] for entry in entries if getattr(self, entry.key)]
+
+    @property
+    def all_galleries(self) -> tuple[Gallery, ...]:
+        """The galleries of backends, and those of models if models are prefetched."""
+        return (*self.backend_galleries, *(self.galleries if self.prefetch_models else ()))
 
     @property
     def advertise_host(self) -> str:

@@ -15,6 +15,7 @@ control plane may have accepted it without the worker receiving the response.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,7 +27,7 @@ import httpx
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import grouped
-from localai_cluster.worker.identity import IdentityError, NodeIdentity
+from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIdentity
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ DOWNGRADE_PAUSE = 60.0
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
+NODE_ERROR = "node_error"
+"""Type of every error of the node routes; another server's 404 has none."""
+REGISTER = "/api/node/register"
 NO_NODE = "00000000-0000-0000-0000-000000000000"
 PENDING = "pending"
 
@@ -47,15 +51,17 @@ class CallFailed(ClusterError):
     """The call failed; `http_status` is 0 when there was no answer.
 
     `rotate`: the control plane requests a new secret first. `wait`: seconds to pause (429), at most 30.
+    `kind`: the `type` of a nested error.
     """
 
     code = "control_plane_call_failed"
     permanent = False
 
     def __init__(
-        self, message: str, http_status: int = 0, *, rotate: bool = False, wait: float = 0.0
+        self, message: str, http_status: int = 0, *, rotate: bool = False, wait: float = 0.0, kind: str = ""
     ) -> None:
         super().__init__(message)
+        self.kind = kind
         self.http_status = http_status
         self.rotate = rotate
         self.wait = wait
@@ -137,7 +143,7 @@ class ControlPlane:
         headers = _bearer(self._token)
         values = {**body, **({"token": self._token} if self._token else {})}
         response = await self._with_secret(
-            lambda secret: self._call("POST", "/api/node/register", headers | {SECRET_HEADER: secret}, values)
+            lambda secret: self._call("POST", REGISTER, headers | {SECRET_HEADER: secret}, values)
         )
         if not isinstance(response, dict) or not isinstance(response.get("id"), str) or not response["id"]:
             raise CallFailed("the control plane answered the registration without a node id")
@@ -167,25 +173,36 @@ class ControlPlane:
     async def knows_secrets(self) -> bool:
         """Return True if the server identifies nodes by their secrets, as LocalAI Cluster does.
 
-        This reads the replicas of a node that does not exist, which changes nothing: with a well-formed
-        secret LocalAI Cluster answers 404, a stock frontend 401, or 200 if it has no token. Raise CallFailed
-        without an answer.
+        This reads the replicas of a node that does not exist, with a secret that no node has: LocalAI Cluster
+        answers that it does not know the node, a stock frontend 401, or 200 if it has no token. The node's
+        own secret is not sent, since the server may be another one. Raise CallFailed without such an answer.
         """
-        return await self._look_up_no_node(self._identity.secret) == 404
-
-    async def accepts_token(self) -> bool:
-        """Return True if a stock frontend accepts the registration token. Raise CallFailed."""
-        return await self._look_up_no_node(self._token) == 200
-
-    async def _look_up_no_node(self, credential: str) -> int:
-        """Return the HTTP status of reading the replicas of a node that does not exist. Raise CallFailed."""
         try:
-            await self._call("GET", _path(NO_NODE, "models"), _bearer(credential), None)
+            path = _path(NO_NODE, "models")
+            await self._call("GET", path, _bearer(secrets.token_hex(SECRET_BYTES)), None)
         except CallFailed as error:
+            if error.http_status == 404 and error.kind != NODE_ERROR:
+                raise CallFailed(f"the server at {self._base} is not LocalAI: {error}", 404) from error
             if error.http_status not in (401, 403, 404):
                 raise
-            return error.http_status
-        return 200
+            return error.http_status == 404
+        return False
+
+    async def accepts_token(self, kind: ServerKind) -> bool:
+        """Return True if the server, of this kind, accepts the registration token. Raise CallFailed.
+
+        This registers without a name, which no server accepts; it checks the token first (worker.md §5.1).
+        """
+        headers = _bearer(self._token)
+        if kind is ServerKind.CLUSTER:  # a known node goes on when the token is replaced
+            headers |= {SECRET_HEADER: self._identity.secret}
+        try:
+            await self._call("POST", REGISTER, headers, {"name": "", "token": self._token})
+        except CallFailed as error:
+            if error.http_status not in (400, 401, 403):
+                raise
+            return error.http_status == 400
+        raise CallFailed(f"the server at {self._base} has accepted a registration without a name")
 
     async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
         """Report that this node is alive, with its figures and ended engines. Raise CallFailed."""
@@ -332,6 +349,7 @@ def _refusal_error(response: httpx.Response) -> CallFailed:
         status,
         rotate=status == 401 and isinstance(content, dict) and content.get("rotate") is True,
         wait=_wait(response) if status == 429 else 0.0,
+        kind=_kind(content),
     )
 
 
@@ -341,6 +359,11 @@ def _reason(response: httpx.Response, content: Any) -> str:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
     return str(error.get("message", "") if isinstance(error, dict) else error)[:300]
+
+
+def _kind(content: Any) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
+    return _text(error.get("type")) if isinstance(error, dict) else ""
 
 
 def _wait(response: httpx.Response) -> float:

@@ -21,7 +21,7 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.hardware import visible_gpus
+from localai_cluster.worker.gpu_drivers import visible_gpus
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.ports import PortAllocator, bindable
 

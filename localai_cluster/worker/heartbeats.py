@@ -32,7 +32,7 @@ async def figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """Measure the figures for the body of a heartbeat."""
     measured: dict[str, Any] = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
     gpus = await hardware.gpus(reader)
-    if gpus is None or gpus == Gpus():
+    if gpus is None or gpus == Gpus() or gpus.free is None:
         return measured
     measured["available_vram"] = gpus.free
     return measured if gpus.each is None else measured | {"gpus": [gpu.report for gpu in gpus.each]}

@@ -27,7 +27,10 @@ SECRET_BYTES = 32
 SECRET_FILE = "node-secret"
 NEXT_FILE = "node-secret.next"
 SERVERS_FILE = "node-servers"
-"""One origin per line: the servers that have accepted the secret, or a former one of this folder."""
+"""One origin per line: the servers that have accepted the secret, or a former one of this folder.
+
+Older workers did not write it, so without it any server may have accepted the secret.
+"""
 LOCK_FILE = "worker.lock"
 
 
@@ -49,11 +52,13 @@ class NodeIdentity:
         self._servers = _read_servers(self._servers_path)
         self.successor = _read(self._next)
         if read_only:
-            self.secret = _read(self._path) or self.successor or secrets.token_hex(SECRET_BYTES)
+            self.secret = _read(self._path) or self.successor
+            if not self.secret:
+                self.secret, self._servers = secrets.token_hex(SECRET_BYTES), self._servers or []
             return
         if self.successor and not os.path.lexists(self._path):
             self._replace_file()
-        self.secret = _read(self._path) or _create(self._path)
+        self.secret = _read(self._path) or self._create_first()
 
     @property
     def fingerprint(self) -> str:
@@ -81,17 +86,29 @@ class NodeIdentity:
 
     def is_accepted_by(self, url: str) -> bool:
         """Return True if the server at `url` has accepted this worker's secret before."""
-        return _origin(url) in self._servers
+        return self._servers is None or _origin(url) in self._servers
 
     def record_acceptance(self, url: str) -> None:
         """Remember durably that the server at `url` has accepted the secret."""
-        if self.is_accepted_by(url):
+        known = self._servers or []
+        if _origin(url) in known:
             return
-        self._servers = [*self._servers, _origin(url)]
         try:
-            _write(self._servers_path, "".join(f"{origin}\n" for origin in self._servers))
+            self._write_servers([*known, _origin(url)])
         except OSError as error:
             log.error("cannot write %s: %s", self._servers_path, error.strerror)
+
+    def _create_first(self) -> str:
+        if self._servers is None:  # first, so that no secret is without it
+            try:
+                self._write_servers([])
+            except OSError as error:
+                raise _unwritable(self._servers_path, error) from error
+        return _create(self._path)
+
+    def _write_servers(self, origins: list[str]) -> None:
+        self._servers = origins
+        _write(self._servers_path, "".join(f"{origin}\n" for origin in origins))
 
     def _replace_file(self) -> None:
         os.rename(self._next, self._path)
@@ -106,11 +123,11 @@ def _origin(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
-def _read_servers(path: Path) -> list[str]:
+def _read_servers(path: Path) -> list[str] | None:
     try:
         return path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
-        return []
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise IdentityError(f"cannot read {path}: {error}. Make it a file that this user owns.") from error
 
@@ -143,13 +160,17 @@ def _create(path: Path) -> str:
             os.link(new_file, path)
         _sync(path.parent)
     except OSError as error:
-        raise IdentityError(
-            f"cannot write the node's secret to {path}: {error.strerror}. "
-            "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
-        ) from error
+        raise _unwritable(path, error) from error
     finally:
         new_file.unlink(missing_ok=True)
     return _read(path)
+
+
+def _unwritable(path: Path, error: OSError) -> IdentityError:
+    return IdentityError(
+        f"cannot write the node's identity to {path}: {error.strerror}. "
+        "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
+    )
 
 
 def _read(path: Path) -> str:

@@ -42,6 +42,7 @@ from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.ports import PortAllocator, open_probe_listener
+from localai_cluster.worker.prefetch import prefetch
 from localai_cluster.worker.progress import ProgressStream
 from localai_cluster.worker.registration import BusCredentials
 
@@ -104,6 +105,7 @@ class Worker:
         listener: socket.socket,
     ) -> None:
         self._config = config
+        self._downloads = downloads
         self._listener = listener
         self._capability = capability
         self._node_id = ""
@@ -213,7 +215,7 @@ class Worker:
         files, application = self._files, self._application
         async with files.running(), serving(self._listener, application), self._pauses.watched():
             try:
-                await self._until_stopped(self._register())
+                await self._until_stopped(self._prefetch_and_register())
                 if not self._stop.is_set():
                     self._bus.start()
                     await self._commands.subscribe(self._node_id)
@@ -244,6 +246,10 @@ class Worker:
             for pending in (task, stop):
                 pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
+
+    async def _prefetch_and_register(self) -> None:
+        await prefetch(self._config, self._downloads)
+        await self._register()
 
     async def _register(self) -> None:
         async with self._registering:
@@ -315,7 +321,7 @@ class Worker:
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
         if self._supervisor.running() and gpus.total:
-            body["available_vram"] = gpus.free
+            body["available_vram"] = gpus.free or 0  # 0, also if not known, changes no figure there
         running = registration.running_processes(self._supervisor.running(), self._config.advertise_host)
         return body | {"running_processes": running}
 

@@ -30,6 +30,7 @@ FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 INBOX = "_INBOX.test"
 NO_NODE = "/00000000-"
 """Part of the path where a worker asks whether the server knows secrets."""
+UNKNOWN_NODE = {"error": {"code": 404, "message": "node not found", "type": "node_error"}}
 R = TypeVar("R")
 USER, PASSWORD = "tester", "p@ss:w/rd"
 
@@ -133,7 +134,7 @@ class StubControlPlane(HttpServer):
             self.rotating = False
             return 200, {"message": "secret rotated"}
         if NO_NODE in call.path:
-            return (200, []) if self.is_stock else (404, {"error": {"message": "node not found"}})
+            return (200, []) if self.is_stock else (404, UNKNOWN_NODE)
         if call.path.endswith("/models"):
             return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
         return 200, {"message": "ok"}

@@ -195,7 +195,7 @@ class ControlPlane(HttpServer):
             if secret := call.headers.get("x-localai-node-secret"):
                 body["fingerprint"] = hashlib.sha256(secret.encode()).hexdigest()
         elif call.path.startswith(f"/api/node/{NO_NODE}/"):
-            return 404, b'{"error": {"message": "node not found"}}'
+            return 404, b'{"error": {"code": 404, "message": "node not found", "type": "node_error"}}'
         elif call.path.endswith("/models"):
             return 200, json.dumps([{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]).encode()
         return status, json.dumps(body).encode()

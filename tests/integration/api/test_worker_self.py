@@ -64,6 +64,17 @@ def test_a_worker_drains_and_resumes_itself() -> None:
     assert api.node(node.id).status == "healthy"
 
 
+@pytest.mark.rule("http-1.1", "http-1.6")
+def test_a_worker_learns_the_kind_of_server_and_whether_its_token_is_good_without_registering() -> None:
+    """A secret of no node is enough, and a registration without a name; neither leaves anything."""
+    unknown = call(UUID(int=0), "models", api.worker("f" * 64))
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "node_error")
+    assert api.register(api.registration(name="")).status_code == 400
+    refused = api.register(api.registration(name=""), Authorization="Bearer wrong")
+    assert refused.status_code == 401
+    assert not BackendNode.objects.exists()
+
+
 @pytest.mark.rule("http-1.4", "R1.18")
 def test_resume_on_a_pending_node_is_refused() -> None:
     """D-RESUME-PENDING: the reference lets a worker bypass approval."""

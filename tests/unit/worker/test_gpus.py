@@ -15,12 +15,11 @@ import pytest
 
 from localai_cluster.worker import hardware
 from localai_cluster.worker.config import InvalidSettings, build
-from localai_cluster.worker.hardware import (
+from localai_cluster.worker.gpu_drivers import (
     AmdGpus,
     FirstDriver,
     Gpu,
-    GpuReader,
-    Gpus,
+    IntelGpus,
     NoDriver,
     Nvml,
     SimulatedGpus,
@@ -28,6 +27,7 @@ from localai_cluster.worker.hardware import (
     simulation,
     visible_gpus,
 )
+from localai_cluster.worker.hardware import GpuReader, Gpus
 from localai_cluster.worker.heartbeats import figures
 
 GIB = 2**30
@@ -272,7 +272,7 @@ def test_simulated_engines_take_memory_where_they_were_put() -> None:
     one, two = (gpu.id for gpu in source.read())
 
     def free() -> list[int]:
-        return [gpu.free_vram // GIB for gpu in source.read()]
+        return [(gpu.free_vram or 0) // GIB for gpu in source.read()]
 
     assert free() == [24, 24]
     users[:] = [(two,), (one, two)]
@@ -343,6 +343,41 @@ def test_the_first_driver_of_the_machine_is_read(library: Library, tmp_path: Pat
     assert [gpu.vendor for gpu in source.read()] == ["amd"]
 
 
+def test_a_driver_without_a_gpu_hides_no_other_vendor(library: Library, tmp_path: Path) -> None:
+    """NVML answers with 0 devices where its driver is installed and the card is AMD's."""
+    library.count = 0
+    source = FirstDriver(Nvml(library), AmdGpus(tmp_path))
+    with pytest.raises(NoDriver):
+        source.read()
+    amd_card(tmp_path, 0)
+    assert [gpu.vendor for gpu in source.read()] == ["amd"]
+
+
+def write_file(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+@pytest.mark.rule("R1.3", "worker-6")
+async def test_intel_gpus_are_read_from_the_files_of_their_drivers(tmp_path: Path) -> None:
+    """xe has a folder for each tile, i915 one figure; a GPU without memory of its own has neither."""
+    for number in range(3):
+        write_file(tmp_path / f"card{number}" / "device" / "vendor", "0x8086")
+    for tile in range(2):
+        memory = tmp_path / "card0" / "device" / f"tile{tile}" / "physical_vram_size_bytes"
+        write_file(memory, str(24 * GIB))
+    write_file(tmp_path / "card1" / "lmem_total_bytes", str(16 * GIB))
+    gpus = IntelGpus(tmp_path).read()
+    assert [(gpu.total_vram, gpu.free_vram, gpu.vendor) for gpu in gpus] == [
+        (48 * GIB, None, "intel"),
+        (16 * GIB, None, "intel"),
+    ]
+    assert Gpus.of(gpus) == Gpus(64 * GIB, None, "intel", "", None)
+    assert hardware.detect_capability("", Gpus.of(gpus), tmp_path / "none") == "intel"
+    reader = GpuReader(FirstDriver(AmdGpus(tmp_path), IntelGpus(tmp_path)))
+    assert not {"gpus", "available_vram"} & set(await figures(tmp_path, reader))
+
+
 def test_rocm_is_told_unique_ids() -> None:
     assert visible_gpus(["GPU-9246a27d3e3c7102"]) == {"ROCR_VISIBLE_DEVICES": "GPU-9246a27d3e3c7102"}
     assert "CUDA_VISIBLE_DEVICES" in visible_gpus(UUIDS)
@@ -356,5 +391,5 @@ async def test_the_memory_of_an_apple_chip_is_that_of_the_machine(
     library.errors["nvmlInit", None] = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
     found = await hardware.gpus(GpuReader(Nvml(library)))
     assert found is not None
-    assert found.total > found.free > 0
+    assert found.total > (found.free or 0) > 0
     assert (found.vendor, found.each, hardware.detect_capability("", found)) == ("apple", None, "metal")

@@ -134,7 +134,7 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
         thread.join()
     assert len(set(secrets)) == 1
     assert len(secrets[0]) == 64
-    assert [path.name for path in tmp_path.iterdir()] == ["node-secret"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["node-secret", "node-servers"]
     path = tmp_path / "node-secret"
     path.chmod(0o644)
     assert identity.NodeIdentity(tmp_path).secret == secrets[0]

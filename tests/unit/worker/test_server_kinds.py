@@ -33,6 +33,7 @@ from tests.support.ports import free_port
 CLUSTER, STOCK = ServerKind.CLUSTER, ServerKind.STOCK
 URL = "http://frontend:8080"
 HOUR = 3600
+UNKNOWN_NODE = {"error": {"code": 404, "message": "node not found", "type": "node_error"}}
 
 
 class Server:
@@ -58,6 +59,8 @@ class Server:
         if route == "register":
             if bearer != f"Bearer {self.token}":
                 return 401, {"error": "invalid registration token"}
+            if json.loads(request.content).get("name") == "":
+                return 400, {"error": {"message": "name is required"}}
             self.is_known = True
             secret = request.headers["x-localai-node-secret"]
             proof = {"fingerprint": hashlib.sha256(secret.encode()).hexdigest()}
@@ -69,9 +72,9 @@ class Server:
         if self.kind is CLUSTER and len(bearer) != len("Bearer ") + 64:
             return 401, {"error": "invalid node credential"}
         if route == "models" and "/00000000-" in request.url.path:
-            return (200, []) if self.kind is STOCK else (404, {"error": {"message": "node not found"}})
+            return (200, []) if self.kind is STOCK else (404, UNKNOWN_NODE)
         if not self.is_known:
-            return 404, {"error": {"message": "node not found"}}
+            return 404, UNKNOWN_NODE
         return 200, {"message": "ok"}
 
     def routes(self, *statuses: int) -> list[str]:
@@ -99,6 +102,42 @@ async def test_every_call_carries_the_credential_of_the_server(
     await control_plane.deregister("n")
     expected = NodeIdentity(tmp_path).secret if credential == "secret" else credential
     assert {bearer for _, bearer, _ in server.calls[1:]} == {expected}
+
+
+async def test_a_server_is_asked_for_its_kind_with_a_secret_of_no_node(tmp_path: Path) -> None:
+    """Whoever answers now may be another one, so the node's own secret stays here."""
+    server = Server(CLUSTER)
+    await connect(tmp_path, server).register({})
+    server.kind, server.calls = STOCK, []
+    with pytest.raises(DowngradeRefused):
+        await connect(tmp_path, server).register({})
+    [(_, bearer, _)] = server.calls
+    assert len(bearer) == 64
+    assert bearer != NodeIdentity(tmp_path).secret
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"error": "no such page"}, {"error": {"message": "node not found"}}, []]
+)
+async def test_a_server_that_answers_every_path_with_404_is_not_localai(tmp_path: Path, body: Any) -> None:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404, json=body)))
+    control_plane = ControlPlane(URL, "tok", NodeIdentity(tmp_path), "1f" * 16, client)
+    with pytest.raises(CallFailed, match="is not LocalAI"):
+        await control_plane.knows_secrets()
+
+
+async def test_a_data_folder_of_an_older_worker_serves_no_stock_frontend(tmp_path: Path) -> None:
+    """It has no record of the servers that have accepted its secret, so any may have."""
+    NodeIdentity(tmp_path)
+    (tmp_path / "node-servers").unlink()
+    server = Server(STOCK)
+    with pytest.raises(DowngradeRefused):
+        await connect(tmp_path, server).register({})
+    assert server.routes() == ["models"]
+    server.kind = CLUSTER
+    assert (await connect(tmp_path, server).register({})).kind is CLUSTER
+    assert NodeIdentity(tmp_path).is_accepted_by(URL)
+    assert not NodeIdentity(tmp_path).is_accepted_by("http://other")
 
 
 async def test_a_server_that_has_accepted_the_secret_is_not_served_with_the_token(tmp_path: Path) -> None:
@@ -403,9 +442,14 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Server:
     return server
 
 
+async def reached(servers: Servers) -> str:
+    return ""
+
+
 async def test_the_check_names_the_kind_of_the_server_and_registers_nothing(
-    tmp_path: Path, checked: Server
+    tmp_path: Path, checked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(check, "complaint", reached)
     given = {"registration_token": "tok", "nats_url": "nats://n:4222"}
     lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: stock LocalAI at {URL}; all nodes share the registration token" in lines
@@ -413,7 +457,11 @@ async def test_the_check_names_the_kind_of_the_server_and_registers_nothing(
     checked.kind = CLUSTER
     lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
     assert f"server: LocalAI Cluster at {URL}; this node has its own secret" in lines
-    assert set(checked.routes()) == {"models"}
+    assert checked.routes(200, 404) == ["models"]
+    assert checked.routes(400) == ["register"] * 2, "without a name, so nothing is registered"
+    given["registration_token"] = "other"
+    lines = await check.report(config(tmp_path, **given), NodeIdentity(tmp_path))
+    assert [line for line in lines if isinstance(line, check.Problem) and "refuses the reg" in line]
 
 
 async def test_the_check_leaves_no_file(tmp_path: Path, checked: Server) -> None:
@@ -440,6 +488,32 @@ async def test_the_check_names_what_is_wrong_on_a_stock_frontend(tmp_path: Path,
         assert text in problems
     lines = await check.report(config(tmp_path, allow_stock_frontend="true"), identity)
     assert not [line for line in lines if "--allow-stock-frontend" in line]
+
+
+async def test_the_check_names_bus_folder_and_galleries_that_cannot_be_used(
+    tmp_path: Path, checked: Server
+) -> None:
+    index = tmp_path / "backends" / "index.yaml"
+    index.parent.mkdir()
+    index.write_text("- name: one\n")
+    urls = {"good": index.as_uri(), "bad": (tmp_path / "other.yaml").as_uri(), "own": "cluster:index.yaml"}
+    given = config(
+        tmp_path,
+        nats_url=f"nats://127.0.0.1:{free_port()}",
+        backends_path=str(index.parent),
+        backends_system_path=str(index),
+        backend_galleries=json.dumps([{"name": name, "url": url} for name, url in urls.items()]),
+    )
+    lines = await check.report(given, NodeIdentity(tmp_path)) + await check.machine(given)
+    problems = " ".join(line for line in lines if isinstance(line, check.Problem))
+    assert "gallery: good has 1 entries" in lines
+    assert "gallery: own comes from the control plane, for registered nodes only" in lines
+    for text in (
+        "bus: nats://127.0.0.1:",
+        "gallery: gallery bad cannot be read",
+        "LOCALAI_BACKENDS_SYSTEM_PATH",
+    ):
+        assert text in problems
 
 
 async def test_the_check_names_a_server_that_does_not_answer(tmp_path: Path) -> None:

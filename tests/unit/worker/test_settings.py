@@ -1,5 +1,6 @@
 """The worker's settings by flag and variable, its `--help`, and `check` on this machine."""
 
+import os
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from localai_cluster.worker import check, identity
 from localai_cluster.worker.config import SETTINGS, Config, InvalidSettings, build, flag
 from localai_cluster.worker.main import main
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTRACT = (ROOT / "docs" / "contract" / "worker.md").read_text(encoding="utf-8")
@@ -59,6 +61,26 @@ def test_each_setting_can_be_given_as_a_flag(entry: object) -> None:
     for spelling in spellings:
         with main.make_context("worker", [spelling, "text"], resilient_parsing=True) as context:
             assert "text" in context.params.values()
+
+
+@pytest.mark.rule("worker-2")
+def test_each_default_is_that_of_the_reference() -> None:
+    """D-NO-GALLERIES: there is no gallery that nobody has named. Addresses are derived (worker.md §3)."""
+    known = {name: entry for entry in SETTINGS for name in entry.names}
+    same = {"\N{EN DASH}": "", "**required**": "", "0 (= 65535)": "0", "<cwd>/backends": "./backends"}
+    same |= {"<cwd>/models": "./models", "host name, else `node-<pid>": "the host name"}
+    derived = {
+        "LOCALAI_ADVERTISE_ADDR",
+        "LOCALAI_HTTP_ADDR",
+        "LOCALAI_ADVERTISE_HTTP_ADDR",
+        "LOCALAI_NATS_URL",
+    }
+    galleries = {"LOCALAI_BACKEND_GALLERIES", "BACKEND_GALLERIES", "LOCALAI_GALLERIES", "GALLERIES"}
+    for variables, _, default, *_ in (cells for cells in ROWS if len(cells) > 3):
+        for name in set(expanded(variables)) - derived - galleries - {"LOCALAI_NATS_TLS_CA"}:
+            expected = same.get(text := default.strip("`"), text)
+            assert known[name].shown in (expected, expected or "false"), name
+    assert (config().backend_galleries, config().galleries) == ((), ())
 
 
 @pytest.mark.rule("worker-2")
@@ -143,8 +165,8 @@ def test_the_page_for_slurm_names_settings_that_exist() -> None:
 
 def test_settings_without_effect_are_named() -> None:
     assert config().without_effect == []
-    found = config({"LOCALAI_STORAGE_SECRET_KEY": "hush"}, prefetch_models="a,b")
-    assert found.without_effect == ["LOCALAI_PREFETCH_MODELS", "LOCALAI_STORAGE_SECRET_KEY"]
+    found = config({"LOCALAI_STORAGE_SECRET_KEY": "hush"}, storage_url="http://s")
+    assert found.without_effect == ["LOCALAI_STORAGE_URL", "LOCALAI_STORAGE_SECRET_KEY"]
     assert "hush" not in repr(found)
 
 
@@ -206,8 +228,10 @@ async def test_the_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -
 def test_the_command_tells_all_problems_and_fails(tmp_path: Path) -> None:
     """Exit code 1 for what it finds, 2 for wrong settings; found facts go to stdout, problems to stderr."""
     flags = ["--register-to", "http://127.0.0.1:1", "--http-addr", "192.0.2.1:9", "--data-dir", str(tmp_path)]
+    flags += ["--addr", f"127.0.0.1:{free_port()}"]
     command = [sys.executable, "-m", "localai_cluster.worker", "check", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    alone = {"PATH": os.environ["PATH"]}
+    ended = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "hardware: " in ended.stdout
     assert [line.partition(":")[0] for line in ended.stderr.splitlines()] == ["error", "error"]

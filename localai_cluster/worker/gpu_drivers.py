@@ -1,0 +1,300 @@
+"""The drivers of GPUs: NVIDIA's management library (NVML), and the files of AMD's and Intel's drivers.
+
+A driver may be missing, fail for one GPU, vanish with an upgrade or hang (`hardware.GpuReader`). A GPU that
+does not report its memory is omitted.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pynvml
+
+log = logging.getLogger(__name__)
+
+MOST = 64
+"""Maximum number of GPUs."""
+LONGEST_NAME, LONGEST_UUID = 128, 96
+GIB = 2**30
+_REPORTED = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
+_NO_DRIVER = frozenset(
+    {
+        pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+    }
+)
+"""NVML errors that mean no usable driver; the last one follows an upgrade of the driver."""
+_CARD = re.compile(r"card(\d{1,4})\Z", re.ASCII)
+_AMD_ID = "GPU-"
+"""Prefix with which ROCm names a GPU by its unique id."""
+_UNIQUE_ID = re.compile(r"[0-9a-f]{16}\Z")
+_SIMULATED = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: memory in bytes, `utilization` in percent, None if not reported (as in MIG mode)."""
+
+    index: int
+    uuid: str
+    name: str
+    total_vram: int
+    free_vram: int | None
+    """None if the driver does not report it."""
+    utilization: int | None = None
+    compute_capability: str = ""
+    vendor: str = "nvidia"
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The fields of the GPU that registrations and heartbeats report."""
+        return {name: getattr(self, name) for name in _REPORTED}
+
+    @property
+    def id(self) -> str:
+        """Identifier for engines: the UUID if known, since an index changes when another GPU is lost."""
+        return self.uuid or str(self.index)
+
+
+class NoDriver(Exception):
+    """There is no driver, or none that a program could start to use."""
+
+
+class Source(Protocol):
+    """A source of GPU readings; `read` may block."""
+
+    def read(self) -> list[Gpu]:
+        """Return the GPUs that report their memory.
+
+        Raise NoDriver; any other error means that the GPUs cannot be read at present.
+        """
+
+
+class Nvml:
+    """The GPUs according to NVML. At most one thread at a time may call `read`."""
+
+    def __init__(self, library: Any = pynvml) -> None:
+        self._library = library
+        self._open = False
+        self._reminded: set[str] = set()
+
+    def read(self) -> list[Gpu]:
+        """Return every GPU that reports its memory. Raise NoDriver or pynvml.NVMLError."""
+        try:
+            if not self._open:
+                self._library.nvmlInit()
+                self._open = True
+            count = min(self._library.nvmlDeviceGetCount(), MOST)
+            return [gpu for index in range(count) if (gpu := self._gpu(index)) is not None]
+        except pynvml.NVMLError as error:
+            self._close()
+            if error.value in _NO_DRIVER:
+                raise NoDriver(str(error)) from error
+            raise
+
+    def _gpu(self, index: int) -> Gpu | None:
+        library = self._library
+        try:
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            memory = library.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError as error:
+            if error.value in {*_NO_DRIVER, pynvml.NVML_ERROR_UNINITIALIZED}:
+                raise
+            self._warn_once(f"GPU {index} does not tell its memory and is left out: {error}")
+            return None
+        capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
+        rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
+        return Gpu(
+            index=index,
+            uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
+            name=_text(self._query(library.nvmlDeviceGetName, handle), LONGEST_NAME),
+            total_vram=int(memory.total),
+            free_vram=min(int(memory.free), int(memory.total)),
+            utilization=None if rates is None else min(int(rates.gpu), 100),
+            compute_capability="" if capability is None else f"{capability[0]}.{capability[1]}",
+        )
+
+    def _query(self, query: Callable[[Any], Any], handle: Any) -> Any:
+        """Call `query`; return None if this GPU or driver does not support it, as utilization in MIG mode."""
+        try:
+            return query(handle)
+        except pynvml.NVMLError:
+            return None
+
+    def _close(self) -> None:
+        """Close NVML; the next read initializes it, as a connection never works after a driver upgrade."""
+        if self._open:
+            self._open = False
+            try:
+                self._library.nvmlShutdown()
+            except pynvml.NVMLError as error:
+                log.debug("NVML was not closed: %s", error)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._reminded:
+            self._reminded.add(text)
+            log.warning("%s", text)
+
+
+class SysfsGpus:
+    """The GPUs of one vendor according to the files of its driver below `/sys/class/drm` (Linux)."""
+
+    vendor = ""
+    """PCI vendor."""
+
+    def __init__(self, root: Path = Path("/sys/class/drm")) -> None:
+        self._root = root
+
+    def read(self) -> list[Gpu]:
+        """Return every GPU that reports its memory. Raise NoDriver."""
+        cards = sorted(
+            (int(match[1]), path)
+            for path in self._root.glob("card*")
+            if (match := _CARD.match(path.name)) and _sysfs(path / "device" / "vendor") == self.vendor
+        )
+        if not cards:
+            raise NoDriver(f"there is no GPU of vendor {self.vendor}")
+        gpus = [self._gpu(index, card) for index, (_, card) in enumerate(cards[:MOST])]
+        return [gpu for gpu in gpus if gpu is not None]
+
+    def _gpu(self, index: int, card: Path) -> Gpu | None:
+        raise NotImplementedError
+
+
+class AmdGpus(SysfsGpus):
+    """The GPUs of the amdgpu driver."""
+
+    vendor = "0x1002"
+
+    def _gpu(self, index: int, card: Path) -> Gpu | None:
+        device = card / "device"
+        names = ("mem_info_vram_total", "mem_info_vram_used", "gpu_busy_percent")
+        total, used, busy = (_sysfs_number(device / name) for name in names)
+        if not total or used is None:
+            return None
+        unique_id = _sysfs(device / "unique_id")
+        return Gpu(
+            index=index,
+            uuid=f"{_AMD_ID}{unique_id}" if _UNIQUE_ID.match(unique_id) else "",
+            name=_text(_sysfs(device / "product_name") or "AMD GPU", LONGEST_NAME),
+            total_vram=total,
+            free_vram=max(total - used, 0),
+            utilization=None if busy is None else min(busy, 100),
+            vendor="amd",
+        )
+
+
+class IntelGpus(SysfsGpus):
+    """The GPUs of the drivers xe and i915 with memory of their own, whose use the drivers do not report."""
+
+    vendor = "0x8086"
+
+    def _gpu(self, index: int, card: Path) -> Gpu | None:
+        tiles = card.glob("device/tile*/physical_vram_size_bytes")
+        total = sum(_sysfs_number(tile) or 0 for tile in tiles) or _sysfs_number(card / "lmem_total_bytes")
+        return Gpu(index, "", "Intel GPU", total, None, vendor="intel") if total else None
+
+
+def _sysfs(path: Path) -> str:
+    """Return the content of a file of the kernel; "" if it cannot be read, as while a GPU is reset."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _sysfs_number(path: Path) -> int | None:
+    text = _sysfs(path)
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+class FirstDriver:
+    """Reads the first source that has GPUs: a driver may be installed on a machine without its GPU."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+
+    def read(self) -> list[Gpu]:
+        """Return the GPUs of that source. Raise NoDriver if there is none, or an error of the source."""
+        for source in self._sources:
+            with contextlib.suppress(NoDriver):
+                if gpus := source.read():
+                    return gpus
+        raise NoDriver("there is no driver of a GPU")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The GPUs of a test setting: the size of each, and the memory that every engine takes, in bytes."""
+
+    sizes: tuple[int, ...]
+    engine: int = 0
+
+
+def simulation(text: str) -> Simulation:
+    """Parse `2x24GiB`, `1x24GiB+1x48GiB` or, with the memory of an engine, `2x24GiB:6GiB`.
+
+    Raise ValueError.
+    """
+    groups, colon, engine = text.partition(":")
+    sizes: list[int] = []
+    for group in groups.split("+"):
+        count, size = _group(group)
+        sizes += [size] * count
+    if len(sizes) > MOST:
+        raise ValueError(f"more than {MOST} GPUs")
+    return Simulation(tuple(sizes), _group(f"1x{engine}")[1] if colon else 0)
+
+
+def _group(text: str) -> tuple[int, int]:
+    match = _SIMULATED.match(text)
+    if match is None:
+        raise ValueError("not GPUs such as 2x24GiB")
+    return int(match[1]), int(match[2]) * GIB
+
+
+class SimulatedGpus:
+    """GPUs that do not exist. `users` returns the assigned GPUs of every running engine.
+
+    An engine takes its memory evenly from its GPUs, or all of it from the first GPU if it has none assigned.
+    """
+
+    def __init__(self, simulated: Simulation, users: Callable[[], Iterable[Sequence[str]]]) -> None:
+        self._simulation, self._users = simulated, users
+
+    def read(self) -> list[Gpu]:
+        """Return all GPUs."""
+        free = dict(zip(self._ids(), self._simulation.sizes, strict=True))
+        for assigned in self._users():
+            gpu_ids = [id for id in assigned if id in free] or [*free][:1]
+            for id in gpu_ids:
+                free[id] = max(free[id] - self._simulation.engine // len(gpu_ids), 0)
+        return [
+            Gpu(index, id, "Simulated GPU", size, free[id], 0, "8.9")
+            for index, (id, size) in enumerate(zip(self._ids(), self._simulation.sizes, strict=True))
+        ]
+
+    def _ids(self) -> Iterator[str]:
+        return (f"GPU-00000000-0000-0000-0000-{index:012x}" for index in range(len(self._simulation.sizes)))
+
+
+def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
+    """Return the environment that limits CUDA or ROCm to these GPUs, in this order; empty for all GPUs.
+
+    With it, an index has the same meaning for CUDA as for NVML. AMD's unique ids have no dashes.
+    """
+    if not ids:
+        return {}
+    if all(_UNIQUE_ID.match(id.removeprefix(_AMD_ID)) for id in ids):
+        return {"ROCR_VISIBLE_DEVICES": ",".join(ids)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _text(value: Any, longest: int) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+    return "".join(character for character in text if character.isprintable())[:longest]

@@ -1,0 +1,106 @@
+"""Prefetch: the files of models in galleries, fetched into the models folder before the registration (§17).
+
+What cannot be fetched is a warning. A file that is present with the hash of its gallery is kept, and so is
+one without a hash there.
+"""
+
+import asyncio
+import logging
+import re
+from pathlib import Path
+from typing import NoReturn
+
+import httpx
+
+from localai_cluster import gallery_index
+from localai_cluster.gallery_index import GalleryEntry, ModelFile, folded
+from localai_cluster.kit.errors import ClusterError, NotFound
+from localai_cluster.worker.cancellation import Halt
+from localai_cluster.worker.config import Config
+from localai_cluster.worker.download import Archive, DownloadFailed, Downloads, partial_path, sha256_of
+from localai_cluster.worker.exchange import Refusal
+from localai_cluster.worker.files import keys
+from localai_cluster.worker.source_files import Throttle
+
+log = logging.getLogger(__name__)
+
+_HUGGING_FACE = re.compile(
+    r"(?:huggingface://|hf://|(?:https?://)?hf\.co/)([\w.-]+/[\w.-]+)(?:@([\w.-]+))?/([^?#]+)", re.ASCII
+)
+
+
+async def prefetch(config: Config, client: httpx.AsyncClient) -> None:
+    """Fetch the files of `config.prefetch_models` that are missing."""
+    if not config.prefetch_models:
+        return
+    entries: list[GalleryEntry] = []
+    for gallery in config.galleries:
+        try:
+            index = await gallery_index.fetch(
+                gallery, client, served=refuse_served, resolve=_resolver(config), github_url=config.github_url
+            )
+            entries += index.entries
+        except ClusterError as error:
+            log.warning("prefetch: %s", error)
+    downloads = Downloads(client, refuse_served, Throttle(config.download_rate))
+    for name in config.prefetch_models:
+        try:
+            entry = _find(name, entries)
+            files = await gallery_index.model_files(
+                entry, client, resolve=_resolver(config), github_url=config.github_url
+            )
+            for file in files:
+                await _fetch(entry, file, config, downloads)
+            log.info("prefetch: model %s has its %d files", name, len(files))
+        except (ClusterError, Refusal, OSError, ValueError, httpx.HTTPError) as error:
+            log.warning("prefetch: model %s was not fetched: %s", name, error or type(error).__name__)
+
+
+def _resolver(config: Config) -> gallery_index.ResolvePath:
+    return lambda path: gallery_index.within(path, (config.models_path, *config.source_roots))
+
+
+async def refuse_served(name: str, *_: object) -> NoReturn:
+    """Refuse a file of the control plane's own gallery, which an unregistered node cannot read."""
+    raise ValueError(f"{name} is for registered nodes only")
+
+
+def _find(name: str, entries: list[GalleryEntry]) -> GalleryEntry:
+    gallery, _, bare = name.rpartition("@")
+    for entry in entries:
+        if folded(entry.name) == folded(bare) and gallery in ("", entry.gallery.name):
+            return entry
+    raise NotFound("no gallery has it")
+
+
+async def _fetch(entry: GalleryEntry, file: ModelFile, config: Config, downloads: Downloads) -> None:
+    folders = keys.Folders.of_worker(
+        config.models_path, config.data_dir, (config.backends_path, config.backends_system_path)
+    )
+    target = (await asyncio.to_thread(keys.locate, folders, f"models/{file.name}")).real
+    halt = Halt()
+    try:
+        if await asyncio.to_thread(_is_complete, target, file.sha256, halt):
+            return
+    except asyncio.CancelledError:
+        halt.set()
+        raise
+    address = _address(file.uri, entry, config)
+    if not address.startswith(("http://", "https://")):
+        raise DownloadFailed(f"{gallery_index.public_url(file.uri)} is not a source of model files here")
+    partial = partial_path(config.models_path, file.name, address, file.sha256)
+    log.info("prefetch: fetching %s", file.name)
+    await downloads.fetch(Archive(address, file.sha256, partial), lambda *_: None, halt)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial.rename(target)
+
+
+def _is_complete(target: Path, sha256: str, halt: Halt) -> bool:
+    return target.is_file() and (not sha256 or sha256_of(target, halt) == sha256)
+
+
+def _address(uri: str, entry: GalleryEntry, config: Config) -> str:
+    if match := _HUGGING_FACE.fullmatch(uri):
+        repository, branch, path = match.groups()
+        return f"{config.hugging_face_url}/{repository}/resolve/{branch or 'main'}/{path}"
+    return gallery_index.located(uri, entry.gallery.url, config.github_url)
