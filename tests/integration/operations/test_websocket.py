@@ -12,9 +12,9 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster.accounts import principals
+from localai_cluster.edge import websocket_application
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
-from localai_cluster.raw_routes import websocket_application
 from operations.changes import events, feed, topics
 from operations.ledger import admission, attempts
 from operations.models import Operation
