@@ -2,7 +2,7 @@
 
 The account key mints credentials of nodes at their registration, and those of our own processes, which keep
 them in memory. With the keys of the operator and of the system account, a second connection pushes
-revocations (`nodes/reconcilers/revocations.py`).
+revocations (`nodes/registry/bus_credentials.py`).
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The outermost ASGI application: dispatches to raw routes, Django and websockets.
+"""The outermost ASGI application: dispatches to raw routes (`ROUTES`), Django and websockets.
 
 Every request passes `Edge`: it assigns the request's id, accepts a trailing slash without a redirect, and
 converts an unexpected error to a plain 500 of the route's dialect with that id, while the log has the cause.
@@ -12,23 +12,81 @@ route exists.
 import logging
 import re
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
+from channels.routing import URLRouter
+from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.conf import settings
+from django.urls import re_path
 
-from localai_cluster import raw_routes
-from localai_cluster.kit import clock, conf, logs
+from localai_cluster.accounts.sessions import PrincipalMiddleware
+from localai_cluster.kit import clock, conf, database_pool, logs
 from localai_cluster.kit.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
-from localai_cluster.raw_routes import websocket_application
+from localai_cluster.scraping import MetricsApplication, RowReader
 from localai_cluster.web import wire
 from localai_cluster.web.bodies import BoundedBody, Utf8Only
 from localai_cluster.web.page import StaticFiles
+from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
+from nodes.api.gallery import GalleryApplication
+from nodes.api.heartbeats import HeartbeatApplication
+from nodes.api.registrations import RegistrationApplication
+from nodes.backends import worker_logs
 from nodes.dialects import routes as inference
 from nodes.gateway import gateway
 from nodes.gateway.endpoint import Endpoint
+from nodes.live import watch as nodes
+from nodes.registry import heartbeats
+from operations.changes import topics as operations
 
 logger = logging.getLogger(__name__)
+
+_operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
+_feed: Any = LiveSocket.as_asgi(
+    topics=(operations.grouped_changes, nodes.node_messages, nodes.alive_messages),
+    greeting=nodes.greeting,
+    explains=True,
+)
+_logs: Any = LiveSocket.as_asgi(topics=(worker_logs.output,), admit=worker_logs.admit, explains=True)
+_unknown: Any = NoSuchSocket.as_asgi()
+
+websocket_application: Any = CookieMiddleware(
+    SessionMiddleware(
+        PrincipalMiddleware(
+            URLRouter(
+                [
+                    re_path(r"^ws/operations/?$", _operations),
+                    re_path(r"^ws/feed/?$", _feed),
+                    re_path(r"^ws/nodes/(?P<node_id>[^/]+)/backend-logs/(?P<model>.+)$", _logs),
+                    re_path(r"", _unknown),
+                ]
+            )
+        )
+    )
+)
+
+
+@dataclass(frozen=True)
+class RawRoute:
+    """One route; `path` is an OpenAPI template."""
+
+    method: str
+    path: str
+    app: Any
+
+
+ROUTES: tuple[RawRoute, ...] = (
+    *(RawRoute(route.method, path, route.endpoint) for path, route in inference.ROUTES.items()),
+    RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
+    RawRoute("POST", "/api/node/register", RegistrationApplication()),
+    RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
+    RawRoute(
+        "POST",
+        "/api/node/{node_id}/heartbeat",
+        HeartbeatApplication(database_pool.shared, heartbeats.identity_cache()),
+    ),
+)
 
 _SLASHED = (
     "/api/",
@@ -58,12 +116,11 @@ _SLASHED = (
 )
 _REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
 
-
-_EXACT = {route.path: route.app for route in raw_routes.ROUTES if "{" not in route.path}
+_EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
 # A model's name may contain `/`.
 _PATTERNS = [
     (re.compile(re.sub(r"\{[^/}]+\}", "[^/]+", route.path.replace("{model}", ".+"))), route.app)
-    for route in raw_routes.ROUTES
+    for route in ROUTES
     if "{" in route.path
 ]
 

@@ -1,4 +1,4 @@
-"""All Django URLs. The raw ASGI routes in front of Django are in `raw_routes.py`."""
+"""All Django URLs. The raw ASGI routes in front of Django are in `edge.py`."""
 
 from collections.abc import Callable
 

@@ -48,15 +48,15 @@ def _load(context: HandlerContext) -> Handler:
 
 
 def _unload(context: HandlerContext) -> Handler:
-    from nodes.replicas import unload
+    from nodes.replicas import unload_requests
 
-    return unload.UnloadModel(context.bus)
+    return unload_requests.UnloadModel(context.bus)
 
 
 def _delete(context: HandlerContext) -> Handler:
-    from nodes.replicas import unload
+    from nodes.replicas import unload_requests
 
-    return unload.DeleteModel(context.bus)
+    return unload_requests.DeleteModel(context.bus)
 
 
 def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> tuple[str, str]:

@@ -157,7 +157,7 @@ def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
     # Programs that use `eventually` import this file without Django, so it imports no models.
     from nodes.decisions import snapshot_log
-    from nodes.reconcilers import decision_replay  # noqa: F401 - not within a test, whose calls are counted
+    from nodes.loading import load_explanation  # noqa: F401 - not within a test, whose calls are counted
 
     snapshot_log.start_new_base()
 
@@ -178,8 +178,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     Outside of a plugin that counts the calls of the test (`tests/checks/trip.py`).
     """
     yield
+    from nodes.loading import load_explanation
     from nodes.models import PlacementRecord
-    from nodes.reconcilers import decision_replay
 
     if item.get_closest_marker("django_db") is None or _unusable():
         return
@@ -190,6 +190,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             raise
         return  # the test plays one
     for record in records:
-        assert decision_replay.replay(record) == decision_replay.recorded_decision(record), (
+        assert load_explanation.replay(record) == load_explanation.recorded_decision(record), (
             f"record {record.pk}: {record}"
         )

@@ -20,7 +20,7 @@ from nodes.loading import load_explanation, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
 from nodes.placement.memory import LARGEST
-from nodes.reconcilers import rule_preview
+from nodes.reconcilers import replicas
 from nodes.scheduling.rules import Rule
 
 MOST_PLANNED = 64
@@ -255,7 +255,7 @@ def make_plan(body: dict[str, Any], now: datetime) -> Row:
     """Return the plan for a validated body; raise InvalidInput for an undefined model or an invalid rule."""
     nodes = [load_explanation.NewNodes(**group) for group in body.get("nodes", ())]
     if "rule" in body:
-        return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
+        return replicas.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
         needs = load_explanation.needs_of(model)
         if needs is None:

@@ -1,6 +1,6 @@
 """Routes of the registry under `/api/`.
 
-Heartbeats and registration are raw ASGI routes in front of Django (`localai_cluster/raw_routes.py`).
+Heartbeats and registration are raw ASGI routes in front of Django (`localai_cluster/edge.py`).
 """
 
 from django.urls import path

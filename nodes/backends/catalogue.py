@@ -4,6 +4,8 @@ Each process reads the galleries at most once a minute, all in parallel, by one 
 previous result, and wait only if there is none. A caller that waits for a gallery holds no database
 connection. The places where backends are installed come from rows (`inventory.py`), so no page waits for a
 worker. A gallery that cannot be read is named beside what the others offer. `entries` is pure.
+The last good copy of an index is a row, so all processes list it while its gallery is away. Only indexes of
+other machines have one: a file that cannot be read is a wrong setting, not an outage.
 
 The tags of an entry name its use; the worker's own rule decides which machine can run it
 (`contract/worker.md` §18.3, §18.4).
@@ -13,10 +15,11 @@ import asyncio
 import hashlib
 import logging
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 from uuid import UUID
@@ -30,10 +33,58 @@ from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, compa
 from localai_cluster.kit import clock, conf, untrusted
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
-from nodes.backends import gallery_copies
-from nodes.models import BackendNode, NodeBackend
+from nodes.models import BackendNode, GalleryCopy, NodeBackend
 from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
+
+RENEW_AFTER = timedelta(seconds=60)
+"""Age of an unchanged copy at which its time is written again."""
+
+
+@dataclass(frozen=True)
+class CopiedIndex:
+    """The entries of a copy, and when it was read."""
+
+    entries: Sequence[gallery_index.GalleryEntry]
+    read_at: datetime
+
+
+def store_copy(gallery: Gallery, text: bytes, *, now: datetime) -> None:
+    """Store an index that could be read; at most one query and one write."""
+    if not _has_copy(gallery):
+        return
+    packed = zlib.compress(text)
+    row = GalleryCopy.objects.filter(pk=_key(gallery)).first()
+    if row is not None and bytes(row.text) == packed and now < row.read_at + RENEW_AFTER:
+        return
+    # Several processes may read the gallery at the same time; any of their copies is good.
+    GalleryCopy.objects.bulk_create(
+        [GalleryCopy(key=_key(gallery), text=packed, read_at=now)],
+        update_conflicts=True,
+        unique_fields=["key"],
+        update_fields=["text", "read_at"],
+    )
+
+
+def last_good_copy(gallery: Gallery) -> CopiedIndex | None:
+    """Return the last good copy of a gallery, None without one."""
+    row = GalleryCopy.objects.filter(pk=_key(gallery)).first() if _has_copy(gallery) else None
+    if row is None:
+        return None
+    try:
+        return CopiedIndex(gallery_index.parse(zlib.decompress(row.text), gallery), row.read_at)
+    except (zlib.error, gallery_index.GalleryUnreadable):
+        return None  # written by a version with other limits
+
+
+def _has_copy(gallery: Gallery) -> bool:
+    is_own = gallery.url.startswith(gallery_index.CLUSTER)
+    return not is_own and gallery_index.local_path(gallery.url) is None
+
+
+def _key(gallery: Gallery) -> str:
+    return hashlib.sha256(gallery.url.encode()).hexdigest()
+
 
 logger = logging.getLogger(__name__)
 
@@ -205,11 +256,11 @@ def combine(readings: Sequence[Reading], *, now: datetime) -> Offer:
     for gallery, index in ((reading.gallery, reading.index) for reading in readings):
         if isinstance(index, gallery_index.Index):
             builds += index.entries
-            gallery_copies.keep(gallery, index.text, now=now)
+            store_copy(gallery, index.text, now=now)
             continue
         name = gallery.name or gallery.url
         problems[name] = index
-        copy = gallery_copies.last_good(gallery)
+        copy = last_good_copy(gallery)
         if copy is not None:
             builds += copy.entries
             copied_at[name] = copy.read_at

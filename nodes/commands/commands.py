@@ -27,7 +27,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.codec import DecodeError, decode, decode_galleries, encode, encode_galleries
 from localai_cluster.messaging.messages import InstallRequest, UpgradeRequest
 from localai_cluster.metrics import controller as metrics
-from nodes.commands import progress_reports, shared_commands
+from nodes.commands import shared_commands
 from nodes.commands.outcomes import (
     NAMES,
     BusDown,
@@ -41,8 +41,7 @@ from nodes.commands.outcomes import (
     Unheard,
     Unreadable,
 )
-from nodes.commands.progress_reports import Layers
-from nodes.commands.shared_commands import OnProgress
+from nodes.commands.shared_commands import Layers, OnProgress
 
 Q = TypeVar("Q", InstallRequest, UpgradeRequest)
 
@@ -331,7 +330,7 @@ class Worker:
                     on_progress(layers.whole(event))
 
         # Subscribed before the command leaves, so that the first report is not missed.
-        async with progress_reports.received(self.bus, self.node_id, op_id, receive):
+        async with shared_commands.received(self.bus, self.node_id, op_id, receive):
             yield
 
     @property

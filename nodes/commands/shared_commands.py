@@ -2,17 +2,27 @@
 
 The first caller sends the command; callers with the same command get its progress and its outcome meanwhile.
 The command is cancelled when its last caller is gone.
+
+Their progress reports share one subscription per operation, however many nodes report for it: a subscription
+is a round trip to the server, and those of a thousand nodes would be sent one after the other before the
+first command. A report goes to the command for the node whose subject it arrived on.
+
+A stock worker's reports restart with each layer of an image: `total` is that of all layers and `current` that
+of the present one (contract/nats.md §4.3). `Layers` adds the bytes of the earlier layers.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable
-from dataclasses import dataclass, field
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from localai_cluster.kit import cancellation
-from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.bus import Bus, Message, Subscription
 from localai_cluster.messaging.messages import ProgressEvent
 
 T = TypeVar("T")
@@ -68,3 +78,75 @@ def _forget(
     """Forget the command, so that the next caller sends a new one."""
     if key in flights and flights[key][1] is task:
         del flights[key]
+
+
+Receive = Callable[[bytes], None]
+
+
+class _Reports:
+    """The subscription of one operation, and the receivers of its reports by subject."""
+
+    def __init__(self, bus: Bus, op_id: str) -> None:
+        self.receivers: dict[str, list[Receive]] = {}
+        # One at a time, in order.
+        opening = bus.subscribe(messages.install_progress_everywhere(op_id), self._receive, limit=1)
+        self.opening: asyncio.Task[Subscription] = asyncio.create_task(opening, name=f"reports of {op_id}")
+
+    async def _receive(self, message: Message) -> None:
+        for receive in tuple(self.receivers.get(message.subject, ())):
+            receive(message.payload)
+
+
+_open: WeakKeyDictionary[Bus, dict[str, _Reports]] = WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def received(bus: Bus, node_id: str, op_id: str, receive: Receive) -> AsyncIterator[None]:
+    """Call `receive` with each report of this node for this operation, from the start of the block on."""
+    reports, subject = _open.setdefault(bus, {}), messages.install_progress(node_id, op_id)
+    shared = reports.get(op_id) or reports.setdefault(op_id, _Reports(bus, op_id))
+    listeners = shared.receivers.setdefault(subject, [])
+    listeners.append(receive)
+    try:
+        await asyncio.shield(shared.opening)  # the others wait for it too
+        yield
+    finally:
+        listeners.remove(receive)
+        if not listeners:
+            shared.receivers.pop(subject, None)
+        if not shared.receivers:
+            if reports.get(op_id) is shared:
+                del reports[op_id]
+            await (await shared.opening).close()
+
+
+_LAYER = re.compile(r"Downloading (\d{1,4})/(\d{1,4}) ")
+_EXTRACTING = "Extracting "
+
+
+@dataclass
+class Layers:
+    """The reports of one command, in the order of their arrival."""
+
+    _before: float = 0.0
+    _layer: int = 0
+    _reached: float = 0.0
+    _shown: float = 0.0
+
+    def whole(self, event: ProgressEvent) -> ProgressEvent:
+        """Return the event with the percentage of all layers, which never falls. Ours stay unchanged."""
+        if event.seq:
+            return event
+        reported = min(max(event.percentage, 0.0), 100.0)
+        if event.file_name.startswith(_EXTRACTING):
+            # Extraction counts from 0 again after the download is complete.
+            self._shown = max(self._shown, reported)
+            return replace(event, phase="extracting", percentage=self._shown)
+        match = _LAYER.match(event.file_name)
+        layer = int(match[1]) if match else self._layer
+        if layer > self._layer:
+            self._before, self._reached, self._layer = self._before + self._reached, 0.0, layer
+        if layer == self._layer:
+            self._reached = max(self._reached, reported)
+        self._shown = max(self._shown, min(self._before + self._reached, 100.0))
+        return replace(event, percentage=self._shown)

@@ -2,7 +2,9 @@
 
 `explain_model` reads rows and the definition; `node_fit` gives each node its reason, by the functions that
 placement uses; `plan` is a dry run with hypothetical nodes. The number of queries is the same for any number
-of nodes, replicas and records.
+of nodes, replicas and records. `replay` repeats stored decisions from rows alone: the record, and the log of
+the snapshot that it used (I14). The replayed decision equals the record, or something that the decision
+depends on is not in the rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +17,17 @@ from django.db.models import Q
 
 from localai_cluster.kit import conf, errors, names
 from localai_cluster.web.shapes import Row
-from nodes.decisions import fleet_cache, fleet_queries
+from nodes.decisions import (
+    decision_log,
+    fleet_cache,
+    fleet_queries,
+    load_snapshots,
+    scale_records,
+    snapshot_log,
+)
+from nodes.decisions.snapshot_log import SnapshotRef, State
 from nodes.definitions.folder import folder
-from nodes.loading import load_request
+from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import refusals
 from nodes.loading.load_placement import LoadNeeds, decide, find_eviction
 from nodes.loading.load_request import ANYWHERE, KIND, request_of
@@ -33,14 +43,15 @@ from nodes.loading.reason_shapes import (
     decision,
 )
 from nodes.loading.wait import has_other_node_since
-from nodes.models import BackendNode, NodeModel, PlacementRecord
+from nodes.models import BackendNode, DecisionKind, NodeModel, PlacementRecord
 from nodes.models.replica import ALL_SUFFIX, load_key
 from nodes.placement.choose import ANY_NODE, Candidate, Need, Selector, has_memory
 from nodes.placement.explain import DecisionOutcome, Explanation, FleetView, explain
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion, decide_load, simulate_placements
 from nodes.placement.node_backoff import backed_off_nodes, from_payload
 from nodes.registry.labels import auto_labels
-from nodes.replicas import eviction
+from nodes.replicas import eviction, unload_requests
+from nodes.scheduling.plan import plan as plan_replicas
 from operations.models import Operation, Status
 
 GIB = 2**30
@@ -276,3 +287,66 @@ def node_fit(model_name: str) -> Row:
         ],
         placement=decision(explain(view, found)),
     )
+
+
+@dataclass(frozen=True)
+class ReplayedDecision:
+    """The part of a decision that its record has too."""
+
+    outcome: str
+    reason: str
+    node_id: UUID | None
+
+
+def recorded_decision(record: PlacementRecord) -> ReplayedDecision:
+    """Return the decision as the record has it."""
+    return ReplayedDecision(record.outcome, record.reason, record.node_id)
+
+
+def replay(record: PlacementRecord) -> ReplayedDecision | None:
+    """Decide again; return None if the snapshot has been pruned."""
+    if record.kind == DecisionKind.ATTEMPT:
+        return ReplayedDecision(load_attempts.ending(record.facts), record.reason, record.node_id)
+    if record.base is None or record.position is None:
+        return None
+    state = snapshot_log.read_snapshot(SnapshotRef(record.base, record.position))
+    if state is None:
+        return None
+    if record.kind == DecisionKind.SCALE:
+        return _replay_rule(state, record)
+    if record.kind == DecisionKind.UNLOAD:
+        words = unload_requests.replay_unload(state, record.model_name, record.operation_id)
+        return None if words is None else ReplayedDecision(DecisionOutcome.UNLOADING, words, None)
+    return _replay_load(state, record)
+
+
+def _replay_load(state: State, record: PlacementRecord) -> ReplayedDecision | None:
+    """Replay a placement, or the eviction of a replica for a placement."""
+    is_eviction = record.kind == DecisionKind.EVICTION
+    model = record.facts["for"] if is_eviction else record.model_name
+    snapshot = load_snapshots.decode_load(state, str(record.operation_id), model)
+    if snapshot is None:
+        return None
+    question, decision = snapshot.question, snapshot.question.view.decide()
+    candidates = snapshot.occupants
+    eviction = candidates.choose_eviction(question, decision) if candidates is not None else None
+    for victim in eviction.victims if is_eviction and eviction is not None else ():
+        if (victim.model_name, victim.replica_index) == (record.model_name, record.replica_index):
+            reason = decision_log.describe_eviction(model, victim)
+            return ReplayedDecision(DecisionOutcome.EVICTED, reason, victim.node_id)
+    explanation = decide_load(question, decision, eviction, over=snapshot.over)
+    node_id = explanation.node.id if explanation.node else None
+    return ReplayedDecision(explanation.outcome, explanation.sentence, node_id)
+
+
+def _replay_rule(state: State, record: PlacementRecord) -> ReplayedDecision | None:
+    decoded = scale_records.decode_rule(state, record.model_name)
+    if decoded is None:
+        return None
+    fleet, rule, now, tick = decoded
+    for action in plan_replicas(fleet, [rule], now, tick=tick):
+        sentence = scale_records.sentence(action)
+        if record.outcome == DecisionOutcome.REFUSED and record.facts["decided"] == sentence:
+            return recorded_decision(record)  # the refusal was not this decision's
+        return ReplayedDecision(scale_records.outcome(action) or "", sentence, None)
+    return None

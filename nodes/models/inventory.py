@@ -2,7 +2,7 @@
 
 `PendingBackendOp` is the *intent*: the unit of work on one backend of one node (R1.7, R1.108 to R1.120).
 `nodes/backends/upgrade_state.py` writes the rows of the upgrade check, except for the columns of automatic
-upgrades (`automatic.py`).
+upgrades (`upgrade_check.py`).
 """
 
 import uuid

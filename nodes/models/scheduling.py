@@ -122,7 +122,7 @@ class PlacementOutcome(models.TextChoices):
 
 
 class DecisionKind(models.TextChoices):
-    """The kind of a decision, which determines its recomputation (`nodes/reconcilers/decision_replay.py`)."""
+    """The kind of a decision, which determines its recomputation (`nodes/loading/load_explanation.py`)."""
 
     PLACEMENT = "placement"
     EVICTION = "eviction"

@@ -2,8 +2,7 @@
 
 from django.urls import path
 
-from operations.api.audit import AuditView
-from operations.api.history import ExportView, HistoryView, InboxView
+from operations.api.history import AuditView, ExportView, HistoryView, InboxView
 from operations.api.jobs import DismissView, JobView, ModelJobView, OperationsView, OperationView
 from operations.api.verbs import BulkOperationsView, CancelPartView, CancelView, PauseView, RetryView
 

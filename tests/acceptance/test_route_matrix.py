@@ -16,7 +16,7 @@ import pytest
 import websockets
 from django.urls import URLPattern, URLResolver, get_resolver
 
-from localai_cluster import raw_routes
+from localai_cluster import edge
 from localai_cluster.web import page
 from tests.acceptance.conftest import Shared
 from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN
@@ -162,7 +162,7 @@ def django_routes(resolver: URLResolver, prefix: str = "/") -> Iterator[str]:
 
 
 def all_routes() -> list[str]:
-    return sorted({route.path for route in raw_routes.ROUTES} | set(django_routes(get_resolver())))
+    return sorted({route.path for route in edge.ROUTES} | set(django_routes(get_resolver())))
 
 
 PAGES = ("/", "/app", "/app/{path}", "/browse", "/browse/{rest}", "/login", "/favicon.svg")

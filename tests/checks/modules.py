@@ -10,6 +10,7 @@ import statistics
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,8 @@ def measure(root: Path) -> Sizes:
     """Read the product under `root`."""
     texts = {path: path.read_text(encoding="utf-8") for path in product_files(root)}
     names = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in texts}
-    graph = imports({name.removesuffix(".__init__"): ast.parse(texts[path]) for path, name in names.items()})
-    importers = Counter(target for targets in graph.values() for target in targets)
+    trees = {name.removesuffix(".__init__"): ast.parse(texts[path]) for path, name in names.items()}
+    importers = Counter(target for targets in users(trees).values() for target in targets)
     modules = [path for path in texts if path.name != "__init__.py"]
     return Sizes(
         len(modules),
@@ -57,6 +58,34 @@ def measure(root: Path) -> Sizes:
         sum(importers[names[path]] == 1 for path in modules),
         sum(map(code_lines, texts.values())),
     )
+
+
+def users(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """Return module -> modules that it uses: a name of a package counts for the module that defines it.
+
+    The package that re-exports the name does not count as its user.
+    """
+    graph = imports(trees)
+    packages = {name.rpartition(".")[0] for name in trees} & trees.keys()
+    definers = {
+        (package, name): target
+        for package in packages
+        for name, target in _imported_names(trees[package].body, trees)
+    }
+    for package, _ in definers:
+        graph[package] -= {target for (other, _), target in definers.items() if other == package}
+    for module, tree in trees.items():
+        for name, package in _imported_names(ast.walk(tree), trees):
+            if target := definers.get((package, name)):
+                graph[module].add(target)
+    return graph
+
+
+def _imported_names(nodes: Iterable[ast.AST], modules: Container[str]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module in modules:
+            for alias in node.names:
+                yield alias.name, node.module
 
 
 def code_lines(text: str) -> int:

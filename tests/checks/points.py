@@ -24,7 +24,7 @@ ROOMS = (
     "nodes/backends/waves.py",
     "nodes/reconcilers/intents.py",
     "nodes/replicas/slots.py",
-    "nodes/replicas/unload.py",
+    "nodes/replicas/unload_requests.py",
     "nodes/replicas/unload_requests.py",
 )
 PACKAGES = ("localai_cluster", "nodes", "operations")

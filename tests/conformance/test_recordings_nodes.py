@@ -23,7 +23,7 @@ import pytest
 from django.utils.dateparse import parse_datetime
 from pytest_django import Settings
 
-from localai_cluster import raw_routes
+from localai_cluster import edge
 from localai_cluster.asgi import application
 from localai_cluster.kit import database_pool
 from nodes.api.heartbeats import HeartbeatApplication
@@ -258,7 +258,7 @@ async def web_process() -> AsyncIterator[None]:
 
 async def beats_written() -> None:
     """Waits for the batch of the last heartbeat: the reference answers a beat after it has written it."""
-    applications = [route.app for route in raw_routes.ROUTES]
+    applications = [route.app for route in edge.ROUTES]
     (heartbeats,) = (app for app in applications if isinstance(app, HeartbeatApplication))
     await heartbeats.settled()
 

@@ -10,7 +10,7 @@ from django.db import connections
 from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from localai_cluster.raw_routes import websocket_application
+from localai_cluster.edge import websocket_application
 from nodes.live import watch
 from tests.support.environment import API_KEY
 

@@ -33,7 +33,7 @@ from localai_cluster.rpc.messages import Sign
 from nodes.backends import inventory
 from nodes.models import NodeModel
 from nodes.reconcilers import state_pass
-from nodes.replicas import drained_nodes, stops, unload
+from nodes.replicas import stops, unload_requests
 from operations.changes import events
 from operations.executor import work as executor_work
 from operations.executor.work import Recorder, write_batch
@@ -477,7 +477,6 @@ def played(world: World) -> Iterator[None]:
         (failpoints, "passed"): passed,
         (events._bridge, "submit"): lambda message: None,
         (stops, "in_thread"): _in_thread,
-        (drained_nodes, "in_thread"): _in_thread,
         (stops.log, "warning"): warning,
         (stops, "probe"): world.probe,
         (state_pass, "probe"): world.probe,
@@ -485,8 +484,8 @@ def played(world: World) -> Iterator[None]:
         (state_pass, "LIMIT"): _LONGEST_WAIT,
         (state_pass.log, "warning"): warning,
         (inventory, "in_thread"): _in_thread,
-        (unload, "in_thread"): _in_thread,
-        (unload, "asyncio"): _Asyncio(),
+        (unload_requests, "in_thread"): _in_thread,
+        (unload_requests, "asyncio"): _Asyncio(),
         (executor_work, "in_thread"): _in_thread,
     }
     chance = Random(0)

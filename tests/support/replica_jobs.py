@@ -43,8 +43,7 @@ from nodes.replicas import (
 from nodes.replicas.checks import ExitReport
 from nodes.replicas.slots import NoSlot, Slot
 from nodes.replicas.stops import Stopper
-from nodes.replicas.unload import DeleteModel, UnloadModel
-from nodes.replicas.unload_requests import UnloadRequest
+from nodes.replicas.unload_requests import DeleteModel, UnloadModel, UnloadRequest
 from operations.executor.work import Work
 from operations.ledger import admission, attempts
 from operations.models import Operation

@@ -51,6 +51,22 @@ def test_sizes_of_a_planted_tree(tmp_path: Path) -> None:
     assert modules.report(sizes)[2].split()[-8:-6] == ["25", "%"]
 
 
+def test_a_name_that_a_package_re_exports_is_used_from_its_module() -> None:
+    """`a` has two users, `b` one, which takes it from the package; the package itself uses neither."""
+    sources = {
+        "nodes": "",
+        "nodes.models": "from nodes.models.a import A\nfrom nodes.models.b import B\n",
+        "nodes.models.a": "A = 1\n",
+        "nodes.models.b": "B = 1\n",
+        "nodes.c": "from nodes.models import A, B\n",
+        "nodes.d": "from nodes.models.a import A\n",
+    }
+    graph = modules.users({name: ast.parse(text) for name, text in sources.items()})
+    assert [name for name, used in graph.items() if "nodes.models.a" in used] == ["nodes.c", "nodes.d"]
+    assert [name for name, used in graph.items() if "nodes.models.b" in used] == ["nodes.c"]
+    assert graph["nodes.models"] == set()
+
+
 def test_a_recording_has_functions_files_and_mutual_pairs() -> None:
     """Functions of tests and of libraries are left out."""
     recording = trip.Recording()

@@ -41,10 +41,10 @@ from nodes.gateway.prefix_updates import Outbox
 from nodes.loading.load_request import load_on_other_node
 from nodes.reconcilers import tasks
 from nodes.reconcilers.replicas import ReplicaPass
-from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wake_ups import NodeWakeUps
 from nodes.registry import bus_credentials
+from nodes.registry.bus_credentials import Revocations
 from nodes.registry.file_port import FilePorts
 from nodes.replicas import checks, hooks
 from nodes.replicas.stops import Stopper

@@ -25,9 +25,8 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.envelopes import translate_error
 from nodes.api.placement import PlacementPlanRequestSerializer, make_plan
 from nodes.loading import load_explanation
+from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import PlacementRecord
-from nodes.reconcilers import decision_replay
-from nodes.reconcilers.decision_replay import ReplayedDecision
 
 GIB = 2**30
 _NODES = re.compile(
@@ -151,7 +150,7 @@ def recompute(options: Options) -> str:
     record = PlacementRecord.objects.filter(pk=options["record"]).first()
     if record is None:
         raise errors.NotFound("there is no record of this number")
-    stored, recomputed = decision_replay.recorded_decision(record), decision_replay.replay(record)
+    stored, recomputed = load_explanation.recorded_decision(record), load_explanation.replay(record)
     if options["json"]:
         same = None if recomputed is None else recomputed == stored
         return as_json({"said": asdict(stored), "found": recomputed and asdict(recomputed), "same": same})

@@ -14,8 +14,8 @@ from pytest_django import Settings
 
 from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
+from localai_cluster.edge import websocket_application
 from localai_cluster.kit import clock
-from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from tests.support import api, backends, hot
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN

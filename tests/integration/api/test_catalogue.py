@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster import gallery_index
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from nodes.backends import catalogue, gallery_copies, inventory, node_commands
+from nodes.backends import catalogue, inventory, node_commands
 from nodes.models import BackendNode, NodeBackend
 from tests.integration.api.test_document import document, fits
 from tests.support import api, backends, hot
@@ -498,7 +498,7 @@ def test_which_kinds_of_nodes_can_run_an_entry_and_why(local: Path) -> None:
 @pytest.fixture
 def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of one test cannot write the same row: the test's transaction holds it."""
-    monkeypatch.setattr(gallery_copies, "keep", lambda *_, **__: None)
+    monkeypatch.setattr(catalogue, "store_copy", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("without_copies")

@@ -12,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import clock
-from nodes.backends import admission, automatic, backend_requests, intents, upgrade_check, upgrade_state
+from nodes.backends import admission, backend_requests, intents, upgrade_check, upgrade_state
 from nodes.backends.installed import Offered
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp, UpgradeCheck
@@ -46,7 +46,7 @@ def checked(version: str = "2", **problems: str) -> None:
 
 
 def follow() -> list[Operation]:
-    return automatic.follow(now=clock.now())
+    return upgrade_check.follow(now=clock.now())
 
 
 def story(operation: Operation) -> dict[str, tuple[int | None, str, str]]:
@@ -221,7 +221,7 @@ def test_a_controller_that_dies_between_check_and_operation_loses_nothing(
     def dies(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(automatic, "admit", dies)
+    monkeypatch.setattr(upgrade_check, "admit", dies)
     with pytest.raises(KeyboardInterrupt):
         follow()
     assert BackendOffer.objects.get().automatic_nodes == [], "note and operation are one transaction"
@@ -246,7 +246,7 @@ def test_two_controllers_make_one_operation() -> None:
     node("a")
     node("b")
     checked()
-    outcomes = at_once(*[partial(automatic.follow, now=clock.now())] * 2)
+    outcomes = at_once(*[partial(upgrade_check.follow, now=clock.now())] * 2)
     assert not unexpected(outcomes)
     assert Operation.objects.count() == 1
 

@@ -14,8 +14,9 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from nodes.decisions import decision_log, fleet_cache, snapshot_log
 from nodes.decisions.snapshot_log import Section, SnapshotRef
+from nodes.loading import load_explanation
 from nodes.models import PlacementLog, PlacementRecord
-from nodes.reconcilers import decision_replay, tasks
+from nodes.reconcilers import tasks
 from nodes.replicas import slots
 from tests.support import hot
 from tests.support.deciding import decided
@@ -132,7 +133,7 @@ def test_a_kill_between_base_and_log_or_between_log_and_record_harms_no_other() 
     assert len(bases) == 2
     assert unused.base in bases
     for record in PlacementRecord.objects.all():
-        assert decision_replay.replay(record) == decision_replay.recorded_decision(record)
+        assert load_explanation.replay(record) == load_explanation.recorded_decision(record)
 
 
 @pytest.mark.rule("I14")
@@ -148,8 +149,8 @@ def test_two_processes_write_at_once() -> None:
         logs[at] = snapshot_log._log
     assert PlacementLog.objects.values("base").distinct().count() == 2
     records = list(PlacementRecord.objects.order_by("id"))
-    assert [decision_replay.replay(one) for one in records] == [
-        decision_replay.recorded_decision(one) for one in records
+    assert [load_explanation.replay(one) for one in records] == [
+        load_explanation.recorded_decision(one) for one in records
     ]
 
 
@@ -203,7 +204,7 @@ def test_it_is_kept_as_long_as_the_settings_say(settings: Settings) -> None:
         decision_log.record(told, now=now)
         PlacementLog.objects.filter(base=told.snapshot.base).update(at=now - timedelta(hours=age))
     tasks.prune_timeline()
-    found = {one.model_name: decision_replay.replay(one) for one in PlacementRecord.objects.all()}
+    found = {one.model_name: load_explanation.replay(one) for one in PlacementRecord.objects.all()}
     assert {name: one is None for name, one in found.items()} == {"m0": False, "m23": False, "m25": True}
     PlacementRecord.objects.filter(model_name="m25").delete()
 

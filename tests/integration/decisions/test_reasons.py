@@ -23,7 +23,8 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from nodes.decisions import decision_log, fleet_cache
 from nodes.definitions.files import Definition, parse_definition
-from nodes.loading import load_placement, load_request
+from nodes.loading import load_explanation, load_placement, load_request
+from nodes.loading.load_explanation import ReplayedDecision
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -37,8 +38,7 @@ from nodes.models.replica import load_key
 from nodes.models.scheduling import PlacementOutcome
 from nodes.placement.choose import NO_NEED, Need
 from nodes.placement.explain import DecisionOutcome
-from nodes.reconcilers import decision_replay, tasks
-from nodes.reconcilers.decision_replay import ReplayedDecision
+from nodes.reconcilers import tasks
 from nodes.replicas import slots
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
@@ -111,10 +111,10 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = await hot.in_thread(decision_replay.replay, row)
+        again = await hot.in_thread(load_explanation.replay, row)
         assert (
             again
-            == decision_replay.recorded_decision(row)
+            == load_explanation.recorded_decision(row)
             == ReplayedDecision("placed", row.reason, row.node_id)
         )
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
@@ -137,10 +137,10 @@ class TestRecords:
             None,
             "the backend is not there yet: not installed against installed on b",
         ]
-        again = await hot.in_thread(decision_replay.replay, row)
+        again = await hot.in_thread(load_explanation.replay, row)
         assert (
             again
-            == decision_replay.recorded_decision(row)
+            == load_explanation.recorded_decision(row)
             == ReplayedDecision("placed", row.reason, row.node_id)
         )
 

@@ -15,8 +15,8 @@ from django.test import Client
 
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
+from localai_cluster.edge import websocket_application
 from localai_cluster.kit import cancellation, clock
-from localai_cluster.raw_routes import websocket_application
 from localai_cluster.web import sockets
 from nodes.gateway import gateway
 from operations.executor.wake_ups import WakeUps

@@ -8,7 +8,7 @@ from django.db import OperationalError
 
 from localai_cluster.kit import clock, disk
 from nodes.live import watch as watching
-from operations.changes import cursor, topics
+from operations.changes import topics
 from operations.executor import controllers
 from tests.support import live
 from tests.support.feed import Open, admit, drain, end, make_node, process, shown, tab
@@ -116,7 +116,7 @@ async def test_without_the_channel_layer_changes_come_from_the_rows(
 
     monkeypatch.setattr(topics, "get_channel_layer", away)
     monkeypatch.setattr(topics, "RETRY_AFTER", 0.01)
-    monkeypatch.setattr(cursor, "READ_EVERY", 0.05)
+    monkeypatch.setattr(topics, "READ_EVERY", 0.05)
     page = await (await tab()).greeted()
     operation = await admit()
     await page.until(lambda: str(operation.id) in page.operations)

@@ -25,7 +25,7 @@ from nodes.models.replica import load_key
 from nodes.placement import memory
 from nodes.placement.choose import NO_NEED, Need, Reason, find_refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import slots, unload
+from nodes.replicas import slots, unload_requests
 from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
@@ -326,7 +326,7 @@ async def test_a_node_needs_no_space_for_files_that_it_has(
         await in_thread(lambda: NodeModel.objects.all().delete())
         await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
         assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
-    await in_thread(unload.forget_staged_files, stage.one.pk, "echo")
+    await in_thread(unload_requests.forget_staged_files, stage.one.pk, "echo")
     assert await in_thread(fleet_cache.model_file_bytes, "echo") == {}
 
 

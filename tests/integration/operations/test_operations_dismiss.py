@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import errors
 from localai_cluster.kit.leases import LeaseLost
-from operations.changes import cursor, feed
+from operations.changes import feed, topics
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
 from operations.models import Operation, OperationTarget, Status, TargetStatus
@@ -344,9 +344,9 @@ def test_looking_costs_the_same_for_any_number_of_operations() -> None:
         now = feed.current_seq()
         looks: list[Callable[[], Any]] = [
             listed,
-            lambda: cursor.read(None),
-            lambda: cursor.read(now - 1),
-            lambda: cursor.read(now),
+            lambda: topics.read(None),
+            lambda: topics.read(now - 1),
+            lambda: topics.read(now),
         ]
         return [queries_of(look) for look in looks]
 

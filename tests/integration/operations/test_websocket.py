@@ -12,10 +12,10 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster.accounts import principals
+from localai_cluster.edge import websocket_application
 from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
-from localai_cluster.raw_routes import websocket_application
-from operations.changes import cursor, events, feed
+from operations.changes import events, feed, topics
 from operations.ledger import admission, attempts
 from operations.models import Operation
 from operations.states import Event
@@ -158,7 +158,7 @@ async def test_a_gap_leads_back_to_the_rows(watch: Watch) -> None:
 
 async def test_silence_is_not_trusted(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no message ever comes, the client sees the change."""
-    monkeypatch.setattr(cursor, "READ_EVERY", 0.05)
+    monkeypatch.setattr(topics, "READ_EVERY", 0.05)
     socket = await watch()
     await opened(socket)
     await admit("one")

@@ -27,7 +27,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.reconcilers import replicas, tasks
 from nodes.reconcilers.tasks import SCHEDULES
 from nodes.registry import labels
-from nodes.replicas import drains, terminations, unload
+from nodes.replicas import drains, terminations, unload_requests
 from nodes.scheduling import passes, store
 from nodes.scheduling.passes import clear_cooldowns
 from nodes.scheduling.rules import Rule
@@ -306,7 +306,7 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
     bus = PlayedBus()
     stop = messages.subject("model.stop", str(node.id))
     bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
-    await asyncio.wait_for(unload.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
+    await asyncio.wait_for(unload_requests.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
     (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]
     assert (request.process_key, request.expected_address) == ("m#1", "127.0.0.1:50001")
     assert await hot.in_thread(NodeModel.objects.get) == kept

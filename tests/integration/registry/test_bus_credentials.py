@@ -14,8 +14,8 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster.kit import errors, nkeys
 from nodes.models import BackendNode, BusCredential
-from nodes.reconcilers.revocations import Revocations
 from nodes.registry import bus_credentials, claims, lifecycle, registration
+from nodes.registry.bus_credentials import Revocations
 from nodes.registry.registration import Registration
 from tests.support import api
 from tests.support.fleet import (

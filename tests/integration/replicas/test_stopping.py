@@ -23,10 +23,9 @@ from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.registry import lifecycle, registration
-from nodes.replicas import drained_nodes, engine_ends, slots
-from nodes.replicas.drained_nodes import CANNOT_TELL
+from nodes.replicas import engine_ends, slots, stops
 from nodes.replicas.slots import Slot
-from nodes.replicas.stops import Stopper
+from nodes.replicas.stops import CANNOT_TELL, Stopper
 from operations.executor.work import in_thread
 from operations.ledger import admission, attempts
 from tests.support import api, hot
@@ -305,7 +304,7 @@ class TestDrainedNode:
         """What a drain still waits for must not be stopped."""
 
         def nothing_due() -> bool:
-            return drained_nodes.claim_due(16, now=clock.now()) == []
+            return stops.claim_drained_nodes(16, now=clock.now()) == []
 
         replica = await in_thread(hot.replica, stage.node)
         assert await in_thread(nothing_due)

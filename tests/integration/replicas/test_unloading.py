@@ -22,7 +22,7 @@ from nodes.commands.outcomes import CommandFailed
 from nodes.gateway.request import InferenceRequest
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import lifecycle
-from nodes.replicas import drains, unload, unload_requests
+from nodes.replicas import drains, unload_requests
 from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DELETE, UNLOAD, UnloadRequest
@@ -76,12 +76,12 @@ class Stage:
         return Work(operation, Recorder(write_batch))
 
     async def carries_out(self, work: Work) -> Mapping[str, Any]:
-        kind = {UNLOAD: unload.UnloadModel, DELETE: unload.DeleteModel}[work.operation.kind]
+        kind = {UNLOAD: unload_requests.UnloadModel, DELETE: unload_requests.DeleteModel}[work.operation.kind]
         return await asyncio.wait_for(kind(self.bus)(work), 60)
 
     async def fails(self, work: Work) -> str:
         """Soon; what is to succeed has more time than a busy machine needs."""
-        unload.STOP_WITHIN, unload.SILENT_FOR = 0.2, 0.1
+        unload_requests.STOP_WITHIN, unload_requests.SILENT_FOR = 0.2, 0.1
         with pytest.raises(CommandFailed) as failure:
             await self.carries_out(work)
         return failure.value.message
@@ -91,10 +91,10 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     for module, name in ((commands, "PING_EVERY"), (commands, "_ASK_AGAIN"), (commands, "BUS_WAIT")):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(unload, "ASK_AGAIN", 0.01)
-    monkeypatch.setattr(unload, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr(unload, "STOP_WITHIN", 60.0)
-    monkeypatch.setattr(unload, "SILENT_FOR", 60.0)
+    monkeypatch.setattr(unload_requests, "ASK_AGAIN", 0.01)
+    monkeypatch.setattr(unload_requests, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(unload_requests, "STOP_WITHIN", 60.0)
+    monkeypatch.setattr(unload_requests, "SILENT_FOR", 60.0)
     return Stage()
 
 
@@ -262,7 +262,7 @@ async def test_an_engine_that_another_has_replaced_is_not_stopped(stage: Stage) 
 async def test_a_second_attempt_continues_where_a_killed_controller_stopped(stage: Stage) -> None:
     """Killed between the statement that withdraws and the command: the rows say what is left to do."""
     work = await in_thread(stage.begins)
-    await in_thread(unload._drain_targets, work)
+    await in_thread(unload_requests._drain_targets, work)
     assert {state for _, model, state in await rows() if model == "echo"} == {"unloading"}
     again = await in_thread(stage.taken_over)
     assert await stage.carries_out(again) == {"nodes": ["one", "two"]}
@@ -363,7 +363,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_was_not_stopped_serves_again_after_a_cancel(self, stage: Stage) -> None:
         work = await in_thread(stage.begins)
-        await in_thread(unload._drain_targets, work)
+        await in_thread(unload_requests._drain_targets, work)
         await Stopper(stage.bus).run_pass()
         assert ("one", "echo", "unloading") in await rows(), "its operation is active"
         await in_thread(ended_as_cancelled)
@@ -377,9 +377,9 @@ class TestLeftBehind:
     ) -> None:
         """The one on the node began first; the one of the cluster took its row over, and was cancelled."""
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=index))
-        await in_thread(unload._drain_targets, mine)
+        await in_thread(unload_requests._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._drain_targets, other)
+        await in_thread(unload_requests._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).run_pass()
         assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "loaded")}
@@ -390,9 +390,9 @@ class TestLeftBehind:
     async def test_an_unload_of_another_replica_keeps_nothing_out(self, stage: Stage) -> None:
         await in_thread(lambda: hot.replica(stage.one, index=1))
         mine = await in_thread(lambda: stage.begins(node=stage.one, index=1))
-        await in_thread(unload._drain_targets, mine)
+        await in_thread(unload_requests._drain_targets, mine)
         other = await in_thread(stage.begins)
-        await in_thread(unload._drain_targets, other)
+        await in_thread(unload_requests._drain_targets, other)
         await in_thread(lambda: admission.cancel(other.id, actor="bob", now=clock.now()))
         await Stopper(stage.bus).run_pass()
         states = NodeModel.objects.filter(node=stage.one, model_name="echo").order_by("replica_index")
@@ -401,7 +401,7 @@ class TestLeftBehind:
 
     async def test_a_replica_that_an_upgrade_has_taken_out_stays_out(self, stage: Stage) -> None:
         work = await in_thread(lambda: stage.begins(node=stage.one))
-        await in_thread(unload._drain_targets, work)
+        await in_thread(unload_requests._drain_targets, work)
         mine = NodeModel.objects.filter(node=stage.one, model_name="echo")
         intent = {"backend": "echo", "op": "upgrade", "operation_id": uuid4(), "spares_requests": True}
         lease = {"lease_owner": "c", "lease_until": clock.now() + timedelta(hours=1)}

@@ -20,7 +20,7 @@ from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver
 from django_q.models import Schedule
 
-from localai_cluster import health, raw_routes
+from localai_cluster import edge, health
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
@@ -194,7 +194,7 @@ def test_every_route_is_in_the_document(root: Client) -> None:
         for method in methods
         if method in ("get", "post", "put", "patch", "delete")
     }
-    expected = {(route.method, route.path) for route in raw_routes.ROUTES} | {
+    expected = {(route.method, route.path) for route in edge.ROUTES} | {
         ("GET", "/ws/operations"),
         ("GET", "/ws/feed"),
         ("GET", "/ws/nodes/{node_id}/backend-logs/{model}"),

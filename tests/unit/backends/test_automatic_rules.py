@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.backends.automatic import BackendPlace, Verdict, identity, plan, verdict
 from nodes.backends.installed import Build, Offered
+from nodes.backends.upgrade_check import BackendPlace, Verdict, identity, plan, verdict
 
 OLD, NEW, THIRD = (f"sha256:{letter * 64}" for letter in "abc")
 TWO = Offered("2", "/srv/2")

@@ -11,7 +11,7 @@ from localai_cluster.gallery_index import name_of
 from localai_cluster.messaging.codec import decode, encode_galleries
 from localai_cluster.messaging.messages import Gallery, InstallRequest, ProgressEvent, UpgradeRequest
 from nodes.commands.commands import understood
-from nodes.commands.progress_reports import Layers
+from nodes.commands.shared_commands import Layers
 
 RECORDED = Path(__file__).parents[2] / "data" / "nats" / "install-progress.jsonl"
 TWO = encode_galleries((Gallery("http://a", "one"), Gallery("http://b", "two")))

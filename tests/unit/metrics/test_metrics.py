@@ -9,7 +9,7 @@ import pytest
 from django.urls import get_resolver
 from prometheus_client.metrics import MetricWrapperBase
 
-from localai_cluster import raw_routes, scraping
+from localai_cluster import edge, scraping
 from localai_cluster.metrics import controller, kinds, passes, registries, web, worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,7 +115,7 @@ def test_a_path_belongs_to_one_of_few_surfaces(path: str, surface: str) -> None:
 
 def test_every_route_has_a_surface() -> None:
     """What is `other` is no route of ours."""
-    paths = [route.path for route in raw_routes.ROUTES]
+    paths = [route.path for route in edge.ROUTES]
     paths += ["/" + str(entry.pattern) for entry in get_resolver().url_patterns]
     assert {path for path in paths if web.surface(path) == "other"} == set()
 

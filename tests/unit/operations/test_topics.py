@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from operations.changes import cursor
-from operations.changes.cursor import GATHER, Cursor, Update, gathers_for
+from operations.changes import topics
+from operations.changes.topics import GATHER, Cursor, Update, gathers_for
 
 Next = Callable[[], Coroutine[Any, Any, Update]]
 NEVER = 3600.0
@@ -30,8 +30,8 @@ async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cursor,
     async def read(since: int | None) -> Update:
         return Update(False, 10 if since is None else since, [])
 
-    monkeypatch.setattr(cursor, "_read_rows", read)
-    monkeypatch.setattr(cursor, "READ_EVERY", NEVER)
+    monkeypatch.setattr(topics, "_read_rows", read)
+    monkeypatch.setattr(topics, "READ_EVERY", NEVER)
     one = Cursor()
     updates = one.updates(None)
     assert (await anext(updates)).seq == 10
@@ -45,7 +45,7 @@ async def test_a_change_after_a_quiet_moment_is_told_at_once(
     reader: tuple[Cursor, Next], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every report waited for others to come, although five batches a second are no flood."""
-    monkeypatch.setattr(cursor, "GATHER", NEVER)
+    monkeypatch.setattr(topics, "GATHER", NEVER)
     one, update = reader
     one.receive(11, {"seq": 11})
     async with asyncio.timeout(60):
@@ -65,7 +65,7 @@ async def test_changes_that_follow_closely_or_out_of_order_are_told_together(
         gathering.set()
         return 0.1
 
-    monkeypatch.setattr(cursor, "gathers_for", gathered)
+    monkeypatch.setattr(topics, "gathers_for", gathered)
     told = asyncio.create_task(update())
     one.receive(12, {"seq": 12})
     await gathering.wait()
