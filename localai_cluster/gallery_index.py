@@ -27,7 +27,7 @@ from localai_cluster.registries import references
 FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
-"""Limits on entries per index, texts per field and characters per text: YAML aliases can multiply data."""
+"""Limits per index, per field and per text: YAML aliases can multiply data."""
 MOST_NODES = 100_000
 """Values of one index, each copy that a merge (`<<`) makes of one included."""
 _MOST_BITS = 1024
@@ -76,6 +76,8 @@ class GalleryEntry:
     name: str
     alias: str = ""
     uri: str = ""
+    config_url: str = ""
+    """Address of a model's config file: an entry's `url` that ends in `.yaml` or `.yml`."""
     mirrors: tuple[str, ...] = ()
     capabilities: Mapping[str, str] | None = None
     sha256: str = ""
@@ -212,10 +214,10 @@ async def model_files(
 
     Raise GalleryUnreadable, OSError, ValueError or httpx.HTTPError.
     """
-    if not entry.uri:
+    if not (url := entry.config_url or entry.uri):
         return entry.files
     async with asyncio.timeout(FETCH_TIMEOUT):
-        text = await _read(located(entry.uri, entry.gallery.url, github_url), client, resolve)
+        text = await _read(located(url, entry.gallery.url, github_url), client, resolve)
     try:
         document = await asyncio.to_thread(untrusted.load_yaml, text, _Loader)
     except untrusted.InvalidYAML as error:
@@ -347,16 +349,12 @@ async def body_bounded(answer: httpx.Response) -> bytes:
 async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> bytes:
     path = local_path(url)
     if path is not None:
-        return await asyncio.to_thread(lambda: _read_file(resolve(path)))
+        return await asyncio.to_thread(lambda: _bounded(untrusted.read_file(resolve(path), INDEX_LIMIT)))
     if not url.startswith(("http://", "https://")):
         raise ValueError("only cluster:, github:, file://, http:// and https:// URLs are supported")
     _ = urlsplit(url).port  # ValueError for an invalid port
     async with client.stream("GET", url, headers=PLAIN, follow_redirects=True) as answer:
         return await body_bounded(answer)
-
-
-def _read_file(path: Path) -> bytes:
-    return _bounded(untrusted.read_file(path, INDEX_LIMIT))
 
 
 def _bounded(text: bytes) -> bytes:
@@ -367,10 +365,13 @@ def _bounded(text: bytes) -> bytes:
 
 def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     capabilities = item.get("capabilities")
+    url = _text(item.get("url"))
+    names_config = re.split("[?#]", web_address(url))[0].lower().endswith((".yaml", ".yml"))
     return GalleryEntry(
         name=_text(item.get("name")),
         alias=_text(item.get("alias")),
-        uri=_text(item.get("uri")) or ("" if isinstance(capabilities, dict) else _source(item.get("url"))),
+        uri=_text(item.get("uri")) or ("" if names_config or isinstance(capabilities, dict) else url),
+        config_url=url if names_config else "",
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
         sha256=_text(item.get("sha256")).strip().lower(),
@@ -383,12 +384,6 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         files=_files(item.get("files")),
         gallery=gallery,
     )
-
-
-def _source(url: Any) -> str:
-    """Return the address of a source; "" for that of a config file, which entries of models have there."""
-    address = web_address(_text(url))
-    return "" if urlsplit(address).path.lower().endswith((".yaml", ".yml")) else _text(url)
 
 
 def _files(value: Any) -> tuple[ModelFile, ...]:

@@ -172,7 +172,9 @@ def test_anchors_and_merges_are_expanded_up_to_a_number_of_values() -> None:
     )  # fmt: skip
     assert linked.uri == "oci://images.test/linked"
     (model,) = gallery_index.parse(b"- {name: m, url: 'github:o/r/gallery/m.yaml@master'}", WEB)
-    assert model.uri == "", "D-ENTRY-URL: the config file of a model is no source"
+    assert (model.uri, model.config_url) == ("", "github:o/r/gallery/m.yaml@master"), "D-ENTRY-URL"
+    (odd,) = gallery_index.parse(b"- {name: m, url: 'http://[/x.yaml?a'}", WEB)
+    assert odd.config_url == "http://[/x.yaml?a", "an address that cannot be read costs its own entry only"
     wide = b"- &a {" + b", ".join(b"k%d: 1" % n for n in range(500)) + b"}\n" + b"- {<<: *a, name: x}\n" * 200
     with pytest.raises(gallery_index.GalleryUnreadable, match="more than 100000 values"):
         gallery_index.parse(wide, WEB)
