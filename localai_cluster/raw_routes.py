@@ -58,7 +58,12 @@ class RawRoute:
 
 
 ROUTES: tuple[RawRoute, ...] = (
-    *(RawRoute(route.method, path, route.endpoint) for path, route in inference.ROUTES.items()),
+    *(
+        RawRoute(method, path, endpoint)
+        for path, route in inference.ROUTES.items()
+        for endpoint in (route.endpoint,)
+        for method in (route.method, *endpoint.others)
+    ),
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
