@@ -77,7 +77,12 @@ class RawRoute:
 
 
 ROUTES: tuple[RawRoute, ...] = (
-    *(RawRoute(route.method, path, route.endpoint) for path, route in inference.ROUTES.items()),
+    *(
+        RawRoute(method, path, endpoint)
+        for path, route in inference.ROUTES.items()
+        for endpoint in (route.endpoint,)
+        for method in (route.method, *endpoint.others)
+    ),
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
@@ -163,7 +168,7 @@ class Edge:
         if origin:
             answer.add(_cors_headers(origin))
         try:
-            if origin and (preflight := _preflight(scope, app.method)) is not None:
+            if origin and (preflight := _preflight(scope, app.methods)) is not None:
                 await wire.send_answer(answer, preflight)
                 return
             if self.stopping:
@@ -269,13 +274,13 @@ def _cors_headers(origin: bytes) -> tuple[wire.Header, ...]:
     return ((b"access-control-allow-origin", origin), (b"vary", b"Origin"), _CORS_EXPOSED)
 
 
-def _preflight(scope: wire.Scope, method: str) -> wire.Answer | None:
-    """Return the answer to a preflight for a route with this method, None for any other request."""
+def _preflight(scope: wire.Scope, methods: str) -> wire.Answer | None:
+    """Return the answer to a preflight for a route with these methods, None for any other request."""
     headers = dict(scope["headers"])
     if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
         return None
     wanted: bytes = headers.get(b"access-control-request-headers", b"")
-    allowed = [(b"access-control-allow-methods", method.encode()), _CORS_KEPT_FOR]
+    allowed = [(b"access-control-allow-methods", methods.encode()), _CORS_KEPT_FOR]
     if _CORS_NAMES.fullmatch(wanted.decode("latin-1")):
         allowed.append((b"access-control-allow-headers", wanted))
     return wire.Answer(b"", headers=tuple(allowed), kind=b"text/plain")

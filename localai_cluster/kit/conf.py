@@ -93,6 +93,8 @@ _PORT = number(int, 1, 65535, "a port between 1 and 65535")
 _COUNT = number(int, 1, 2**31 - 1)
 _GIB = number(float, 0.01, 10_000)
 _SPACE = Kind(lambda text: int(_GIB.parse(text) * 2**30), _GIB.fix)
+_MIB = number(float, 0.1, 100_000)
+_SMALL_SPACE = Kind(lambda text: int(_MIB.parse(text) * 2**20), _MIB.fix)
 _SECONDS = duration(0)
 """Seconds of which 0 has a meaning of its own."""
 _RETENTION = duration(3600)
@@ -259,6 +261,10 @@ class ClusterSettings(env.SharedSettings):
     """Retention of the snapshots with which a placement decision can be made again."""
     decision_space: int = setting("CLUSTER_DECISION_SPACE", _SPACE, "2")
     """GiB for the records of placement decisions, and as many for snapshots ([below](#retention))."""
+    response_retention: float = setting("CLUSTER_RESPONSE_RETENTION", _SECONDS, "0")
+    """Time after the last use for which `/v1/responses` stores responses ([below](#responses)); 0 = none."""
+    response_space: int = setting("CLUSTER_RESPONSE_SPACE", _SMALL_SPACE, "64")
+    """MiB for the stored responses of each API key."""
 
     @cached_property
     def web_tls(self) -> TlsFiles:

@@ -230,6 +230,15 @@ admin.site.register(
     search_fields=("model_name",),
 )
 admin.site.register(
+    models.StoredResponse,
+    Observed,
+    # What people write to models is not for administrators.
+    fields=("id", "owner", "previous_id", "created_at", "used_at", "size"),
+    list_display=("id", "owner", "previous_id", "created_at", "used_at", "size"),
+    search_fields=("id", "owner"),
+    show_full_result_count=False,
+)
+admin.site.register(
     models.FileHash,
     Observed,
     list_display=("path", "sha256", "hashed_at"),

@@ -1,7 +1,8 @@
 """OpenAI's Responses, `POST /v1/responses`: requests, complete responses, stream events. Pure.
 
-A conversation is a list of items of several kinds (`responses_input.py`). The cluster stores no responses:
-`store` is answered with false, and a request that refers to an earlier response is refused.
+A conversation is a list of items of several kinds (`responses_input.py`). Where the cluster stores no
+responses (`stored_responses.py`) `store` is answered with false, and a request that refers to an earlier
+response is refused.
 
 Events carry their type twice, as the event's name and inside, and a sequence number.
 """
@@ -24,12 +25,15 @@ from nodes.dialects.openai_messages import (
     encode_json,
 )
 from nodes.dialects.responses_input import (
-    FlatChoice,
+    NOTHING,
+    Earlier,
     FunctionTools,
     Items,
+    Wanted,
     collect_images,
     convert_items,
-    known_items,
+    read_items,
+    without_unknown,
 )
 from nodes.gateway import schemas
 from nodes.gateway.generation import (
@@ -93,33 +97,37 @@ class ResponsesBody(msgspec.Struct, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: Wanted = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
+    previous_response_id: str | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
 
 
 REFUSED = {
     "background": "no answer is kept, so it must be waited for",
-    "conversation": "nothing is kept; send the whole conversation as `input`",
-    "previous_response_id": "nothing is kept; send the whole conversation as `input`",
+    "conversation": "no conversations are kept; send the whole one as `input`",
     "prompt": "no prompts are kept; send it as `instructions` and `input`",
     "moderation": "no engine here judges texts",
 }
+REFUSED_UNLESS_KEPT = {"previous_response_id": "nothing is kept; send the whole conversation as `input`"}
 
 
-def parse_request(fields: Mapping[str, Any]) -> Generation:
+def parse_request(fields: Mapping[str, Any], earlier: Earlier = NOTHING) -> Generation:
     """Parse the request; raise InvalidInput, which names the first wrong field."""
-    openai_common.refuse_fields(fields, REFUSED)
-    body = wire.parse_struct(fields, ResponsesBody)
+    openai_common.refuse_fields(fields, REFUSED if earlier.is_kept else REFUSED | REFUSED_UNLESS_KEPT)
+    known_fields = {**fields, "input": without_unknown(fields.get("input"))}
+    body = wire.parse_struct(known_fields, ResponsesBody)
     tools = FunctionTools(body.tools or ())
-    tools_json, choice = check_tools(tools.functions, tools.choice(body.tool_choice), "parameters")
-    messages = tuple(convert_items(body.instructions, body.input))
-    if not messages and not (isinstance(body.input, str) or known_items(body.input)):
+    functions, wanted_tool = tools.choose(body.tool_choice)
+    tools_json, choice = check_tools(functions, wanted_tool, "parameters")
+    entries = read_items(body.input, earlier)
+    messages = tuple(convert_items(body.instructions, entries))
+    if not entries:
         raise field_error("input", "has nothing that a model can read")
     return Generation(
         model=body.model,
@@ -129,7 +137,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
                 tools=tools_json,
                 tool_choice=choice,
                 parallel_tool_calls=body.parallel_tool_calls if tools_json else None,
-                images=collect_images(body.input),
+                images=collect_images(entries),
             ),
         ),
         sampling=Sampling(
@@ -142,7 +150,7 @@ def parse_request(fields: Mapping[str, Any]) -> Generation:
         ),
         stream=bool(body.stream),
         names=_NAMES,
-        echo=_echo(body),
+        echo=_echo(body) | {"store": earlier.is_kept and body.store is not False},
         tool_namespaces=tools.namespaces,
     )
 
@@ -167,6 +175,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id or None,
         "temperature": body.temperature,
         "text": {"format": msgspec.to_builtins(format) or {"type": "text"}},
         "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
@@ -190,10 +199,10 @@ _EVENT_NAMES = {
 def render_response(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """Return the response body."""
     last = next((delta for delta in reversed(deltas) if delta.finish), TextDelta(0, finish="stop"))
-    return msgspec.json.encode(_final_response(head, blocks.collect_blocks(deltas), last))
+    return msgspec.json.encode(final_response(head, blocks.collect_blocks(deltas), last))
 
 
-def _final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
+def final_response(head: Head, response_blocks: Sequence[Block], last: TextDelta) -> Json:
     """Return the final `response` object."""
     is_truncated = last.finish == "length"
     status = "incomplete" if is_truncated else "completed"
@@ -307,7 +316,7 @@ class ResponseEvents:
             is_truncated = delta.finish == "length" and step.block is self._blocks.blocks[-1]
             yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
-            response = _final_response(self._head, self._blocks.blocks, delta)
+            response = final_response(self._head, self._blocks.blocks, delta)
             yield self._event(f"response.{response['status']}", response=response)
 
     def _start_events(self) -> bytes:

@@ -1,12 +1,16 @@
 """The input of OpenAI's Responses: the items of a conversation, and the tools that a model may call. Pure.
 
-Consecutive calls, and the thoughts and text before them, become one message for an engine. Content that only
-OpenAI's servers can read is ignored.
+Consecutive calls, and the thoughts and text before them, become one message for an engine. Items that only
+OpenAI's servers can read are left out; a result that only they can read is refused if the model is to go on
+from it. A stored item takes the place of a reference to it.
 """
 
+import base64
+import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -34,37 +38,31 @@ from nodes.gateway.generation import (
 
 
 class Content(msgspec.Struct, frozen=True):
-    """A part of an item. An image is in itself: `data:image/png;base64,…`; the cluster keeps no files."""
+    """A part of an item: a text, a refusal, `input_image` or `input_file`.
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "input_image"]
+    An image is in itself: `data:image/png;base64,…`; so is a file, which must be plain text. The cluster
+    keeps no files.
+    """
+
+    type: str
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
+    file_data: str | None = None
+    filename: str | None = None
 
 
 Contents = str | Annotated[list[Content], msgspec.Meta(max_length=MOST_PARTS)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A message, a call of a tool, what came of it, or what the model thought.
+    """A message, a call of a tool, what came of it, what the model thought, or a reference to one of these.
 
-    Items about tools of OpenAI's servers, and references to items that they keep, are left out.
+    Items about tools of OpenAI's servers are left out.
     """
 
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "reasoning",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "item_reference",
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "image_generation_call",
-        "compaction",
-    ] = "message"
+    type: str = "message"
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Contents | None = None
     call_id: str | None = None
@@ -81,43 +79,171 @@ _NEEDED = {
     "function_call_output": ("call_id", "output"),
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
+    "item_reference": ("id",),
 }
 _USED = ("message", "function_call", "function_call_output", "reasoning")
+_KNOWN = frozenset({*_NEEDED, *_USED})
+_RESULTS = ("_output", "_response")
+"""Ends of the types of items with which a client answers a model."""
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_THOUGHT = "rs_"
+"""Beginning of the id of a thought, which a conversation may lack."""
+
+_KEEPS_NOTHING = "nothing is kept here; send the item itself (clients do with `store: false`)"
 
 
-def known_items(items: Sequence[Item]) -> list[tuple[int, Item]]:
-    """Return the items that a model can read, with their places; raise InvalidInput for an incomplete one.
+@dataclass(frozen=True)
+class Earlier:
+    """Stored items that a request refers to, as they were sent and rendered."""
 
-    Calls of free-form tools become calls of functions. A reference at the end asks for what is not kept.
+    is_kept: bool = False
+    """True if responses are stored for this caller."""
+    items: Sequence[Mapping[str, Any]] = ()
+    """The conversation that `previous_response_id` continues."""
+    by_id: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Items of other responses that the input refers to."""
+
+
+NOTHING = Earlier()
+
+
+class Entry(NamedTuple):
+    """An item that a model can read, with its path in the request."""
+
+    path: str
+    item: Item
+
+
+def without_unknown(input_items: Any) -> Any:
+    """Return the input of a request with nothing but the type of items of other types.
+
+    Such items may have fields of the same names in other forms.
     """
-    if items[-1].type == "item_reference":
-        raise field_error(f"input[{len(items) - 1}]", "nothing is kept; send the item itself")
-    known = []
+    if not isinstance(input_items, list):
+        return input_items
+    return [
+        {"type": item["type"]}
+        if isinstance(item, dict) and isinstance(item.get("type"), str) and item["type"] not in _KNOWN
+        else item
+        for item in input_items
+    ]
+
+
+def read_items(input_items: str | Sequence[Item], earlier: Earlier = NOTHING) -> list[Entry]:
+    """Return the items that a model can read, earlier ones first; raise InvalidInput for a wrong one.
+
+    Calls of free-form tools become calls of functions.
+    """
+    entries = [Entry("previous_response_id", _stored(item)) for item in earlier.items]
+    if isinstance(input_items, str):
+        entries.append(Entry("input", Item(role="user", content=input_items)))
+    else:
+        entries += _resolve(input_items, earlier)
+    if len(entries) > MOST_MESSAGES:
+        raise field_error("input", f"at most {MOST_MESSAGES} items with the earlier ones", _TOO_MANY)
+    readable = list(_readable(entries))
+    _check_results(readable)
+    return readable
+
+
+_TOO_MANY = "array_above_max_length"
+
+
+def _stored(item: Mapping[str, Any]) -> Item:
+    return msgspec.convert(item, Item)
+
+
+def _resolve(items: Sequence[Item], earlier: Earlier) -> Iterator[Entry]:
+    """Yield the items with stored ones in place of references.
+
+    A reference is left out if its item is in the conversation anyway, or is a thought that something follows.
+    """
+    present = {item.id for item in items if item.type != "item_reference"}
+    present |= {item.get("id") for item in earlier.items}
     for number, item in enumerate(items):
+        path = f"input[{number}]"
+        if item.type != "item_reference" or item.id is None:
+            yield Entry(path, item)
+        elif item.id in present:
+            continue
+        elif item.id in earlier.by_id:
+            yield Entry(path, _stored(earlier.by_id[item.id]))
+        elif not item.id.startswith(_THOUGHT) or number == len(items) - 1:
+            reason = "no stored item has this id" if earlier.is_kept else _KEEPS_NOTHING
+            raise field_error(path, f"{item.id[:100]}: {reason}")
+
+
+def _readable(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the items that a model can read; raise InvalidInput for one that is incomplete or matters."""
+    unread_result = ""
+    for path, item in entries:
         for name in _NEEDED.get(item.type, ()):
             if getattr(item, name) is None:
-                raise field_error(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
+                raise field_error(f"{path}.{name}", f"an item of the type {item.type[:64]} needs it")
         if item.type == "custom_tool_call":
             arguments = encode_json({"input": item.input})
             item = msgspec.structs.replace(item, type="function_call", arguments=arguments)
         elif item.type == "custom_tool_call_output":
             item = msgspec.structs.replace(item, type="function_call_output")
-        if item.type in _USED:
-            known.append((number, item))
-    return known
+        elif item.type not in _USED:
+            unread_result = path if item.type.endswith(_RESULTS) else unread_result
+            continue
+        if item.type == "message":
+            unread_result = ""
+        _check_parts(item, path)
+        yield Entry(path, item)
+    if unread_result:
+        message = "no model here can read what came of a call of this type"
+        raise field_error(f"{unread_result}.type", message, "unsupported_value")
 
 
-def convert_items(
-    instructions: str | None, input_items: str | Sequence[Item]
-) -> Iterator[ConversationMessage]:
-    """Yield the messages in the engines' form; raise InvalidInput for an incomplete item."""
+def _check_parts(item: Item, path: str) -> None:
+    """Raise InvalidInput for a part that no model here can read, unless a model has written it."""
+    if item.type == "reasoning" or item.role == "assistant":
+        return
+    for name, content in (("content", item.content), ("output", item.output)):
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            part_path = f"{path}.{name}[{index}]"
+            if part.type == "input_file":
+                _file_text(part, part_path)
+            elif part.type not in (*_TEXTS, "refusal", "input_image"):
+                kind = part.type[:64]
+                raise field_error(f"{part_path}.type", f"no model here reads {kind!r}", "unsupported_value")
+
+
+_PLAIN = re.compile(r"data:(text/[a-z0-9.+-]+|application/json)(;charset=utf-8)?;base64", re.IGNORECASE)
+
+
+def _file_text(part: Content, path: str) -> str:
+    """Return the text of a file inside the request; raise InvalidInput for any other file."""
+    head, _, data = (part.file_data or "").partition(",")
+    try:
+        if not _PLAIN.fullmatch(head):
+            raise ValueError
+        text = base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, ValueError):
+        message = "only files of plain text inside the request are read, as data:text/plain;base64,…"
+        raise field_error(path, message, "unsupported_value") from None
+    return f"{part.filename}\n{text}" if part.filename else text
+
+
+def _check_results(entries: Iterable[Entry]) -> None:
+    """Raise InvalidInput for what came of a call that the conversation does not have."""
+    calls = set()
+    for path, item in entries:
+        if item.type == "function_call":
+            calls.add(item.call_id)
+        elif item.type == "function_call_output" and item.call_id not in calls:
+            message = "no call of a tool before it has this id; send the call too"
+            raise field_error(f"{path}.call_id", message)
+
+
+def convert_items(instructions: str | None, entries: Sequence[Entry]) -> Iterator[ConversationMessage]:
+    """Yield the messages in the engines' form."""
     if instructions:
         yield ConversationMessage("system", instructions)
-    if isinstance(input_items, str):
-        yield ConversationMessage("user", input_items)
-        return
     answer: list[Item] = []
-    for _, item in known_items(input_items):
+    for _, item in entries:
         is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not is_assistant_item or _starts_response(item, answer):
             yield from _assistant_message(answer)
@@ -159,17 +285,20 @@ def _assistant_message(items: Sequence[Item]) -> Iterator[ConversationMessage]:
 def _join_texts(content: Contents | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (part.text if part.text is not None else part.refusal for part in content)
-    return "\n".join(text for text in texts if text is not None)
+    return "\n".join(text for text in map(_part_text, content) if text is not None)
 
 
-def collect_images(input_items: str | Sequence[Item]) -> tuple[str, ...]:
+def _part_text(part: Content) -> str | None:
+    if part.type == "input_file" and part.file_data:
+        return _file_text(part, "input")
+    return part.text if part.text is not None else part.refusal
+
+
+def collect_images(entries: Sequence[Entry]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
-    if isinstance(input_items, str):
-        return ()
     return tuple(
-        openai_messages.parse_image_url(part.image_url or "", f"input[{number}].{name}[{index}]")
-        for number, item in known_items(input_items)
+        openai_messages.parse_image_url(part.image_url or "", f"{path}.{name}[{index}]")
+        for path, item in entries
         for name, content in (("content", item.content), ("output", item.output))
         if isinstance(content, list)
         for index, part in enumerate(content)
@@ -187,11 +316,23 @@ class FlatTool(msgspec.Struct, frozen=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tool that must be called; only a function can be."""
+class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the tools that may be called."""
 
     type: str
     name: str | None = None
+
+
+class FlatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The function that must be called, or with the type `allowed_tools` those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+
+
+Wanted = Literal["none", "auto", "required"] | FlatChoice | None
 
 
 class FunctionTools:
@@ -252,20 +393,44 @@ class FunctionTools:
             Tool(Function(function.name, function.description, function.parameters, function.strict))
         )
 
-    def choice(self, wanted: Literal["none", "auto", "required"] | FlatChoice | None) -> Choice | None:
-        """Return the choice in OpenAI's older form; raise InvalidInput for a tool that is left out."""
+    def choose(self, wanted: Wanted) -> tuple[Sequence[Tool], Choice | None]:
+        """Return the functions that may be called, and the choice in OpenAI's older form.
+
+        Raises InvalidInput for a tool that is left out.
+        """
         if self.others and not self.functions and wanted != "none":
             kinds = ", ".join(sorted(set(self.others)))[:100]
             raise field_error("tools", f"none of these can be run here: {kinds}", "unsupported_value")
         if not isinstance(wanted, FlatChoice):
-            return wanted
+            return self.functions, wanted
+        if wanted.type == "allowed_tools":
+            return self._allowed(wanted)
         if wanted.type != "function" or wanted.name is None:
             message = f"a tool of the type {wanted.type[:64]} cannot be run here"
             raise field_error("tool_choice", message, "unsupported_value")
-        if any(tool.function.name == wanted.name for tool in self.functions):
-            return ForcedTool(FunctionName(wanted.name))
-        names = {inner: name for name, (_, inner) in self.namespaces.items()}
-        return ForcedTool(FunctionName(names.get(wanted.name, wanted.name)))
+        names = self._names_of(wanted.name)
+        return self.functions, ForcedTool(FunctionName(names[0] if names else wanted.name))
+
+    def _allowed(self, wanted: FlatChoice) -> tuple[Sequence[Tool], Choice | None]:
+        """Return the allowed functions; with the mode `auto` there may be none."""
+        if wanted.mode is None or not wanted.tools:
+            raise field_error("tool_choice", "`allowed_tools` needs `mode` and `tools`")
+        allowed = set()
+        for number, tool in enumerate(wanted.tools):
+            names = self._names_of(tool.name or "") if tool.type == "function" else []
+            if tool.type == "function" and not names:
+                raise field_error(f"tool_choice.tools[{number}]", "names none of `tools`")
+            allowed.update(names)
+        if not allowed and wanted.mode == "required":
+            raise field_error("tool_choice", "none of these tools can be run here", "unsupported_value")
+        functions = [tool for tool in self.functions if tool.function.name in allowed]
+        return functions, wanted.mode if functions else "none"
+
+    def _names_of(self, name: str) -> list[str]:
+        """Return the names here of the function that the client calls by this name, its own first."""
+        inner = [known for known, (_, short_name) in self.namespaces.items() if short_name == name]
+        own = [tool.function.name for tool in self.functions if tool.function.name == name]
+        return own or inner
 
 
 _UNSAFE = re.compile("[^a-zA-Z0-9_-]")

@@ -17,6 +17,7 @@ from localai_cluster.web.bodies import FORM_TYPE
 from localai_cluster.web.openapi import Operation, json_body, response_schema_of, schema_of
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.dialects import (
+    answers,
     anthropic,
     audio_speech,
     audio_transcriptions,
@@ -28,14 +29,14 @@ from nodes.dialects import (
     openai_completions,
     responses,
     retrieval,
+    stored_responses,
     tokens,
 )
 from nodes.dialects.audio_transcriptions import MANY
 from nodes.dialects.openai_common import LARGEST_BODY
-from nodes.gateway import generate
 from nodes.gateway.endpoint import Endpoint, Handler, is_of_anthropic
 from nodes.gateway.generation import Dialect, Head
-from nodes.gateway.request import InferenceRequest, node_header
+from nodes.gateway.request import InferenceRequest
 from nodes.gateway.streams import EventStream
 
 
@@ -74,6 +75,8 @@ class Route:
     errors: tuple[int, ...] = ERRORS
     is_shared: bool = False
     """True if clients of Anthropic's API use the route too, in their own form."""
+    others: tuple["Route", ...] = ()
+    """Routes of other methods on the same path; they share its limits and envelope."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -86,6 +89,7 @@ class Route:
             self.envelope.render,
             self.envelope is OLLAMA,
             anthropic.render_error if self.is_shared else None,
+            {route.method: route.handler for route in self.others},
         )
 
 
@@ -100,14 +104,9 @@ def generation_handler(dialect: Dialect, shortcut: Shortcut | None = None) -> Ha
         fields = wire.parse_json_object(request.body)
         if shortcut is not None and (done := await shortcut(request, fields)) is not None:
             return done
-        generation = dialect.parse(fields)
+        head = Head(request.request_id, int(clock.now().timestamp()), dialect.parse(fields))
         del fields
-        request.body = b""  # it may be large, and generation takes long
-        head = Head(request.request_id, int(clock.now().timestamp()), generation)
-        if generation.stream:
-            return EventStream(request, dialect.stream_format(head), generate.stream(request, generation))
-        deltas = await generate.generate(request, generation)
-        return Answer(dialect.render_response(head, deltas), headers=tuple(node_header(request)))
+        return await answers.respond(request, dialect, head)
 
     return answer
 
@@ -123,7 +122,8 @@ _ANTHROPIC_STREAM = (
 )
 _RESPONSES_STREAM = (
     "With `stream`, events from `response.created` to `response.completed`. A failure after the first of them"
-    " is `error`, then `response.failed`. Nothing is kept: `store` and earlier answers are refused."
+    " is `error`, then `response.failed`. Responses are stored only if the operator permits it; otherwise"
+    " `store` is answered with false, and a reference to an earlier response is refused."
 )
 _OLLAMA_STREAM = (
     "Streams unless `stream` is false: a line of JSON for each piece. A failure after the first is a line"
@@ -160,11 +160,34 @@ _WITH_PREFIX: Mapping[str, Route] = {
     "/responses": Route(
         name="create_response",
         summary="Answer a conversation (OpenAI's Responses)",
-        handler=generation_handler(responses.DIALECT),
+        handler=stored_responses.create,
         body=responses.ResponsesBody,
         response=responses.ResponseObject,
         other_kinds=_EVENTS,
         description=_RESPONSES_STREAM,
+    ),
+    "/responses/{response_id}": Route(
+        name="get_response",
+        summary="Show a stored response",
+        handler=stored_responses.show,
+        method="GET",
+        limit=None,
+        response=responses.ResponseObject,
+        meaning="The response.",
+        errors=(401, 403, 404, 429, 500, 503),
+        others=(
+            Route(
+                name="delete_response",
+                summary="Delete a stored response",
+                handler=stored_responses.delete,
+                method="DELETE",
+                limit=None,
+                response=stored_responses.DeletedResponse,
+                description="A conversation that it is a part of cannot be continued any more.",
+                meaning="It is deleted.",
+                errors=(401, 403, 404, 429, 500, 503),
+            ),
+        ),
     ),
     "/messages": Route(
         name="create_message",
@@ -419,7 +442,7 @@ _MEANINGS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid API key is required, or the session of a signed-in browser.",
     403: "Of a session: no CSRF token, another site asks, or the password has to be changed first.",
-    404: "No model of that name is defined.",
+    404: "There is no such model, or no such stored response.",
     413: "The request body is too large.",
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
@@ -431,6 +454,13 @@ _MODEL_PARAMETER: Operation = {
     "required": True,
     "schema": {"type": "string"},
     "description": "The name, which may have a `/` in it, escaped or not.",
+}
+_RESPONSE_PARAMETER: Operation = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+    "description": "The id of a response, such as `resp_…`.",
 }
 _DIGEST_PARAMETER: Operation = {
     "name": "digest",
@@ -450,7 +480,11 @@ def error_answers(*statuses: int, body: type[wire.ResponseBody] = wire.ErrorBody
 
 def operations() -> list[tuple[str, str, Operation]]:
     """Return method, path and operation of every inference route."""
-    return [(route.method, path, _operation(path, route)) for path, route in ROUTES.items()]
+    return [
+        (route.method, path, _operation(path, route))
+        for path, main in ROUTES.items()
+        for route in (main, *main.others)
+    ]
 
 
 def _operation(path: str, route: Route) -> Operation:
@@ -474,6 +508,8 @@ def _operation(path: str, route: Route) -> Operation:
         operation["description"] = route.description
     if "{model}" in path:
         operation["parameters"] = [_MODEL_PARAMETER]
+    elif "{response_id}" in path:
+        operation["parameters"] = [_RESPONSE_PARAMETER]
     elif "{digest}" in path:
         operation["parameters"] = [_DIGEST_PARAMETER]
     if route.body is not None:

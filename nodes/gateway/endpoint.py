@@ -20,8 +20,8 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Protocol, TypeVar
 
@@ -84,6 +84,13 @@ class Endpoint:
     """True if the requests wait longer for a load."""
     refused_for_anthropic: Callable[[ClusterError], Answer] | None = None
     """Renders errors for requests with the header `anthropic-version`, on routes that dialects share."""
+    others: Mapping[str, Handler] = field(default_factory=dict)
+    """Handlers of further methods."""
+
+    @property
+    def methods(self) -> str:
+        """The accepted methods, as the header `Allow` lists them."""
+        return ", ".join((self.method, *self.others))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request; send nothing to a disconnected client."""
@@ -119,13 +126,15 @@ class Endpoint:
         refused = (self.refused_for_anthropic if request.is_of_anthropic else None) or self.refused
         try:
             await identify(request, scope)
-            if scope["method"] != self.method:
-                raise MethodNotAllowed(f"only {self.method} is accepted here")
+            method = scope["method"]
+            handler = self.handler if method == self.method else self.others.get(method)
+            if handler is None:
+                raise MethodNotAllowed(f"only {self.methods} is accepted here")
             await self._read(request, scope, body)
-            return await until_disconnected(self._handle(request, send), receive)
+            return await until_disconnected(self._handle(request, handler, send), receive)
         except MethodNotAllowed as error:
             answer = refused(error)
-            return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
+            return Answer(answer.body, answer.status, ((b"allow", self.methods.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().noted(error, request.client_address)
@@ -153,10 +162,10 @@ class Endpoint:
         finally:
             body.release()
 
-    async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
+    async def _handle(self, request: InferenceRequest, handler: Handler, send: Send) -> Answer | int:
         try:
             with until_stop():
-                answer = await self.handler(request)
+                answer = await handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
             # A content error reveals facts about the cluster, so only a confirmed caller may read it.
@@ -248,7 +257,7 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
         headers["authorization"] = f"Bearer {password}"
     credential = principals.read_credential(headers)
     if isinstance(credential, StoredKey):
-        request.key_hash = credential.hash
+        request.key_hash = request.key_owner = credential.hash
     elif credential is None and _without_browser(scope) and _is_admitted(request.client_address):
         request.principal = principals.KEYLESS
     elif credential is None:
@@ -262,6 +271,7 @@ async def identify(request: InferenceRequest, scope: Scope) -> None:
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
+        request.key_owner = principals.hash_secret(principals.offered_credential(headers) or "")
 
 
 def _is_admitted(address: str) -> bool:

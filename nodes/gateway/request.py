@@ -52,6 +52,8 @@ class InferenceRequest:
     principal: Principal = ANONYMOUS
     key_hash: str = ""
     """Hash of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
+    key_owner: str = ""
+    """Hash of the API key of the request, stored or static; "" for a session and without a key."""
     client_address: str = ""
     request_id: str = ""
     path: str = ""

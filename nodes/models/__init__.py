@@ -30,6 +30,7 @@ from nodes.models.replica import (
     ReplicaUse,
     WebProcess,
 )
+from nodes.models.response import StoredResponse
 from nodes.models.scheduling import (
     DecisionKind,
     ModelLoadInfo,
@@ -75,6 +76,7 @@ __all__ = [
     "ReplicaUse",
     "RevokedSecret",
     "RoutePolicy",
+    "StoredResponse",
     "UpgradeCheck",
     "WebProcess",
 ]

@@ -11,6 +11,7 @@ from localai_cluster.kit.outage import left_out_in_an_outage
 from localai_cluster.kit.periodic import Recurring
 from nodes.backends import upgrade_state
 from nodes.decisions import decision_log, snapshot_log
+from nodes.models import StoredResponse
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness, recount
 from nodes.registry import bus_credentials, joining, lifecycle, pending, resources, timeline
@@ -99,13 +100,17 @@ def prune_timeline() -> None:
     """Delete events, join tokens, audit entries, decision records and their snapshots past their retention.
 
     The last two are bounded by their size too: a fleet may make a decision every second. One transaction for
-    each chunk; return at once if another process holds the lock. Also delete expired bus credentials, and
-    pending nodes that have been silent for a day.
+    each chunk; return at once if another process holds the lock. Also delete stored responses that have not
+    been used for their retention, expired bus credentials, and pending nodes that have been silent for a day.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
-    prunes = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
+    prunes: list[tuple[Callable[..., int], datetime]] = [
+        (prune, before) for prune in (timeline.prune, joining.prune, audit.prune)
+    ]
+    responses_before = now - timedelta(seconds=cluster.response_retention)
+    prunes.append((StoredResponse.objects.prune, responses_before))
     for table, oldest in ((decision_log.TABLE, before), (snapshot_log.TABLE, snapshots_before)):
         prunes.append((table.prune, _latest(oldest, table.oldest_that_fits(cluster.decision_space))))
     for prune, since in prunes:

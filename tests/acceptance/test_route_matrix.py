@@ -37,6 +37,7 @@ INFERENCE = (
     "/messages",
     "/messages/count_tokens",
     "/responses",
+    "/responses/{response_id}",
     *(
         f"/api/{name}"
         for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version", "pull")

@@ -13,7 +13,7 @@ from django.db import connection
 from psycopg.conninfo import make_conninfo
 
 from localai_cluster.accounts.models import ApiKey
-from localai_cluster.kit import clock, conf
+from localai_cluster.kit import clock, conf, database_pool
 from localai_cluster.kit.database_pool import DedicatedConnection, Pool
 from localai_cluster.rpc.client import ClientPool
 from nodes.gateway import gateway
@@ -78,7 +78,7 @@ class CountedPicker(Picker):
     """A picker whose statements are counted."""
 
     def __init__(self, pool: Pool, prefixes: PrefixRouter) -> None:
-        self.connection = CountingConnection(database_url())
+        self.connection, self.pool = CountingConnection(database_url()), pool
         super().__init__(pool, self.connection, prefixes.weights)
 
 
@@ -117,6 +117,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
     hints, prefixes = WakeUps(), prefixes or alone()
     clients, loads = ClientPool(), Loads(hints)
     async with picker(prefixes) as made:
+        database_pool._shared = made.pool
         listener = asyncio.create_task(gateway._listen(hints, prefixes))
         heartbeat = ProcessHeartbeat(made, 15)
         gateway._running = gateway._Running(
@@ -125,7 +126,7 @@ async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[Counted
         try:
             yield made
         finally:
-            gateway._running = None
+            gateway._running = database_pool._shared = None
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
             await loads.close()

@@ -222,7 +222,7 @@ def test_a_preflight_repeats_no_nonsense(cors: None, names: str) -> None:
 
 
 @pytest.mark.rule("http-0.4", "http-6a")
-@pytest.mark.parametrize("path", ["/v1/nope", "/v1/chat", "/v1/responses/resp_1"])
+@pytest.mark.parametrize("path", ["/v1/nope", "/v1/chat", "/v1/responses/resp_1/input_items"])
 def test_an_unknown_route_is_told_in_the_clients_dialect(path: str) -> None:
     """C10, C11: OpenAI's code, or Anthropic's envelope."""
     error = sent({}, path=path, method="GET", key=API_KEY).body["error"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from localai_cluster.kit.errors import InvalidInput, Unavailable
 from localai_cluster.web.openapi import response_schema_of
 from nodes.dialects.responses import DIALECT, LOGPROBS, REFUSED, ResponseObject, parse_request
-from nodes.dialects.responses_input import Item
+from nodes.dialects.responses_input import NOTHING, Earlier, Item
 from nodes.gateway.generation import Conversation, Head, TextDelta, ToolPiece, Usage, merge_deltas
 from tests.support.deltas import HEAD, answers, played
 
@@ -18,6 +18,21 @@ ASK: dict[str, Any] = {"model": "m", "input": "hello"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+F = {"type": "function", "name": "f"}
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": "{}"}
+CALL_OUTPUT = {"type": "function_call_output", "call_id": "1", "output": "sun"}
+USER = {"role": "user", "content": "two"}
+WRONG_CHOICE: dict[str, Any] = {"type": "allowed_tools"}
+WRONG_ALLOWED: list[dict[str, Any]] = [
+    {},
+    {"mode": "auto"},
+    {"mode": "none", "tools": [F]},
+    {"mode": "required", "tools": []},
+    {"mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+    {"mode": "required", "tools": [{"type": "web_search"}]},
+]
 
 
 def form(schema: Any) -> dict[str, Any]:
@@ -64,7 +79,12 @@ def image(url: Any) -> dict[str, Any]:
         ({"input": [{"role": "user", "content": "x"}, {"type": "item_reference"}]}, "input"),
         ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "1"}]}, "input"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"input": [CALL_OUTPUT]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_video", "text": "x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "computer_call_output"}]}, "input"),
+        *[({"tool_choice": WRONG_CHOICE | wrong, "tools": [TOOL]}, "tool_choice") for wrong in WRONG_ALLOWED],
         *[({name: True}, name) for name in REFUSED],
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
@@ -76,7 +96,7 @@ def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
 def test_nothing_is_kept() -> None:
     """C5, D-STATELESS: `store` is answered with false; what refers to an earlier response is refused."""
     for name in ("previous_response_id", "conversation"):
-        with pytest.raises(InvalidInput, match="nothing is kept"):
+        with pytest.raises(InvalidInput, match="kept"):
             parse_request(ASK | {name: "resp_1"})
     for change in ({"store": True}, {"store": False}, {"truncation": "auto"}, {"background": False}):
         generation = parse_request(ASK | change)
@@ -86,21 +106,100 @@ def test_nothing_is_kept() -> None:
         assert (whole["store"], whole["truncation"]) == (False, "disabled")
 
 
+def reference(name: str) -> dict[str, Any]:
+    return {"type": "item_reference", "id": name}
+
+
+def roles(items: list[dict[str, Any]], earlier: Earlier = NOTHING) -> list[str]:
+    """The roles of the messages for the engine."""
+    (prompt,) = parse_request(ASK | {"input": items}, earlier).prompts
+    assert isinstance(prompt, Conversation)
+    return [message.role for message in prompt.messages]
+
+
+@pytest.mark.rule("http-6a")
+def test_a_reference_is_left_out_only_if_its_item_is_there() -> None:
+    """C5: or if it is a thought; an output never becomes a message without its call."""
+    assert roles([USER, reference("fc_1"), CALL, CALL_OUTPUT]) == ["user", "assistant", "tool"]
+    assert roles([USER, reference("rs_1"), CALL, CALL_OUTPUT]) == ["user", "assistant", "tool"]
+    for items in (
+        [USER, reference("fc_1"), CALL_OUTPUT],
+        [USER, reference("msg_1"), USER],
+        [USER, reference("rs_1")],
+    ):
+        with pytest.raises(InvalidInput, match="nothing is kept here") as refused:
+            roles(items)
+        assert refused.value.message.startswith("input[1]: ")
+    for items in ([USER, CALL_OUTPUT], [CALL_OUTPUT, CALL], [CALL, CALL_OUTPUT | {"call_id": "2"}]):
+        with pytest.raises(InvalidInput, match="no call of a tool before it"):
+            roles(items)
+
+
+@pytest.mark.rule("http-6a")
+def test_stored_items_come_before_the_input_and_in_place_of_references() -> None:
+    """C5."""
+    before = Earlier(is_kept=True, items=[USER, CALL])
+    assert roles([CALL_OUTPUT], before) == ["user", "assistant", "tool"]
+    assert roles([reference("fc_1"), CALL_OUTPUT], before) == ["user", "assistant", "tool"]
+    named = Earlier(is_kept=True, by_id={"fc_1": CALL})
+    assert roles([USER, reference("fc_1"), CALL_OUTPUT], named) == ["user", "assistant", "tool"]
+    with pytest.raises(InvalidInput, match="no stored item has this id"):
+        roles([USER, reference("fc_2"), CALL_OUTPUT], named)
+    with pytest.raises(InvalidInput, match="at most 4096 items"):
+        roles([USER], Earlier(is_kept=True, items=[USER] * 4096))
+
+
 def test_items_that_only_openai_can_read_are_left_out() -> None:
-    """C5: the second turn of the Vercel AI SDK refers to the answer before; free-form calls are calls."""
-    items = [
+    """C2, C5: calls of OpenAI's tools, in whatever form; free-form calls are calls."""
+    items: list[dict[str, Any]] = [
         {"role": "user", "content": "one"},
-        {"type": "item_reference", "id": "msg_1"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "mcp_call", "name": "x", "arguments": {"not": "a text"}, "output": "y"},
+        {"type": "local_shell_call", "call_id": "s1", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "s1", "output": {"stdout": "a"}},
         {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ x"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"role": "assistant", "content": [{"type": "output_sound", "data": 5}]},
         {"role": "user", "content": "two"},
+        {"type": "tool_search_call", "call_id": "t1", "arguments": {}},
     ]
+    assert roles(items) == ["user", "assistant", "tool", "assistant", "user"]
     (prompt,) = parse_request(ASK | {"input": items}).prompts
     assert isinstance(prompt, Conversation)
-    assert [message.role for message in prompt.messages] == ["user", "assistant", "tool", "user"]
     (call,) = json.loads(prompt.messages[1].tool_calls)
     assert call["function"] == {"name": "patch", "arguments": '{"input":"+ x"}'}
+
+
+@pytest.mark.parametrize(
+    "head", ["data:text/markdown", "data:text/plain;charset=utf-8", "data:application/json"]
+)
+def test_a_file_of_plain_text_is_read(head: str) -> None:
+    """C2: other files are refused where they stand."""
+    file = {"type": "input_file", "filename": "a.md", "file_data": f"{head};base64,SGVsbG8="}
+    told = conversation({"input": [{"role": "user", "content": [file]}]})
+    assert told.messages[0].content == "a.md\nHello"
+    for wrong in (
+        {"file_data": "data:application/pdf;base64,SGVsbG8="},
+        {"file_id": "x"},
+        {"file_data": "data:text/plain;base64,/w=="},
+        {"file_data": "data:text/plain;base64,!"},
+    ):
+        with pytest.raises(InvalidInput, match=r"input\[0\].content\[0\]: only files of plain text"):
+            conversation({"input": [{"role": "user", "content": [{"type": "input_file", **wrong}]}]})
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_shown(mode: str) -> None:
+    """C2: those of a namespace by their own names, others that cannot be run are left out."""
+    allowed = [{"type": "function", "name": "read"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    told = conversation({"tools": CODEX, "tool_choice": choice})
+    assert [tool["function"]["name"] for tool in json.loads(told.tools)] == ["read"]
+    assert told.tool_choice == mode
+    if mode == "auto":
+        told = conversation({"tools": CODEX, "tool_choice": choice | {"tools": allowed[1:]}})
+        assert (told.tools, told.tool_choice) == ("", "")
+    assert parse_request(ASK | {"tools": CODEX, "tool_choice": choice}).echo["tool_choice"] == choice
 
 
 CODEX = [
@@ -151,7 +250,7 @@ def test_each_function_has_a_name_of_its_own_in_any_order() -> None:
 
 def test_an_input_without_anything_to_read_is_refused() -> None:
     with pytest.raises(InvalidInput, match="nothing that a model can read"):
-        parse_request(ASK | {"input": [{"type": "web_search_call"}]})
+        parse_request(ASK | {"input": [{"type": "web_search_call"}, {"type": "mcp_call", "output": {}}]})
 
 
 @pytest.mark.parametrize(
@@ -181,22 +280,37 @@ def test_items_reach_the_engine_as_messages() -> None:
             "instructions": "Be brief.",
             "input": [
                 {"role": "developer", "content": "c"},
-                {"role": "user", "content": [
-                    {"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": PIXEL}]},
-                {"type": "reasoning", "id": "x", "summary": [],
-                 "content": [{"type": "reasoning_text", "text": "hm"}]},
-                {"type": "message", "role": "assistant",
-                 "content": [{"type": "output_text", "text": "I look."}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "see"},
+                        {"type": "input_image", "image_url": PIXEL},
+                    ],
+                },
+                {
+                    "type": "reasoning",
+                    "id": "x",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": "hm"}],
+                },
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "I look."}],
+                },
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
                 {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "sun"},
-                {"type": "function_call_output", "call_id": "2",
-                 "output": [{"type": "input_text", "text": "rain"}]},
+                {
+                    "type": "function_call_output",
+                    "call_id": "2",
+                    "output": [{"type": "input_text", "text": "rain"}],
+                },
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
                 {"role": "assistant", "content": "Yes."},
             ],
         }
-    )  # fmt: skip
+    )
     assert [(one.role, one.content) for one in told.messages] == [
         ("system", "Be brief."),
         ("system", "c"),

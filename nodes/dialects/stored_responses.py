@@ -1,0 +1,299 @@
+"""The store of `/v1/responses`: create with `store` and `previous_response_id`, show, delete.
+
+It is off by default (`CLUSTER_RESPONSE_RETENTION`) and holds the responses of API keys, each key its own:
+sessions and callers without a key have none. A row has the items of a request and its response and refers to
+the response that it continues, so a conversation is a chain of rows. What is used stays, what is unused for
+the retention is neither found nor kept. Of a key that has too much the least recently used rows go.
+
+A request that stores nothing and refers to nothing costs no statement; a reference costs one before the pick,
+a stored response one transaction before its last event. If that fails, the response says `store: false`.
+"""
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import orjson
+
+from localai_cluster.kit import clock, conf, database_pool, disk, names
+from localai_cluster.kit.errors import InvalidInput, NotFound, Unavailable
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer, ResponseBody
+from nodes.dialects import answers, blocks, responses
+from nodes.dialects.openai_common import LARGEST_BODY
+from nodes.dialects.openai_messages import MOST_MESSAGES
+from nodes.dialects.responses_input import NOTHING, Earlier
+from nodes.gateway.endpoint import confirm
+from nodes.gateway.generation import Head, TextDelta
+from nodes.gateway.request import InferenceRequest
+from nodes.gateway.streams import EventStream
+
+logger = logging.getLogger(__name__)
+
+MOST_RESPONSES = 10_000
+"""Limit on the stored responses of a key."""
+MOST_EARLIER = 1000
+"""Limit on the responses of one conversation."""
+RENEWED_AFTER = 0.1
+"""Share of the retention after which a use of a response is recorded again."""
+_ROW = 300
+"""Bytes of a row besides its contents, with its entries in the indexes."""
+_RESPONSE = "resp_"
+_FOUND = "r.owner = %(owner)s AND r.used_at >= %(since)s"
+# A chain ends with its first response, at a gap, or with the first row that makes it too large, whose
+# contents are not read. Responses that items are taken from come with it, the newest as far as they fit.
+_LOAD = f"""
+WITH RECURSIVE chain AS (
+    SELECT r.id, r.previous_id, r.size::bigint AS total, 1 AS depth
+    FROM stored_responses r WHERE r.id = %(previous)s AND {_FOUND}
+  UNION ALL
+    SELECT r.id, r.previous_id, chain.total + r.size, chain.depth + 1
+    FROM chain JOIN stored_responses r ON r.id = chain.previous_id AND {_FOUND}
+    WHERE chain.total <= %(bytes)s AND chain.depth < %(rows)s
+), named AS (
+    SELECT r.id, sum(r.size) OVER (ORDER BY r.created_at DESC, r.id) AS total
+    FROM stored_responses r WHERE r.id = ANY(%(named)s) AND {_FOUND}
+)
+SELECT chain.depth, r.id, r.previous_id,
+    CASE WHEN chain.total <= %(bytes)s THEN r.input END, CASE WHEN chain.total <= %(bytes)s THEN r.output END
+FROM chain JOIN stored_responses r USING (id)
+UNION ALL
+SELECT 0, r.id, '', NULL, r.output FROM named JOIN stored_responses r USING (id)
+WHERE named.total <= %(bytes)s
+ORDER BY 1 DESC
+"""
+_ADD = """
+INSERT INTO stored_responses
+    (id, owner, previous_id, created_at, used_at, size, input, output, response)
+VALUES (%(id)s, %(owner)s, %(previous)s, %(now)s, %(now)s, %(size)s, %(input)s, %(output)s, %(response)s)
+"""
+# Rows that another process renews or deletes meanwhile are left to it.
+_RENEW = """
+UPDATE stored_responses SET used_at = %(now)s WHERE id IN (
+    SELECT id FROM stored_responses
+    WHERE id = ANY(%(used)s) AND owner = %(owner)s AND used_at < %(renewed)s
+    ORDER BY id FOR UPDATE SKIP LOCKED
+)
+"""
+_SHRINK = """
+DELETE FROM stored_responses WHERE id IN (
+    SELECT id FROM stored_responses WHERE id IN (
+        SELECT id FROM (
+            SELECT id, sum(size) OVER newest AS total, row_number() OVER newest AS place
+            FROM stored_responses WHERE owner = %(owner)s
+            WINDOW newest AS (ORDER BY used_at DESC, created_at DESC, id)
+        ) ranked WHERE total > %(space)s OR place > %(most)s
+    ) ORDER BY id FOR UPDATE SKIP LOCKED
+)
+"""
+_SHOW = f"SELECT r.response, r.output FROM stored_responses r WHERE r.id = %(id)s AND {_FOUND}"
+_DELETE = f"DELETE FROM stored_responses r WHERE r.id = %(id)s AND {_FOUND}"
+
+
+class DeletedResponse(ResponseBody, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+@dataclass(frozen=True)
+class Store:
+    """The stored responses of one API key."""
+
+    owner: str
+    retention: timedelta
+
+    @classmethod
+    def of(cls, request: InferenceRequest) -> "Store | None":
+        """Return the store of the caller; None if responses are not stored for it."""
+        retention = conf.cluster().response_retention
+        return (
+            cls(request.key_owner, timedelta(seconds=retention)) if retention and request.key_owner else None
+        )
+
+    def parameters(self, now: datetime, **others: Any) -> Mapping[str, Any]:
+        """Return the parameters of a statement."""
+        return {"owner": self.owner, "since": now - self.retention, "now": now, **others}
+
+    async def load(self, fields: Mapping[str, Any]) -> "Loaded":
+        """Return what the request refers to, with one statement if there is anything."""
+        previous, references = fields.get("previous_response_id"), _references(fields.get("input"))
+        previous = previous if isinstance(previous, str) else ""
+        # An item's id begins with that of its response.
+        named = {f"{_RESPONSE}{parts[1]}" for name in references if len(parts := name.split("_")) == 3}
+        if not previous and not named:
+            return Loaded(Earlier(is_kept=True))
+        parameters = self.parameters(
+            clock.now(), previous=previous, named=sorted(named), bytes=LARGEST_BODY, rows=MOST_EARLIER
+        )
+        with _reachable():
+            rows = await database_pool.shared().rows(_LOAD, parameters)
+        chain = [row[1:] for row in rows if row[0]]
+        if previous:
+            _check_chain(previous, chain)
+        output = [item for row in rows if not row[0] for item in orjson.loads(row[4])]
+        by_id = {item["id"]: item for item in output if item["id"] in references}
+        items = [
+            item
+            for _, _, input_items, output_items in chain
+            for item in (*orjson.loads(input_items), *orjson.loads(output_items))
+        ]
+        used = tuple(sorted({row[1] for row in rows}))
+        return Loaded(Earlier(is_kept=True, items=items, by_id=by_id), used)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The items that a request refers to, and the ids of their responses."""
+
+    earlier: Earlier = NOTHING
+    used: tuple[str, ...] = ()
+
+
+def _references(input_items: Any) -> set[str]:
+    """Return the ids of the items that the input refers to."""
+    if not isinstance(input_items, list):
+        return set()
+    ids = (
+        item.get("id")
+        for item in input_items[:MOST_MESSAGES]
+        if isinstance(item, dict) and item.get("type") == "item_reference"
+    )
+    return {name for name in ids if isinstance(name, str)}
+
+
+def _check_chain(previous: str, chain: Sequence[tuple[Any, ...]]) -> None:
+    """Raise InvalidInput unless the whole conversation is there; it comes oldest first."""
+    if not chain:
+        message = f"Previous response with id '{previous[:100]}' not found."
+    elif chain[0][2] is None or (chain[0][1] and len(chain) >= MOST_EARLIER):
+        message = "the conversation has become too long; send what matters of it as `input`"
+    elif chain[0][1]:
+        message = f"an earlier response of the conversation, '{chain[0][1]}', is no longer stored"
+    else:
+        return
+    error = InvalidInput(message, field="previous_response_id")
+    error.code = "previous_response_not_found"
+    raise error
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except database_pool.UNREACHABLE as error:
+        raise Unavailable(disk.explained("the database is not reachable"), retry_after=2) from error
+
+
+@dataclass
+class Record:
+    """What is to be stored of a request, and its response."""
+
+    store: Store
+    input: bytes
+    used: Sequence[str]
+    echo: dict[str, Any] = field(default_factory=dict)
+    """What the response repeats of its request; its `store` becomes false if it is not stored."""
+
+    async def keep(self, head: Head, deltas: Sequence[TextDelta]) -> None:
+        """Store the complete response; failures are logged."""
+        response = responses.final_response(head, blocks.collect_blocks(deltas), deltas[-1])
+        output = wire.encode(response.pop("output"))
+        response_json = wire.encode(response)
+        size = _ROW + len(self.input) + len(output) + len(response_json)
+        now, space = clock.now(), conf.cluster().response_space
+        if size > min(space, LARGEST_BODY):
+            self.echo["store"] = False
+            return
+        parameters = self.store.parameters(
+            now,
+            id=response["id"],
+            previous=response["previous_response_id"] or "",
+            size=size,
+            input=self.input,
+            output=output,
+            response=response_json,
+            used=list(self.used),
+            renewed=now - self.store.retention * RENEWED_AFTER,
+            space=space,
+            most=MOST_RESPONSES,
+        )
+        statements = (_ADD, *((_RENEW,) if self.used else ()), _SHRINK)
+        try:
+            await database_pool.shared().run_in_transaction([(text, parameters) for text in statements])
+        except (*database_pool.UNREACHABLE, Unavailable) as error:
+            logger.warning("A response is not stored: %s", error)
+            self.echo["store"] = False
+
+
+def _input_items(fields: Mapping[str, Any], earlier: Earlier) -> bytes:
+    """Return the items of the request as JSON, with stored items in place of references to them."""
+    given = fields["input"]
+    if isinstance(given, str):
+        return orjson.dumps([{"type": "message", "role": "user", "content": given}])
+    items = (
+        earlier.by_id.get(item["id"]) if item.get("type") == "item_reference" else item for item in given
+    )
+    return orjson.dumps([item for item in items if item is not None])
+
+
+async def create(request: InferenceRequest) -> Answer | EventStream:
+    """Answer a conversation; store the response unless the request says otherwise."""
+    fields = wire.parse_json_object(request.body)
+    store = Store.of(request)
+    loaded = await store.load(fields) if store else Loaded()
+    generation = responses.parse_request(fields, loaded.earlier)
+    identity, keep = request.request_id, None
+    if store and generation.echo["store"]:
+        record = Record(store, _input_items(fields, loaded.earlier), loaded.used, dict(generation.echo))
+        generation, keep = replace(generation, echo=record.echo), record.keep
+        # A client may choose the id of its request, but not that of a stored response.
+        identity = uuid.uuid4().hex
+    del fields, loaded
+    head = Head(identity, int(clock.now().timestamp()), generation)
+    return await answers.respond(request, responses.DIALECT, head, keep)
+
+
+async def show(request: InferenceRequest) -> Answer:
+    """Respond with a stored response."""
+    rows = await _run(request, lambda parameters: database_pool.shared().rows(_SHOW, parameters))
+    if not rows:
+        raise _not_found(request)
+    response, output = rows[0]
+    return Answer(wire.encode(orjson.loads(response) | {"output": msgspec.Raw(output)}))
+
+
+async def delete(request: InferenceRequest) -> Answer:
+    """Delete a stored response. A conversation that it is a part of cannot be continued any more."""
+    if not await _run(request, lambda parameters: database_pool.shared().run(_DELETE, parameters)):
+        raise _not_found(request)
+    return wire.json_answer(DeletedResponse(id=_identity(request)))
+
+
+T = TypeVar("T")
+
+
+async def _run(request: InferenceRequest, statement: Callable[[Mapping[str, Any]], Awaitable[T]]) -> T | None:
+    """Return the result of a statement about the response in the path; None if nothing is stored."""
+    await confirm(request)
+    store = Store.of(request)
+    if store is None:
+        return None
+    with _reachable():
+        return await statement(store.parameters(clock.now(), id=_identity(request)))
+
+
+def _identity(request: InferenceRequest) -> str:
+    return request.path.rpartition("/")[2]
+
+
+def _not_found(request: InferenceRequest) -> NotFound:
+    message = f"Response with id '{names.plain(_identity(request)[:100])}' not found."
+    if Store.of(request) is None:
+        message += " This cluster stores no responses for this caller (CLUSTER_RESPONSE_RETENTION)."
+    return NotFound(message, field="id")
