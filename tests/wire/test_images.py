@@ -11,6 +11,7 @@ import pytest
 
 from tests.wire.conftest import OpenNode
 from tests.wire.node import Node, alive
+from tests.wire.real_registry import REPLIES, challenge, exchange, push
 from tests.wire.registry import PASSWORD, USER, Registry, digest_of, entry, layer, layer_of
 from tests.wire.servers import until
 
@@ -24,6 +25,40 @@ def registry() -> Iterator[Registry]:
     fake.start()
     yield fake
     fake.stop()
+
+
+async def test_the_registry_answers_as_a_real_one(registry: Registry) -> None:
+    """As `tests/wire/real_registry.py` has recorded it; `make sweep` holds the real one to the same."""
+    recorded = json.loads(REPLIES.read_text())
+    registry.with_tokens, registry.realm = True, f"http://{registry.host}/token"
+    replies = await asyncio.to_thread(challenge, registry.host, "token wanted")
+    registry.with_tokens, registry.basic = False, True
+    replies |= await asyncio.to_thread(challenge, registry.host, "password wanted")
+    registry.basic = registry.redirects = False
+    replies |= await asyncio.to_thread(exchange, registry.host)
+    assert replies == recorded
+
+
+@pytest.mark.rule("worker-18.6")
+@pytest.mark.parametrize("pack", ["gzip", "zstd", "none"])
+async def test_what_the_example_pushes_is_installed(node: Node, registry: Registry, pack: str) -> None:
+    """`examples/gallery/image.py`: an image laid out as LocalAI's, its libraries in layers of their own."""
+    name = f"pushed-{pack}"
+    folder = node.source(name)
+    (folder / "lib").mkdir()
+    for number in range(2):
+        (folder / "lib" / f"lib{number}.so").write_bytes(os.urandom(100_000))
+    (folder / "lib" / "libengine.so").symlink_to("lib0.so")
+    registry.with_tokens = False
+    image = f"{registry.host}/backends/{name}:v1"
+    digest = await asyncio.to_thread(push, folder, image, "--pack", pack, "--layers", "2")
+    reply = await node.install(name, uri=f"oci://{image}", install_only=True)
+    assert reply["success"], reply
+    assert (await node.listed())[name]["digest"] == digest
+    installed = node.backends / name / "lib"
+    assert (installed / "libengine.so").read_bytes() == (folder / "lib" / "lib0.so").read_bytes()
+    assert len(registry.seen("storage")) == 3
+    await node.ask("backend.delete", {"backend": name})
 
 
 @pytest.mark.rule("worker-18.5", "worker-18.6")
