@@ -3,8 +3,8 @@
     python examples/gallery/image.py FOLDER http://127.0.0.1:5000/backends/mine:latest
 
 The image has no base: `run.sh`, `metadata.json` and the libraries lie at its top. The libraries in `lib/`
-fill layers of their own. It needs no container runtime and nothing but Python; with `--pack none` the layers
-are plain. It prints the digest of the image.
+fill layers of their own. It needs no container runtime and nothing but Python (`--pack zstd`: and the package
+`zstandard`); with `--pack none` the layers are plain. It prints the digest of the image.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import urllib.request
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("image", help="http(s)://HOST/PATH:TAG")
     parser.add_argument("--layers", type=int, default=1, help="layers for the files of lib/")
-    parser.add_argument("--pack", choices=["gzip", "none"], default="gzip")
+    parser.add_argument("--pack", choices=["gzip", "zstd", "none"], default="gzip")
     options = parser.parse_args()
     if not (options.folder / "run.sh").is_file():
         sys.exit(f"{options.folder} has no run.sh at its top")
@@ -67,14 +68,13 @@ class Registry:
         with tarfile.open(plain, "w:") as tar:
             for path in paths:
                 tar.add(path, str(path.relative_to(options.folder)), recursive=False)
-        diff, media_type = _digest(plain), LAYER
-        if options.pack == "gzip":
-            packed = work / "packed"
-            with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
-            plain, media_type = packed, f"{LAYER}+gzip"
-        digest, size = _digest(plain), plain.stat().st_size
-        with open(plain, "rb") as body:
+        diff, media_type, packed = _digest(plain), LAYER, plain
+        if options.pack != "none":
+            packed, media_type = work / "packed", f"{LAYER}+{options.pack}"
+            with open(plain, "rb") as source, open(packed, "wb") as target:
+                _pack(source, target, options.pack)
+        digest, size = _digest(packed), packed.stat().st_size
+        with open(packed, "rb") as body:
             self._push(digest, size, body)
         return {"mediaType": media_type, "digest": digest, "size": size, "diff": diff}
 
@@ -104,6 +104,16 @@ class Registry:
     def _put(self, path: str, body: bytes, media_type: str) -> None:
         headers = {"Content-Type": media_type}
         urllib.request.urlopen(urllib.request.Request(self.base + path, body, headers, method="PUT")).close()
+
+
+def _pack(source: BinaryIO, target: BinaryIO, kind: str) -> None:
+    if kind == "gzip":
+        with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=6, mtime=0) as packed:
+            shutil.copyfileobj(source, packed)
+        return
+    import zstandard
+
+    zstandard.ZstdCompressor().copy_stream(source, target)
 
 
 def _digest(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from localai_cluster.kit import failpoints
 from localai_cluster.registries.access import RegistryError
 from localai_cluster.registries.client import Descriptor, Image, Registries
 from localai_cluster.registries.references import ImageReference
@@ -78,6 +79,7 @@ class Images:
             label = f"{number}/{len(layers)} {reference}"
             await self._fetch(archives[layer.digest], done, total, label, on_bytes, halt)
             done += layer.size
+            failpoints.passed("worker.pull:layer")
 
     async def _fetch(
         self, archive: Archive, before: int, total: int, label: str, on_bytes: OnBytes, halt: Halt

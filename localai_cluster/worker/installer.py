@@ -279,6 +279,7 @@ class Installer:
             context.report(Tick("downloading", done, total, name))
 
         image = await self._images.pull(reference, folder, show, halt)
+        failpoints.passed("worker.pull:complete")
         size = sum(path.lstat().st_size for path in image.layers)
         context.report(Tick("downloading", size, size, "unpacking"))
         fill = _unpack_into(image.layers, Throttle(0), halt, lambda *_: None, is_image=True)

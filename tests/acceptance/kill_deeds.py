@@ -1,5 +1,6 @@
 """The deeds of the kill sweep: what somebody does so that a process comes to its point."""
 
+import os
 import signal
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.acceptance.kill_sweep import Sweep
 from tests.acceptance.test_cold_load import write_model
 from tests.conftest import eventually
 from tests.support.simulator import Act
+from tests.wire.registry import entry, layer
 
 _SLOW = Act(seconds=3, ticks=12)
 _UNTIL_CANCELLED = Act(seconds=300, ticks=1200)
@@ -389,6 +391,29 @@ def real_delete(sweep: Sweep, name: str, victim: Any) -> None:
 def with_files(sweep: Sweep, name: str, victim: Any) -> None:
     """The backend is there."""
     sweep.ready_files()
+
+
+def real_pull(sweep: Sweep, name: str, victim: Any) -> None:
+    """Of an image with two layers, by the real worker."""
+    layers = [layer(entry("run.sh", b"#!/bin/sh\n")), layer(entry("lib/one", os.urandom(300_000)))]
+    sweep.registry.push(f"a/{name}", layers)
+    uri = f"oci://{sweep.registry.host}/a/{name}"
+    nodes = [sweep.real_node]
+    sweep.post("/api/backends/install-external", {"uri": uri, "name": name, "nodes": nodes})
+
+
+def retry_pull(sweep: Sweep, name: str, victim: Any) -> None:
+    """The worker asks for each layer from the byte after those that the killed one had written."""
+    sweep.until_failed_once(name)
+    folder = sweep.cluster.home / "worker-one" / "backends"
+    expected = sorted(path.stat().st_size for path in folder.glob(".partial-*"))
+    before = len(sweep.registry.seen("storage"))
+    retry(sweep, name, None)
+    sweep.until(name, "completed")
+    starts = [int(request.range[6:-1] or 0) for request in sweep.registry.seen("storage")[before:]]
+    assert sorted(start for start in starts if start) == expected, starts
+    assert (folder / name / "lib" / "one").stat().st_size == 300_000
+    assert not list(folder.glob(".*"))
 
 
 def retry_real(sweep: Sweep, name: str, victim: Any) -> None:

@@ -8,6 +8,7 @@ from tests.acceptance.kill_sweep import Deed, Round, nothing
 
 CONTROLLER, WEB, TASKS, WORKER = "controller", "web", "tasks", "worker"
 COMMIT, QUESTION, MESSAGE = (":before", ":committed"), (":before", ":sent", ":answered"), (":before", ":sent")
+PULL = (":layer", ":layer@2", ":complete")
 SWAP = (":staged", ":set_aside", ":swapped")
 
 
@@ -66,6 +67,7 @@ def on_disk() -> list[Round]:
     delete: dict[str, Any] = {"first": do.with_files, "again": do.retry_real}
     return [
         *_each("worker.install", SWAP, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
+        *_each("worker.pull", PULL, WORKER, "install an image", do.real_pull, again=do.retry_pull),
         Round("worker.command:done", WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("bus.reply", MESSAGE, WORKER, "upgrade", do.real_upgrade, again=do.retry_real),
         *_each("worker.delete", (":stopped", ":removed"), WORKER, "delete", do.real_delete, **delete),

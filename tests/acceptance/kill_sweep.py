@@ -27,6 +27,7 @@ from tests.support.cluster import ADMIN, Cluster, Process
 from tests.support.forking import CALL
 from tests.support.nursery import Fork, Nursery
 from tests.support.simulator import Act, Fleet
+from tests.wire.registry import Registry
 
 VISITED_WITHIN = 6.0
 """Seconds within which the victim must come to its point; several times that on a busy machine."""
@@ -147,10 +148,13 @@ class Sweep:
     """The real one, for loads."""
     count: int = 0
     opened: bool = False
+    registry: Registry = field(default_factory=Registry)
+    """Images for the real worker."""
     asked: str = ""
     """Where an operator's choice of this round goes."""
 
     def __post_init__(self) -> None:
+        self.registry.start()
         self.gate = self.cluster.home / "gate"
         self.installed = [f"old-{number}" for number in range(INSTALLED)]
         for worker in self.fleet.workers:

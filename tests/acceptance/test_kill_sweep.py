@@ -75,4 +75,5 @@ def played(sweep: Sweep, rounds: list[Round]) -> list[Result]:
             print(f"{results[-1]} {results[-1].seconds:.1f} s |", flush=True)
     finally:
         sweep.nursery.close()
+        sweep.registry.stop()
     return results

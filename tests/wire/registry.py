@@ -1,7 +1,8 @@
 """A container registry with its faults, and images to push: the standard library only.
 
 Tokens, manifest lists, and layers that it redirects to signed addresses of a second server, each good for
-one request. `requests` has every request with the header that its credential came in.
+one request. `requests` has every request with the header that its credential came in. It answers in the shape
+of a real one (`tests/data/registry/replies.json`), also to what pushes an image.
 """
 
 import base64
@@ -21,9 +22,12 @@ from urllib.parse import parse_qs, urlsplit
 
 INDEX = "application/vnd.oci.image.index.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 USER, PASSWORD = "reader", "hidden-word"
 PIECE = 64 * 1024
+DIGEST, VERSION = "Docker-Content-Digest", ("Docker-Distribution-Api-Version", "registry/2.0")
+BLOB = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream", **dict([VERSION])}
 
 
 def digest_of(data: bytes) -> str:
@@ -32,7 +36,7 @@ def digest_of(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the registry, its token service (`token`) or its storage."""
+    """A request to the registry, its token service (`token`) or its storage, or a change (`push`)."""
 
     part: str
     path: str
@@ -90,7 +94,7 @@ class Registry:
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
-            "config": {"digest": digest_of(config), "size": len(config)},
+            "config": {"mediaType": CONFIG, "digest": digest_of(config), "size": len(config)},
             "layers": listed,
         }
         digest = self.put(name, MANIFEST, manifest, "" if platform else tag)
@@ -98,7 +102,8 @@ class Registry:
             _, known = self.manifests.get((name, tag), ("", b'{"manifests": []}'))
             builds = json.loads(known)["manifests"]
             os, _, architecture = platform.partition("/")
-            builds.append({"digest": digest, "platform": {"os": os, "architecture": architecture}})
+            build = {"mediaType": MANIFEST, "digest": digest, "size": len(self.manifests[name, digest][1])}
+            builds.append({**build, "platform": {"os": os, "architecture": architecture}})
             self.put(name, INDEX, {"schemaVersion": 2, "mediaType": INDEX, "manifests": builds}, tag)
         return digest
 
@@ -124,6 +129,7 @@ class Registry:
             def do_GET(self) -> None:
                 parts = urlsplit(self.path)
                 part = "token" if parts.path == "/token" else role
+                part = part if self.command == "GET" else "push"
                 registry.requests.append(
                     Request(
                         part,
@@ -134,6 +140,8 @@ class Registry:
                     )
                 )
                 getattr(registry, f"_{part}")(self, parts.path, parse_qs(parts.query))
+
+            do_POST = do_PUT = do_GET
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -163,10 +171,12 @@ class Registry:
             realm = self.realm or f"{self.scheme}://{self.host}/token"
             challenge = f'Bearer realm="{realm}",service="test",scope="repository:{name}:pull"'
             challenge = 'Basic realm="test"' if self.basic else challenge
-            _answer(request, 401, b"{}", {"WWW-Authenticate": challenge})
+            _refuse(request, 401, "UNAUTHORIZED", {"WWW-Authenticate": challenge})
+        elif path == "/v2/":
+            _answer(request, 200, b"{}", {"Content-Type": "application/json"})
         elif kind == "manifests" and (name, rest) in self.manifests:
             media_type, body = self.manifests[name, rest]
-            _answer(request, 200, body, {"Content-Type": media_type})
+            _answer(request, 200, body, {"Content-Type": media_type, DIGEST: digest_of(body)})
         elif kind == "blobs" and rest in self.blobs and self.redirects:
             signature = secrets.token_hex(8)
             self._signatures.add(signature)
@@ -175,7 +185,25 @@ class Registry:
         elif kind == "blobs" and rest in self.blobs:
             self._send(request, rest)
         else:
-            _answer(request, 404, b"{}")
+            _refuse(request, 404, f"{kind[:-1].upper()}_UNKNOWN")
+
+    def _push(self, request: BaseHTTPRequestHandler, path: str, query: dict[str, list[str]]) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length", "0")))
+        base, own = path.rpartition("/")[0], f"{self.scheme}://{self.host}"
+        if request.command == "POST":
+            _answer(request, 202, b"", {"Location": f"{own}{base}/{secrets.token_hex(8)}?state=0"})
+            return
+        digest = digest_of(body)
+        if base.endswith("/manifests"):
+            name, tag = base.removeprefix("/v2/").removesuffix("/manifests"), path.rpartition("/")[2]
+            self.put(name, request.headers["Content-Type"], body, "" if tag == digest else tag)
+        elif query.get("digest") != [digest]:
+            _refuse(request, 400, "DIGEST_INVALID")
+            return
+        else:
+            base = base.removesuffix("/uploads")
+            self.blobs[digest] = body
+        _answer(request, 201, b"", {"Location": f"{own}{base}/{digest}", DIGEST: digest})
 
     def _allowed(self, request: BaseHTTPRequestHandler) -> bool:
         given = request.headers.get("Authorization", "")
@@ -197,9 +225,12 @@ class Registry:
         data = self.blobs[digest]
         start = int(request.headers.get("Range", "bytes=0-")[6:-1] or 0)
         if start >= len(data) > 0:
-            _answer(request, 416, b"", {"Content-Range": f"bytes */{len(data)}"})
+            headers = {"Content-Range": f"bytes */{len(data)}", "Content-Type": "text/plain; charset=utf-8"}
+            _answer(request, 416, b"", {**headers, DIGEST: digest})
             return
         request.send_response(206 if start else 200)
+        for name, value in {**BLOB, DIGEST: digest}.items():
+            request.send_header(name, value)
         if start:
             request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         request.send_header("Content-Length", str(len(data) - start))
@@ -222,11 +253,20 @@ def _answer(
     request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
 ) -> None:
     request.send_response(status)
-    for name, value in (headers or {}).items():
+    for name, value in (*(headers or {}).items(), VERSION):
         request.send_header(name, value)
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
     request.wfile.write(body)
+
+
+def _refuse(
+    request: BaseHTTPRequestHandler, status: int, code: str, headers: dict[str, str] | None = None
+) -> None:
+    body = {"errors": [{"code": code, "message": "refused"}]}
+    _answer(
+        request, status, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
+    )
 
 
 def entry(name: str, content: bytes = b"", **more: Any) -> tuple[tarfile.TarInfo, bytes]:
