@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.gpu_drivers import visible_gpus
-from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
+from localai_cluster.worker.log_rings import LogLine, LogRings, lines, shown
 from localai_cluster.worker.ports import PortAllocator, bindable
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,6 @@ GRACE = 15.0
 LAST_LINES = 20
 PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
-_RAW_LINE_LIMIT = 2 * LINE_LIMIT
-"""Bytes of a line that are stored before it is shortened."""
-_CUT = " [cut]"
 
 
 class StartFailed(ClusterError):
@@ -72,10 +70,14 @@ class Engine:
     folder: Path
     folder_identity: tuple[int, int]
     process: asyncio.subprocess.Process
+    output: "tuple[_Pipe, _Pipe]"
+    """Its stdout and stderr."""
     group: processes.Group
     client: BackendClient
     token: str = field(repr=False)
     """Bearer token that calls to it carry."""
+    mark: str
+    """Mark in the environment of all its processes, also of those that have left its group."""
     gpus: tuple[str, ...] = ()
     """The only GPUs that it may use; empty for all."""
     stopping: bool = False
@@ -276,24 +278,28 @@ class EngineSupervisor:
         if not os.access(program, os.X_OK):
             os.chmod(program, 0o700)
         token = self.token
-        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env
+        variables = environment(token) | vulkan_drivers(folder) | visible_gpus(gpus)
+        variables[processes.MARK_VARIABLE] = mark = f"{self._guardian.mark}/{secrets.token_hex(8)}"
         launched = self._launching[key] = asyncio.Event()
         try:
-            process = await asyncio.create_subprocess_exec(
-                program,
-                "--addr",
-                f"{self._bind_host}:{port}",
-                cwd=folder,
-                env=variables,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
+            process, output = await _spawn(
+                [program, "--addr", f"{self._bind_host}:{port}"], folder, variables
             )
             group = self._guardian.add(process.pid, seconds=GRACE)
             client = BackendClient(f"{LOCAL}:{port}", token)
             engine = Engine(
-                key, port, backend, folder, identity or (0, 0), process, group, client, token, gpus
+                key,
+                port,
+                backend,
+                folder,
+                identity or (0, 0),
+                process,
+                output,
+                group,
+                client,
+                token,
+                mark,
+                gpus,
             )
             self._engines[key] = engine
         finally:
@@ -336,7 +342,7 @@ class EngineSupervisor:
     async def _end(self, engine: Engine) -> bool:
         """Signal the process group: SIGTERM, 15 s, SIGKILL. Return True if the process has ended."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, processes.end, engine.group, lambda: self._hurry)
+        await loop.run_in_executor(self._threads, _end_processes, engine, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FREE_LIMIT):
                 await engine.ended.wait()
@@ -345,11 +351,9 @@ class EngineSupervisor:
     async def _watch(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""
         process = engine.process
-        assert process.stdout
-        assert process.stderr
         pumps = [
-            asyncio.create_task(self._pump(engine, process.stdout, "stdout")),
-            asyncio.create_task(self._pump(engine, process.stderr, "stderr")),
+            asyncio.create_task(self._pump(engine, pipe.stream, name))
+            for pipe, name in zip(engine.output, ("stdout", "stderr"), strict=True)
         ]
         await process.wait()
         if not engine.stopping:
@@ -359,11 +363,13 @@ class EngineSupervisor:
                 # If it was never ready, the reply of the starting command reports the failure.
                 self._exits.add(engine.key, engine.port)
             # Its child processes must not outlive it or keep its port.
-            await asyncio.get_running_loop().run_in_executor(self._threads, processes.end, engine.group)
+            await asyncio.get_running_loop().run_in_executor(self._threads, _end_processes, engine)
         await asyncio.wait(pumps, timeout=1.0)
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+        for pipe in engine.output:
+            pipe.transport.close()
         self._note(engine, f"[engine ended: {_exit_text(engine)}]")
         self._rings.ended(engine.key)
         self._guardian.discard(process.pid)
@@ -374,7 +380,7 @@ class EngineSupervisor:
         await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
-        async for line in _lines(stream):
+        async for line in lines(stream):
             text = shown(line, engine.token)
             if name == "stderr":
                 engine.errors.append(text)
@@ -384,6 +390,58 @@ class EngineSupervisor:
     def _note(self, engine: Engine, text: str) -> None:
         """Append a line of the worker to the engine's output, for events that no engine can log itself."""
         self._rings.append(engine.key, LogLine(clock.now(), "stderr", text))
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    """The reading end of a pipe."""
+
+    stream: asyncio.StreamReader
+    transport: asyncio.BaseTransport
+
+
+async def _spawn(
+    argv: Sequence[str], folder: Path, variables: dict[str, str]
+) -> tuple[asyncio.subprocess.Process, tuple[_Pipe, _Pipe]]:
+    """Start an engine with a pipe for stdout and one for stderr. Raise OSError.
+
+    With asyncio's own pipes, `wait` would return only when the last child of the engine has closed them.
+    """
+    (output, out), (errors, err) = await _open_pipe(), await _open_pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            cwd=folder,
+            env=variables,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    except BaseException:
+        output.transport.close()
+        errors.transport.close()
+        raise
+    finally:
+        os.close(out)
+        os.close(err)
+    return process, (output, errors)
+
+
+async def _open_pipe() -> tuple[_Pipe, int]:
+    """Open a pipe; return its reading end and the descriptor of the other end."""
+    reading, writing = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", buffering=0)
+    )
+    return _Pipe(stream, transport), writing
+
+
+def _end_processes(engine: Engine, hurry: Callable[[], bool] = lambda: False) -> None:
+    """End the engine's process group, then kill what has left it. Block."""
+    processes.end(engine.group, hurry)
+    processes.sweep(engine.mark)
 
 
 def environment(token: str) -> dict[str, str]:
@@ -406,32 +464,6 @@ def folder_identity(folder: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return info.st_dev, info.st_ino
-
-
-def shown(line: bytes, token: str) -> str:
-    """Return a line for storage: without the token, overwritten terminal text, and text over the limit.
-
-    Output is copied into operations, replies and logs, and an engine may print its environment.
-    """
-    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    text = text.replace(token, "***") if token else text
-    if len(line) >= _RAW_LINE_LIMIT:
-        text = text[: -len(token)] if token else text  # the end may hold a part of the token
-    return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream, each cut so that an endless line cannot fill the memory."""
-    buffer = b""
-    while piece := await stream.read(64 * 1024):
-        *lines, buffer = (buffer + piece).split(b"\n")
-        for line in lines:
-            yield line[:_RAW_LINE_LIMIT]
-        if len(buffer) > _RAW_LINE_LIMIT:
-            # A progress bar overwrites itself: keep its last state only.
-            buffer = buffer.rpartition(b"\r")[2][:_RAW_LINE_LIMIT]
-    if buffer:
-        yield buffer
 
 
 def _failure_with_output(engine: Engine, failure: str) -> str:

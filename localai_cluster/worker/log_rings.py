@@ -10,7 +10,7 @@ The rings belong to the event loop and change without awaiting.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -19,6 +19,9 @@ LINES = 1000
 BYTES = 1024 * 1024
 LINE_LIMIT = 8192
 """Maximum stored characters of a line."""
+_RAW_LINE_LIMIT = 2 * LINE_LIMIT
+"""Bytes of a line that are stored before it is shortened."""
+_CUT = " [cut]"
 ENDED_KEPT = 32
 """Maximum number of ended engines whose rings are stored."""
 
@@ -147,3 +150,29 @@ def _by_time(parts: Iterable[Iterable[LogLine]]) -> list[LogLine]:
 
 def _size(line: LogLine) -> int:
     return len(line.text.encode())
+
+
+def shown(line: bytes, token: str) -> str:
+    """Return a line for storage: without the token, overwritten terminal text, and text over the limit.
+
+    Output is copied into operations, replies and logs, and an engine may print its environment.
+    """
+    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    text = text.replace(token, "***") if token else text
+    if len(line) >= _RAW_LINE_LIMIT:
+        text = text[: -len(token)] if token else text  # the end may hold a part of the token
+    return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
+
+
+async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream, each cut so that an endless line cannot fill the memory."""
+    buffer = b""
+    while piece := await stream.read(64 * 1024):
+        *lines, buffer = (buffer + piece).split(b"\n")
+        for line in lines:
+            yield line[:_RAW_LINE_LIMIT]
+        if len(buffer) > _RAW_LINE_LIMIT:
+            # A progress bar overwrites itself: keep its last state only.
+            buffer = buffer.rpartition(b"\r")[2][:_RAW_LINE_LIMIT]
+    if buffer:
+        yield buffer

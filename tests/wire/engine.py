@@ -2,12 +2,14 @@
 
 `notes`: the file, one JSON object a line. `exit`: words for stderr before it leaves with 3. `gate`: serves
 only once this file exists. `stubborn`: survives SIGTERM. `child`: has a child in its group that survives
-SIGTERM. `free`: `hang` (no answer) or `missing` (not offered). `lines`: printed to stdout and stderr in turn.
+SIGTERM. `away`: has a child in a session of its own that takes the port when the engine has ended. `free`:
+`hang` (no answer) or `missing` (not offered). `lines`: printed to stdout and stderr in turn.
 """
 
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -47,19 +49,40 @@ def main() -> None:
         signal.signal(signal.SIGTERM, end)
     if options.get("child") and os.fork() == 0:
         survive("child sigterm")
-        note("child started")
-        while True:
-            signal.pause()
+        rest(note)
+    if options.get("away") and os.fork() == 0:
+        linger(port, note)
     note("started", argv=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ))
     speak(options.get("lines", ()))
     if "exit" in options:
         print(options["exit"], file=sys.stderr, flush=True)
         sys.exit(3)
-    while "gate" in options and not Path(options["gate"]).exists():
-        time.sleep(0.02)
+    wait(options.get("gate"))
     serve(port, options, note)
     while True:
         signal.pause()
+
+
+def wait(gate: str | None) -> None:
+    while gate and not Path(gate).exists():
+        time.sleep(0.02)
+
+
+def rest(note: Any) -> None:
+    note("child started")
+    while True:
+        signal.pause()
+
+
+def linger(port: int, note: Any) -> None:
+    """Wait for the end of the engine and keep its port."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine = os.getppid()
+    while os.getppid() == engine:
+        time.sleep(0.02)
+    with socket.create_server(("0.0.0.0", port)):
+        rest(note)
 
 
 def speak(lines: list[str]) -> None:

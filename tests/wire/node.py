@@ -57,6 +57,7 @@ class Node:
         self.last_port = self.base + ports - 1
         self.process: subprocess.Popen[bytes] | None = None
         self.nats = Client()
+        self._variables: dict[str, str] = {}
         self._server = server
 
     @property
@@ -74,24 +75,32 @@ class Node:
         """Starts everything."""
         await self.frontend.start()
         url = f"nats://127.0.0.1:{self._server.port}"
-        await self.nats.connect(url, user=USER, password=PASSWORD)
-        self._launch(self._environment() | more)
+        await self.nats.connect(
+            url, user=USER, password=PASSWORD, max_reconnect_attempts=-1, reconnect_time_wait=0
+        )
+        self._variables = self._environment() | more
+        self.launch()
 
     async def kill_and_start(self) -> None:
         """Ends the worker without a word and starts it again with the same folders."""
-        assert self.process
-        self.process.kill()
-        self.process.wait()
         registered = len(self.control_plane.seen("/register"))
-        self._launch(self._environment())
+        self.kill()
+        self.launch()
         await until(lambda: len(self.control_plane.seen("/register")) > registered, "it registers again", 30)
         await until(self.answers, "the worker answers", 30)
 
-    def _launch(self, environment: dict[str, str]) -> None:
+    def kill(self) -> None:
+        """Ends the worker without a word."""
+        assert self.process
+        self.process.kill()
+        self.process.wait()
+
+    def launch(self) -> None:
+        """Starts the worker as it was started first; `said` begins anew."""
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
         with open(self.folder / "worker.log", "wb") as log:
             self.process = subprocess.Popen(
-                shlex.split(command), env=environment, stderr=log, stdout=log, cwd=self.folder
+                shlex.split(command), env=self._variables, stderr=log, stdout=log, cwd=self.folder
             )
 
     def _environment(self) -> dict[str, str]:
@@ -124,8 +133,7 @@ class Node:
     async def stop(self) -> None:
         """Ends what is left."""
         if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
         for name in [path.name for path in (self.folder / "notes").glob("*")]:
             for note in self.notes(name):
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -219,6 +227,18 @@ class Node:
     def alive(self, source: str) -> list[int]:
         """Ids of the source's engines that still run."""
         return [note["pid"] for note in self.notes(source, "started") if alive(note["pid"])]
+
+    def pids(self) -> dict[int, str]:
+        """The ports of the engines' processes and their children, by process id, whoever their parent is."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if any(word.startswith(f"{self.backends}/") for word in words) and "--addr" in words:
+                found[process.pid] = words[words.index("--addr") + 1].rpartition(":")[2]
+        return found
 
     @property
     def said(self) -> str:

@@ -172,6 +172,11 @@ class ControlPlane(HttpServer):
         """The statuses of the next registrations; then they are accepted."""
         self.in_flight: list[int] = []
         """What the next polls of the node's models say; then none."""
+        self.secret = ""
+        """The node's secret that it accepts, from the first registration with one."""
+        self.wants_rotation = False
+        self.at_rotation: Callable[[Callable[[], None]], None] = lambda commit: commit()
+        """Commits a new secret, or not."""
 
     @property
     def access_token(self) -> str:
@@ -187,18 +192,35 @@ class ControlPlane(HttpServer):
         if call.path.startswith("/files/"):
             content = self.files.get(call.path.removeprefix("/files/"))
             return (404, b"") if content is None else (200, content)
-        status, body = 200, {"message": "ok"}
-        if call.path.endswith("/register") and self.refusals:
-            return self.refusals.pop(0), b'{"error": "not now"}'
         if call.path.endswith("/register"):
-            status, body = 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy"}
-            if secret := call.headers.get("x-localai-node-secret"):
-                body["fingerprint"] = hashlib.sha256(secret.encode()).hexdigest()
+            status, body = self._register(call)
         elif call.path.startswith(f"/api/node/{NO_NODE}/"):
-            return 404, b'{"error": {"code": 404, "message": "node not found", "type": "node_error"}}'
-        elif call.path.endswith("/models"):
-            return 200, json.dumps([{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]).encode()
+            status, body = 404, error(404, "node not found")
+        elif self.secret not in ("", call.headers.get("authorization", "").removeprefix("Bearer ")):
+            status, body = 401, {"error": "invalid node credential"}
+        else:
+            status, body = self._act(call)
         return status, json.dumps(body).encode()
+
+    def _register(self, call: Call) -> tuple[int, Any]:
+        if self.refusals:
+            return self.refusals.pop(0), {"error": "not now"}
+        secret = call.headers.get("x-localai-node-secret", "")
+        if self.secret not in ("", secret):
+            return 403, {"error": "this credential belongs to another node"}
+        self.secret = secret
+        proof = {"fingerprint": hashlib.sha256(secret.encode()).hexdigest()} if secret else {}
+        return 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy", **proof}
+
+    def _act(self, call: Call) -> tuple[int, Any]:
+        if call.path.endswith("/rotate"):
+            self.wants_rotation = False
+            self.at_rotation(lambda: setattr(self, "secret", call.headers["x-localai-node-new-secret"]))
+        elif self.wants_rotation:
+            return 401, {"error": "an admin wants this secret replaced", "rotate": True}
+        elif call.path.endswith("/models"):
+            return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
+        return 200, {"message": "ok"}
 
 
 NEVER = "0001-01-01T00:00:00Z"

@@ -2,6 +2,7 @@
 for."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from localai_cluster.worker import engines
 from localai_cluster.worker.engine_exits import Exits
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.log_rings import LogRings
-from localai_cluster.worker.ports import PortAllocator
+from localai_cluster.worker.ports import NoFreePort, PortAllocator
+from tests.support.ports import free_port
 
 TOKEN = "token-of-the-registration"
 
@@ -48,6 +50,36 @@ async def test_never_healthy_is_given_up_and_killed(
     child = int((tmp_path / "child").read_text())
     found = processes.stat(child)
     assert found is None or not found.running
+
+
+@pytest.mark.parametrize("ends", ["exit 3", "kill -9 $$"])
+async def test_a_child_that_has_left_the_group_ends_with_its_engine(
+    supervisor: EngineSupervisor, tmp_path: Path, ends: str
+) -> None:
+    """It would keep the engine's port, and its memory."""
+    child = tmp_path / "child"
+    away = f"setsid sh -c 'echo $$ > {child}.new && mv {child}.new {child}; exec sleep 1000' &"
+    start = script(tmp_path, f"{away}\nwhile [ ! -e {child} ]; do sleep 0.01; done\n{ends}")
+    with pytest.raises(StartFailed, match="died during startup"):
+        await supervisor.start("m#0", "b", start)
+    found = processes.stat(int(child.read_text()))
+    assert found is None or not found.running
+
+
+@pytest.mark.rule("worker-9")
+async def test_a_port_that_another_program_has_is_given_to_no_engine(tmp_path: Path) -> None:
+    """D-WORKER-START: the next one is tried, and the refusal comes when there is none."""
+    base = free_port(2)
+    start = script(tmp_path, 'echo "$@" >&2; exit 3')
+    with processes.Guardian() as guardian, socket.create_server(("127.0.0.1", base)):
+        supervisor = EngineSupervisor(
+            PortAllocator(base, base + 1), TOKEN, guardian, LogRings(), Exits("h"), bind_host="127.0.0.1"
+        )
+        with pytest.raises(StartFailed, match=f"--addr 127.0.0.1:{base + 1}"):
+            await supervisor.start("m#0", "b", start)
+        with pytest.raises(NoFreePort, match="0 in use, 2 in quarantine"):
+            await supervisor.start("m#0", "b", start)
+        await supervisor.close()
 
 
 @pytest.mark.rule("worker-10.2", "W26")

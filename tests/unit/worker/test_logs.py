@@ -22,11 +22,11 @@ from localai_cluster.metrics import registries
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engine_exits import Exits
-from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
+from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
-from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
+from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings, shown
 from localai_cluster.worker.ports import PortAllocator
 
 TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
