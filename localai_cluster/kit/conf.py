@@ -229,6 +229,8 @@ class ClusterSettings(env.SharedSettings):
     """Time limit of one inference call; of a stream of text until its first piece."""
     stream_stall: float = setting("CLUSTER_STREAM_STALL", SECONDS, "2m")
     """Longest gap between two pieces of text, and longest stall of a client that does not read."""
+    stream_client: str = setting("CLUSTER_STREAM_CLIENT", choice("http2", "grpc"), "http2")
+    """Reader of the engines' streams of text: `http2`, or `grpc`, which takes several times the CPU."""
     expose_node_header: bool = setting("LOCALAI_EXPOSE_NODE_HEADER", SWITCH, "false")
     """Return the node's id in the header `X-LocalAI-Node`; an administrator's session always gets it."""
     prefix_cache: bool = setting("LOCALAI_DISTRIBUTED_PREFIX_CACHE", SWITCH, "true")

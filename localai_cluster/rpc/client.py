@@ -38,6 +38,7 @@ from localai_cluster.rpc.messages import (
     TranscriptStreamResponse,
     TTSRequest,
 )
+from localai_cluster.rpc.stream_client import MESSAGE_LIMIT, StreamChannel
 
 # The in-flight count rises when a replica is picked and falls when the response is complete (R2.74). So a
 # tracked method may be called only through a client that the pool of the inference gateway provides
@@ -60,8 +61,9 @@ UNTRACKED = frozenset(
 )
 
 
-MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
+HTTP2, GRPC = "http2", "grpc"
+"""Implementations of `predict_stream`: ours (`stream_client.py`), and `grpc.aio`."""
 # Seconds that running calls on a replaced channel may still take.
 DRAIN_SECONDS = 600.0
 
@@ -89,16 +91,21 @@ class BackendClient:
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
     Refused: gRPC would interpret a scheme in it. Only a client that is `counted` has the methods that serve a
-    client's request (`tracked.TRACKED`).
+    client's request (`TRACKED`). `stream_client` chooses the implementation of `predict_stream`.
     """
 
-    def __init__(self, address: str, token: str = "", *, counted: bool = False) -> None:
+    def __init__(
+        self, address: str, token: str = "", *, counted: bool = False, stream_client: str = HTTP2
+    ) -> None:
         try:
-            self._target = parse(address).target
+            engine = parse(address)
         except ValueError as error:
             raise Refused(f"the engine's address {error}") from None
+        self._target = engine.target
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._methods = UNTRACKED | TRACKED if counted else UNTRACKED
+        has_streams = counted and stream_client == HTTP2
+        self._streams = StreamChannel(engine, self._metadata) if has_streams else None
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
@@ -128,7 +135,11 @@ class BackendClient:
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Stream the reply to a prompt; without a timeout the duration is unlimited."""
-        call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
+        call: Any
+        if self._streams is not None:
+            call = self._streams.call(options.SerializeToString(), timeout)
+        else:
+            call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
         return Replies(call, self._channel, self._translate_error)
 
     async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
@@ -179,7 +190,8 @@ class BackendClient:
         """Close the connection; calls still running after `grace` seconds are cancelled."""
         for task in self._retired:
             task.cancel()
-        await self._channel.close(grace)
+        streams = [self._streams.close(grace)] if self._streams is not None else []
+        await asyncio.gather(self._channel.close(grace), *streams)
 
     async def _unary(self, call: Awaitable[Response]) -> Response:
         channel = self._channel
@@ -299,8 +311,9 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
 class ClientPool:
     """Keeps one client per address and token; closes the least recently used ones beyond `limit`."""
 
-    def __init__(self, *, limit: int = 1024) -> None:
+    def __init__(self, *, limit: int = 1024, stream_client: str = HTTP2) -> None:
         self._limit = limit
+        self._stream_client = stream_client
         self._clients: OrderedDict[tuple[str, str], BackendClient] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -312,7 +325,8 @@ class ClientPool:
         key = (address, token)
         client = self._clients.get(key)
         if client is None:
-            client = self._clients[key] = BackendClient(address, token, counted=True)
+            client = BackendClient(address, token, counted=True, stream_client=self._stream_client)
+            self._clients[key] = client
             if len(self._clients) > self._limit:
                 self.forget(*next(iter(self._clients)))
         else:

@@ -260,7 +260,7 @@ async def start() -> None:
     prefixes = None if by_prefix is None else by_prefix.prefixes
     connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
-    clients, loads = ClientPool(), Loads(hints)
+    clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
     metrics.WAITING.set_function(loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)

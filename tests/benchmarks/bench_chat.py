@@ -7,13 +7,10 @@ machine, so the load and the processor time of each part stand beside the figure
 """
 
 import argparse
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 
 import httpx
@@ -21,11 +18,10 @@ import psutil
 
 from localai_cluster.kit import clock
 from tests.benchmarks.bench_gateway import insert_rows, load, serving
+from tests.benchmarks.engine import build, running
 from tests.benchmarks.load import Figures
 from tests.benchmarks.streaming import Order, Streams
-from tests.conftest import eventually
-from tests.support.cluster import ADMIN_KEY, ROOT, Cluster, Process, running_cluster
-from tests.support.ports import free_port
+from tests.support.cluster import ADMIN_KEY, ROOT, Process, running_cluster
 
 CLIENTS = 32
 MODEL = "echo"
@@ -33,22 +29,6 @@ PAUSE = 20
 """Milliseconds between two tokens."""
 LENGTHS = (1, 16)
 """Tokens of whole answers."""
-
-
-@contextlib.contextmanager
-def talker(cluster: Cluster) -> Iterator[tuple[str, int]]:
-    """The scripted engine's address and process id."""
-    port = free_port()
-    process = cluster.spawn("talker", "-m", "tests.benchmarks.talker", str(port), env={})
-    eventually(lambda: _listens(port), what="the scripted engine listens")
-    yield f"127.0.0.1:{port}", process.child.pid
-    process.child.terminate()
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
 
 
 class Bench:
@@ -124,10 +104,10 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=8.0)
     options.add_argument("--soak", type=float, default=0.0, help="seconds of paced streams, afterwards")
     chosen = options.parse_args()
-    with running_cluster() as cluster, talker(cluster) as (address, pid):
-        insert_rows(cluster, MODEL, address)
+    with running_cluster() as cluster, running(cluster.guardian, go=not build()) as engine:
+        insert_rows(cluster, MODEL, engine.address)
         web = serving(cluster, MODEL)
-        bench = Bench(web, address, pid)
+        bench = Bench(web, engine.address, engine.process.pid)
         bench.streams(0, 50, 1.0)
         print(f"--- a token every {PAUSE} ms, {CLIENTS} streams")
         bench.compare(PAUSE, 100, chosen.seconds)

@@ -115,7 +115,7 @@ def processes() -> int:
 async def serving(prefixes: PrefixRouter | None = None) -> AsyncIterator[CountedPicker]:
     """This process as a web process: what `manage.py serve` starts, on the test database, without a bus."""
     hints, prefixes = WakeUps(), prefixes or alone()
-    clients, loads = ClientPool(), Loads(hints)
+    clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
     async with picker(prefixes) as made:
         database_pool._shared = made.pool
         listener = asyncio.create_task(gateway._listen(hints, prefixes))

@@ -1,0 +1,383 @@
+"""One HTTP/2 connection to an engine (RFC 9113), as far as gRPC needs it; `stream_client.py` makes calls on it.
+
+An engine is not trusted: frames, header blocks, windows, and answers that it does not read are limited, and
+breaking a rule of HTTP/2 ends the connection.
+"""
+
+import asyncio
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Protocol, cast
+
+from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
+
+STREAM_WINDOW = 65_535
+"""Bytes of a stream that the engine may send ahead of its reader; HTTP/2's initial value."""
+CONNECTION_WINDOW = 1024 * 1024
+"""Bytes of all streams that may be under way; granted on arrival, because the streams' windows bound them."""
+MAX_FRAME = 16_384
+MAX_HEADERS = 65_536
+"""Limit on the bytes of a header block, compressed and decompressed."""
+MAX_CONTINUATIONS = 16
+MAX_FRAMES = 64
+"""Frames of bodies that are sent in one turn of the event loop."""
+MAX_UNREAD_ANSWERS = 1000
+"""Limit on answers to PING and SETTINGS that wait for an engine which does not read."""
+CLOSE_SECONDS = 1.0
+"""Time for the last bytes of a connection that this side closes."""
+LARGEST = 2**31 - 1
+
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
+    *(0, 1, 3, 4, 5, 6, 7, 8, 9),
+)
+_ACK = _END_STREAM = 0x1
+_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, REFUSED_STREAM = 1, 3, 6, 7
+CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 8, 9, 11
+_ENABLE_PUSH, _MAX_STREAMS, _INITIAL_WINDOW, _MAX_FRAME, _MAX_HEADER_LIST = 2, 3, 4, 5, 6
+_SETTING_LIMITS = {_ENABLE_PUSH: (0, 0), _INITIAL_WINDOW: (0, LARGEST), _MAX_FRAME: (MAX_FRAME, 2**24 - 1)}
+_SIZES = {_RST_STREAM: 4, _PING: 8, _WINDOW: 4}
+_FRAME, _NUMBER, _SETTING = struct.Struct(">IBI"), struct.Struct(">I"), struct.Struct(">HI")
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_EMPTY_TABLE = b"\x20"
+"""HPACK: our header blocks use no dynamic table, whatever size the engine allows."""
+
+
+class Http2Error(Exception):
+    """The peer broke a rule of HTTP/2; `code` is named in the GOAWAY."""
+
+    def __init__(self, text: str, code: int = PROTOCOL_ERROR) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Stream(ABC):
+    """One request and its response; the connection sends the rest of `body` as the engine's windows allow."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.id = self.send_window = 0
+        self.window = STREAM_WINDOW
+        self.body = memoryview(b"")
+
+    @abstractmethod
+    def add_headers(self, headers: Mapping[str, str], *, is_last: bool) -> None:
+        """Take a block of headers; the last one ends the stream."""
+
+    @abstractmethod
+    def add_data(self, data: bytes) -> None:
+        """Take a piece of the response's body."""
+
+    @abstractmethod
+    def move(self) -> None:
+        """Begin again on another connection: the engine has skipped the stream."""
+
+    @abstractmethod
+    def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
+        """End the stream: by RST_STREAM with a code, with its connection, or else by an error of the engine.
+
+        It calls `Connection.remove`.
+        """
+
+
+class Owner(Protocol):
+    """The channel of a connection."""
+
+    def dispatch(self) -> None:
+        """Handle a place for a further stream."""
+
+    def retire(self, connection: "Connection") -> None:
+        """Open no further streams on a connection."""
+
+    def forget(self, connection: "Connection") -> None:
+        """Handle the end of a connection."""
+
+
+def encode(headers: Iterable[tuple[str, str]]) -> bytes:
+    """Encode headers as literals that touch no table, so that the bytes fit any connection."""
+    return Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in headers])
+
+
+def _frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview = b"") -> bytes:
+    return _FRAME.pack(len(payload) << 8 | kind, flags, stream_id) + payload
+
+
+def _strip_padding(payload: bytes) -> bytes:
+    if not payload or payload[0] >= len(payload):
+        raise Http2Error("a frame is shorter than its padding")
+    return payload[1 : len(payload) - payload[0]]
+
+
+class Connection(asyncio.Protocol):
+    """One connection. It takes streams from the engine's first SETTINGS until GOAWAY or its end."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.ready = asyncio.Event()
+        """Set by the engine's first SETTINGS, and by the end of the connection."""
+        self.failure = ""
+        """The reason of the connection's end."""
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._streams: dict[int, Stream] = {}
+        self._next_id = 1
+        self._stream_limit, self._frame_limit = LARGEST, MAX_FRAME
+        self._initial_window = self._send_window = STREAM_WINDOW
+        self._owed = self._unread_answers = self._continuations = self._block_flags = self._block_stream = 0
+        self._partial = self._block = b""
+        self._frames: list[bytes] = []
+        self._decoder = Decoder(MAX_HEADERS)
+        self._is_retired = self._is_paused = False
+        self._handlers = {
+            **{_HEADERS: self._on_headers, _CONTINUATION: self._on_continuation, _DATA: self._on_data},
+            **{_RST_STREAM: self._on_reset, _SETTINGS: self._on_settings, _PING: self._on_ping},
+            **{_GOAWAY: self._on_goaway, _WINDOW: self._on_window, _PUSH_PROMISE: self._on_push},
+        }
+
+    @property
+    def has_capacity(self) -> bool:
+        """True if a further stream may be opened now."""
+        return len(self._streams) < self._stream_limit and not (self._is_retired or self.failure)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the preface: no pushes, and a larger window for all streams together."""
+        self._transport = cast(asyncio.Transport, transport)
+        settings = _SETTING.pack(_ENABLE_PUSH, 0) + _SETTING.pack(_MAX_HEADER_LIST, MAX_HEADERS)
+        window = _NUMBER.pack(CONNECTION_WINDOW - STREAM_WINDOW)
+        self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, window))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End every stream."""
+        self._end(f"Socket closed: {error}" if error else "Socket closed", is_lost=True)
+
+    def close(self, code: int = 0, reason: str = "Socket closed") -> None:
+        """Close the connection, even if the engine does not read."""
+        if self._transport is not None and not self.failure:
+            self._write(_frame(_GOAWAY, 0, 0, _NUMBER.pack(0) + _NUMBER.pack(code)))
+            self._flush()
+            self._transport.close()
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
+        self._end(reason, is_lost=not code)
+
+    def _end(self, reason: str, *, is_lost: bool) -> None:
+        self.failure = self.failure or reason
+        self.ready.set()
+        for stream in list(self._streams.values()):
+            stream.end_without_status(reason, is_lost=is_lost)
+        self._owner.forget(self)
+
+    def pause_writing(self) -> None:
+        """Hold back bodies until the engine reads."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """Send the bodies that were held back."""
+        self._is_paused, self._unread_answers = False, 0
+        self._send_bodies()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle each complete frame; an error of the engine ends the connection."""
+        try:
+            self._partial = self._read_frames(self._partial + data if self._partial else data)
+        except Http2Error as error:
+            self.close(error.code, f"the engine broke a rule of HTTP/2: {error}")
+        except HPACKError as error:
+            self.close(COMPRESSION_ERROR, f"the engine's headers cannot be decoded: {error}")
+
+    def _read_frames(self, data: bytes) -> bytes:
+        position, size = 0, len(data)
+        while size - position >= _FRAME.size and not self.failure:
+            head, flags, stream_id = _FRAME.unpack_from(data, position)
+            kind, length = head & 0xFF, head >> 8
+            if length > MAX_FRAME or length != _SIZES.get(kind, length):
+                raise Http2Error("a frame has a wrong size", FRAME_SIZE_ERROR)
+            begin = position + _FRAME.size
+            if begin + length > size:
+                break
+            position = begin + length
+            stream_id &= LARGEST
+            self._check_place(kind, stream_id)
+            if (handler := self._handlers.get(kind)) is not None:
+                handler(flags, stream_id, data[begin:position])
+        return b"" if self.failure else data[position:]
+
+    def _check_place(self, kind: int, stream_id: int) -> None:
+        """Raise Http2Error if this frame may not come now or not on this stream."""
+        if self._block_stream and (kind != _CONTINUATION or stream_id != self._block_stream):
+            raise Http2Error("a frame interrupts a header block")
+        if kind in (_SETTINGS, _PING, _GOAWAY) or (kind == _WINDOW and not stream_id):
+            is_misplaced = stream_id != 0 or not (kind == _SETTINGS or self.ready.is_set())
+        else:
+            is_misplaced = kind in self._handlers and not (stream_id & 1 and stream_id < self._next_id)
+        if is_misplaced:
+            raise Http2Error("a frame comes too early or on a wrong stream")
+
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        size = len(payload)
+        self._owed += size
+        if self._owed * 2 > CONNECTION_WINDOW:
+            self._write(_frame(_WINDOW, 0, 0, _NUMBER.pack(self._owed)))
+            self._owed = 0
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        if size > stream.window:
+            raise Http2Error("more data than the stream's window", FLOW_CONTROL_ERROR)
+        stream.window -= size
+        stream.add_data(_strip_padding(payload) if flags & _PADDED else payload)
+        if flags & _END_STREAM and stream.connection is self:
+            stream.end_without_status("the engine ended the stream without a status")
+
+    def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        block = _strip_padding(payload) if flags & _PADDED else payload
+        self._block = block[5:] if flags & _PRIORITY else block
+        self._block_stream, self._block_flags, self._continuations = stream_id, flags, 0
+        if flags & _END_HEADERS:
+            self._end_block()
+
+    def _on_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self._continuations += 1
+        if not self._block_stream:
+            raise Http2Error("a continuation without a header block")
+        if self._continuations > MAX_CONTINUATIONS or len(self._block) + len(payload) > MAX_HEADERS:
+            raise Http2Error("a header block is too long", ENHANCE_YOUR_CALM)
+        self._block += payload
+        if flags & _END_HEADERS:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        # Also for a stream that has ended: the decoder's table depends on every block.
+        pairs = self._decoder.decode(self._block, raw=True)
+        stream = self._streams.get(self._block_stream)
+        self._block, self._block_stream = b"", 0
+        if stream is not None:
+            headers = {str(name, "latin-1"): str(value, "latin-1") for name, value in pairs}
+            stream.add_headers(headers, is_last=bool(self._block_flags & _END_STREAM))
+
+    def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if (stream := self._streams.get(stream_id)) is not None:
+            code = _NUMBER.unpack(payload)[0]
+            stream.end_without_status(f"Received RST_STREAM with error code {code}", reset=code)
+
+    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if len(payload) % _SETTING.size or (flags & _ACK and payload):
+            raise Http2Error("SETTINGS have a wrong size", FRAME_SIZE_ERROR)
+        if flags & _ACK:
+            return
+        for name, value in _SETTING.iter_unpack(payload):
+            least, most = _SETTING_LIMITS.get(name, (0, value))
+            if not least <= value <= most:
+                raise Http2Error(f"setting {name} has a wrong value")
+            if name == _MAX_STREAMS:
+                self._stream_limit = value
+            elif name == _MAX_FRAME:
+                self._frame_limit = value
+            elif name == _INITIAL_WINDOW:
+                for stream in self._streams.values():
+                    stream.send_window += value - self._initial_window
+                self._initial_window = value
+        self._answer(_frame(_SETTINGS, _ACK, 0))
+        self.ready.set()
+        self._send_bodies()
+        self._owner.dispatch()
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not flags & _ACK:
+            self._answer(_frame(_PING, _ACK, 0, payload))
+
+    def _answer(self, frame: bytes) -> None:
+        self._unread_answers += self._is_paused
+        if self._unread_answers > MAX_UNREAD_ANSWERS:
+            raise Http2Error("the answers to its frames are not read", ENHANCE_YOUR_CALM)
+        self._write(frame)
+
+    def _on_goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if len(payload) < 8:
+            raise Http2Error("GOAWAY has a wrong size", FRAME_SIZE_ERROR)
+        last = _NUMBER.unpack_from(payload)[0] & LARGEST
+        self._retire([stream for number, stream in self._streams.items() if number > last])
+
+    def _retire(self, skipped: list[Stream]) -> None:
+        self._is_retired = True
+        self._owner.retire(self)
+        for stream in skipped:
+            del self._streams[stream.id]
+            stream.connection = None
+            stream.move()
+        self._close_if_unused()
+
+    def _on_window(self, flags: int, stream_id: int, payload: bytes) -> None:
+        increment = _NUMBER.unpack(payload)[0] & LARGEST
+        stream = self._streams.get(stream_id)
+        if not stream_id:
+            self._send_window += increment
+        elif stream is not None:
+            stream.send_window += increment
+        if not increment or max(self._send_window, stream.send_window if stream else 0) > LARGEST:
+            raise Http2Error("WINDOW_UPDATE has a wrong value", FLOW_CONTROL_ERROR)
+        if stream is not None:
+            self._send_body(stream)
+        elif not stream_id:
+            self._send_bodies()
+
+    def _on_push(self, flags: int, stream_id: int, payload: bytes) -> None:
+        raise Http2Error("pushes were forbidden")
+
+    def open(self, stream: Stream, headers: bytes, body: bytes) -> None:
+        """Open a stream and send its request, as far as the engine's windows allow."""
+        stream.connection, stream.id, stream.body = self, self._next_id, memoryview(body)
+        stream.send_window = self._initial_window
+        self._streams[stream.id] = stream
+        block = headers if stream.id > 1 else _EMPTY_TABLE + headers
+        self._write(_frame(_HEADERS, _END_HEADERS, stream.id, block))
+        self._send_body(stream)
+        self._next_id += 2
+        if self._next_id > LARGEST:
+            self._retire([])
+
+    def _send_bodies(self) -> None:
+        for stream in self._streams.values():
+            self._send_body(stream)
+
+    def _send_body(self, stream: Stream) -> None:
+        while stream.body and not self._is_paused and len(self._frames) < MAX_FRAMES:
+            size = min(len(stream.body), self._frame_limit, self._send_window, stream.send_window)
+            if size <= 0:
+                break
+            piece, stream.body = stream.body[:size], stream.body[size:]
+            self._send_window -= size
+            stream.send_window -= size
+            self._write(_frame(_DATA, 0 if stream.body else _END_STREAM, stream.id, piece))
+
+    def grant(self, stream: Stream) -> None:
+        """Let the engine send as much as the reader has taken."""
+        taken = STREAM_WINDOW - stream.window
+        if taken * 2 > STREAM_WINDOW:
+            stream.window += taken
+            self._write(_frame(_WINDOW, 0, stream.id, _NUMBER.pack(taken)))
+
+    def remove(self, stream: Stream, *, is_reset: bool) -> None:
+        """Forget a stream that has ended; `is_reset` cancels it at the engine."""
+        del self._streams[stream.id]
+        if is_reset or stream.body:
+            self._write(_frame(_RST_STREAM, 0, stream.id, _NUMBER.pack(CANCEL)))
+        stream.connection = None
+        self._close_if_unused()
+        self._owner.dispatch()
+
+    def _close_if_unused(self) -> None:
+        if self._is_retired and not self._streams and not self.failure:
+            self.close()
+
+    def _write(self, frame: bytes) -> None:
+        """Send a frame, with all others of this turn of the event loop."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._frames = self._frames, []
+        if self._transport is not None and frames and not self.failure:
+            self._transport.write(b"".join(frames))
+        if len(frames) >= MAX_FRAMES:
+            self._send_bodies()
