@@ -19,9 +19,8 @@ from localai_cluster.kit.logs import request_id
 from localai_cluster.metrics import controller as metrics
 from operations.executor.work import Abandoned, Handler, Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import attempts
-from operations.models import Operation
+from operations.models import Event, Operation
 from operations.reconcilers import tasks
-from operations.states import Event
 
 log = logging.getLogger(__name__)
 

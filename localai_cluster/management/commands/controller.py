@@ -54,8 +54,7 @@ from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
 from operations.executor.executor import Executor
 from operations.executor.operation_queue import OperationQueue
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import in_thread
+from operations.executor.work import WakeUps, in_thread
 from operations.kinds import HandlerContext
 from operations.models import Status
 from operations.reconcilers import tasks as ledger_schedules

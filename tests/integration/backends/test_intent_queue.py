@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, NoResponders, NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.backends import admission, intent_queue, node_commands
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
