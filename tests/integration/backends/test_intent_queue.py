@@ -23,8 +23,7 @@ from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.changes import feed
-from operations.executor.executor import Executor
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import Executor, OperationQueue
 from operations.executor.work import Work
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, OperationTarget

@@ -16,8 +16,7 @@ from django.db import OperationalError, connection
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import events, feed
-from operations.executor.executor import Executor, LeaseKeeper
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import Executor, LeaseKeeper, OperationQueue
 from operations.executor.work import BATCH_EVERY, Work, in_thread
 from operations.ledger import admission, attempts, progress
 from operations.ledger.progress import Tick, record
