@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from localai_cluster.messaging.bus import Bus
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Handler
+from operations.executor.work import Handler, WakeUps
 from operations.ledger.admission import Admission
 from operations.models import Operation
 

@@ -4,10 +4,16 @@ A row is claimed under a lease with a fencing token (`fence`); a write that carr
 nothing. Every change takes the next number of one counter (`seq`), and because the counter's row is locked
 until commit, numbers become visible in order: a reader that has read N misses nothing by reading from N + 1.
 Rows are never deleted while they matter; failures stay until dismissed (O32, O56).
+
+`TRANSITIONS` is the state machine: event, source states, target state and a sentence. The ledger is the only
+caller. A claim matches only rows that are due; every other event needs the row to be processing under the
+caller's fence, so a late event matches no row and changes nothing (I3, O56: terminal is sticky).
 """
 
 import uuid
+from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import Self
 
 from django.db import models
@@ -330,3 +336,74 @@ def storable(text: str, longest: int = 64 * 1024) -> str:
     An outcome that cannot be written would be computed again after every lost lease.
     """
     return text.replace("\0", "\ufffd")[:longest]
+
+
+class Event(StrEnum):
+    """Event that changes an operation's status."""
+
+    CLAIM = "claim"
+    POSTPONE = "postpone"
+    WAIT = "wait"
+    RELEASE = "release"
+    LOSE = "lose"
+    COMPLETE = "complete"
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A transition from any of `sources` to `target`."""
+
+    sources: frozenset[Status]
+    target: Status
+    sentence: str
+
+
+def _from(*sources: Status) -> frozenset[Status]:
+    return frozenset(sources)
+
+
+TRANSITIONS: dict[Event, Transition] = {
+    Event.CLAIM: Transition(
+        _from(Status.PENDING, Status.WAITING),
+        Status.PROCESSING,
+        "A controller takes the lease and a new fence.",
+    ),
+    Event.POSTPONE: Transition(
+        _from(Status.PROCESSING),
+        Status.PENDING,
+        "An attempt ended early; it is tried again at the next look.",
+    ),
+    Event.WAIT: Transition(
+        _from(Status.PROCESSING),
+        Status.WAITING,
+        "It waits for a node; one that could take it wakes it.",
+    ),
+    Event.RELEASE: Transition(
+        _from(Status.PROCESSING), Status.PENDING, "Its controller stops and hands it back at once."
+    ),
+    Event.LOSE: Transition(
+        _from(Status.PROCESSING),
+        Status.PENDING,
+        "The lease ran out: its controller is gone; another one goes on.",
+    ),
+    Event.COMPLETE: Transition(_from(Status.PROCESSING), Status.COMPLETED, "The outcome is as asked."),
+    Event.FAIL: Transition(
+        _from(Status.PROCESSING),
+        Status.FAILED,
+        "It cannot be done; the error says why and stays until dismissed.",
+    ),
+    Event.CANCEL: Transition(
+        _from(Status.PROCESSING),
+        Status.CANCELLED,
+        "No request needs it any more.",
+    ),
+}
+
+
+def next_status(event: Event, status: str) -> Status:
+    """Return the next status; raise ValueError if the table does not allow `event`."""
+    if status not in TRANSITIONS[event].sources:
+        raise ValueError(f"{event} cannot happen to an operation that is {status}")
+    return TRANSITIONS[event].target

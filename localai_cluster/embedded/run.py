@@ -38,8 +38,7 @@ from localai_cluster.embedded.layout import (
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
-from localai_cluster.embedded.server import EmbeddedServer, wait_for
-from localai_cluster.embedded.supervisor import Program, Supervisor, describe_exit
+from localai_cluster.embedded.server import EmbeddedServer, Program, Supervisor, describe_exit, wait_for
 from localai_cluster.embedded.terminal import Foreground, Log
 from localai_cluster.kit import clock, conf, processes
 

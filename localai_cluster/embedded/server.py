@@ -1,18 +1,24 @@
-"""The base of the bundled servers: prepare, argv, ready, settle, and how to stop them.
+"""Bundled servers (prepare, argv, ready, settle, stop) and the supervisor of the programs of `make run`.
 
-The supervisor runs these steps for `make run`; `start` and `stop` run them for tests and small tools.
+The supervisor runs these steps for `make run`; `start` and `stop` run them for tests and small tools. It
+starts programs in order, restarts them with back-off, and stops them by rank, the highest first: a stop
+signal, a bounded wait, then SIGKILL for what is left of the process group. Each program is one child in its
+own session, known to the process reaper, and one thread per program waits for its end.
 """
 
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.kit import clock, processes
+from localai_cluster.embedded.terminal import Log
+from localai_cluster.kit import backoff, clock, processes
 
 LOOK_AGAIN_SECONDS = 0.02
 
@@ -130,3 +136,223 @@ def last_line(log: Path) -> str:
     except OSError:
         lines = []
     return lines[-1] if lines else "no output"
+
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
+STEADY_SECONDS = 60.0
+"""After this uptime, the restart delay of a child starts from the first value again."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _yes() -> bool:
+    return True
+
+
+def _every_line(line: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run: `prepare` runs before each start, `settle` once after the first."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(repr=False)
+    rank: int = 0
+    polite: int = signal.SIGTERM
+    seconds: float = 15.0
+    whole: bool = False
+    prepare: Callable[[], None] = _nothing
+    settle: Callable[[], None] = _nothing
+    ready: Callable[[], bool] = _yes
+    keeps_line: Callable[[str], bool] = _every_line
+
+    @classmethod
+    def of(cls, server: EmbeddedServer, rank: int) -> "Program":
+        """A bundled server as a program. Its directory is prepared first, since the command may name it."""
+        server.prepare()
+        return cls(
+            name=server.name,
+            argv=server.argv(),
+            env=plain_environment(),
+            rank=rank,
+            polite=server.polite,
+            seconds=server.seconds,
+            whole=server.whole,
+            prepare=server.prepare,
+            settle=server.settle,
+            ready=server.ready,
+            keeps_line=server.keeps_line,
+        )
+
+
+def count_failures(earlier: int, uptime: float) -> int:
+    """Return the failures in a row when a child ends after `uptime` seconds; a steady one begins anew."""
+    return 1 if uptime >= STEADY_SECONDS else earlier + 1
+
+
+def restart_delay(failures: int) -> float:
+    """Return the seconds until a child is restarted that has ended `failures` times in a row."""
+    return backoff.delay(failures, first=FIRST_DELAY, longest=LONGEST_DELAY)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal by name."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class _Supervised:
+    """A program and its current child. The lock covers start and end, never a wait for the program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.lock = threading.Lock()
+        self.child: subprocess.Popen[bytes] | None = None
+        self.group: processes.Group | None = None
+        self.since = 0.0
+
+
+class Supervisor:
+    """Starts, restarts and stops programs."""
+
+    def __init__(self, log: Log, guardian: processes.Guardian) -> None:
+        self._log, self._guardian = log, guardian
+        self._programs: dict[str, _Supervised] = {}
+        self._stopping = threading.Event()
+        self._hurry = threading.Event()
+
+    def pids(self) -> dict[str, int]:
+        """The running children by name."""
+        return {name: kept.child.pid for name, kept in self._programs.items() if kept.child}
+
+    def start(
+        self, program: Program, *, seconds: float = 60.0, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Starts `program`, waits until it is ready, then keeps it running. `SetupError` if it ends first."""
+        self.launch(program)
+        self.settle(program, seconds=seconds, cancelled=cancelled)
+
+    def launch(self, program: Program) -> None:
+        """Starts `program` without waiting; `settle` must follow. `SetupError` if it cannot be started."""
+        kept = self._programs[program.name] = _Supervised(program)
+        self._spawn(kept)
+
+    def settle(
+        self, program: Program, *, seconds: float = 60.0, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Waits until a launched program is ready, then keeps it running. `SetupError` if it ends first."""
+        kept = self._programs[program.name]
+        child = kept.child
+        assert child
+        up = wait_for(lambda: cancelled() or child.poll() is not None or program.ready(), seconds)
+        if cancelled():
+            return
+        if not up or child.poll() is not None:
+            reason = (
+                f"no answer within {seconds:.0f} s"
+                if child.poll() is None
+                else describe_exit(child.returncode)
+            )
+            hint = f"See its output above ({program.name} |)."
+            raise SetupError(f"{program.name} failed to start ({reason}).", hint)
+        program.settle()
+        threading.Thread(target=self._keep, args=(kept,), name=f"keep-{program.name}", daemon=True).start()
+
+    def hurry(self) -> None:
+        """Ends all waits for graceful stops, including current ones."""
+        self._hurry.set()
+
+    def stop(self) -> list[str]:
+        """Stops all programs, the highest rank first; returns the names of those that were killed."""
+        self._stopping.set()
+        killed = []
+        for kept in sorted(self._programs.values(), key=lambda one: one.program.rank, reverse=True):
+            with kept.lock:
+                child, group = kept.child, kept.group
+            if not child or not group:
+                continue
+            if not processes.end_child(child, group, self._hurry.is_set):
+                killed.append(kept.program.name)
+            self._guardian.discard(child.pid)
+        return killed
+
+    def _mark(self, program: Program) -> str:
+        return f"{self._guardian.mark}/{program.name}"
+
+    def _spawn(self, kept: _Supervised) -> None:
+        program = kept.program
+        program.prepare()
+        with kept.lock:
+            if self._stopping.is_set():
+                return
+            try:
+                child = processes.spawn(
+                    program.argv,
+                    env={**program.env, processes.MARK_VARIABLE: self._mark(program)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            except OSError as error:
+                raise SetupError(
+                    f"{program.name} cannot be started: {error}.", "Run `make install`."
+                ) from error
+            kept.group = self._guardian.add(
+                child.pid,
+                polite=program.polite,
+                seconds=program.seconds,
+                whole=program.whole,
+                rank=program.rank,
+            )
+            kept.child, kept.since = child, clock.monotonic()
+        assert child.stdout
+        self._log.follow(program.name, child.stdout, program.keeps_line)
+
+    def _keep(self, kept: _Supervised) -> None:
+        failures = 0
+        while True:
+            child, group = kept.child, kept.group
+            assert child
+            assert group
+            code = child.wait()
+            if self._stopping.is_set():
+                return
+            failures = count_failures(failures, clock.monotonic() - kept.since)
+            delay = restart_delay(failures)
+            self._log.say(
+                "run", f"{kept.program.name} ended ({describe_exit(code)}), restarting in {delay:.0f} s"
+            )
+            # Its children may have outlived it, some of them in their own sessions.
+            processes.end(group, self._hurry.is_set)
+            processes.sweep(self._mark(kept.program))
+            self._guardian.discard(child.pid)
+            failures = self._restart(kept, failures)
+            if self._stopping.is_set():
+                return
+
+    def _restart(self, kept: _Supervised, failures: int) -> int:
+        """Start it anew until that succeeds; return the failures in a row."""
+        while not self._stopping.wait(restart_delay(failures)):
+            try:
+                self._spawn(kept)
+            except (SetupError, OSError) as error:
+                failures += 1
+                delay = restart_delay(failures)
+                self._log.say("run", f"{error} {kept.program.name}: retrying in {delay:.0f} s")
+                continue
+            wait_for(lambda: self._is_up(kept), 60)
+            self._log.say("run", f"{kept.program.name} restarted")
+            break
+        return failures
+
+    def _is_up(self, kept: _Supervised) -> bool:
+        ended = kept.child is None or kept.child.poll() is not None
+        return self._stopping.is_set() or ended or kept.program.ready()

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from localai_cluster.kit import clock
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput, NotFound
-from localai_cluster.messaging.codec import decode
-from localai_cluster.messaging.messages import omitted
+from localai_cluster.messaging.messages import decode, omitted
 from localai_cluster.worker.hardware import preferred_tokens
 
 STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"

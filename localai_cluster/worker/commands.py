@@ -21,7 +21,7 @@ from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
-from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.messaging.messages import DecodeError, decode, encode
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker.backend_store import BackendStore, strip_gallery
 from localai_cluster.worker.config import Config

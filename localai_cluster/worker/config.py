@@ -28,8 +28,7 @@ from localai_cluster.kit.env import (
     setting,
 )
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.messaging.codec import decode_galleries
-from localai_cluster.messaging.messages import Gallery
+from localai_cluster.messaging.messages import Gallery, decode_galleries
 from localai_cluster.messaging.servers import Credentials, Servers, parse_url
 from localai_cluster.registries.access import Access, default_config
 from localai_cluster.worker.gpu_drivers import Simulation, simulation

@@ -15,13 +15,13 @@ from typing import Any
 from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, Conflict, InvalidInput
-from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import (
     Gallery,
     InstallReply,
     InstallRequest,
     UpgradeReply,
     UpgradeRequest,
+    decode_galleries,
     process_key,
 )
 from localai_cluster.worker.backend_store import (

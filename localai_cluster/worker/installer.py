@@ -24,8 +24,7 @@ from localai_cluster import gallery_index
 from localai_cluster.gallery_index import SUFFIXES, stem
 from localai_cluster.kit import clock, failpoints
 from localai_cluster.kit.errors import ClusterError, NotFound
-from localai_cluster.messaging.codec import encode
-from localai_cluster.messaging.messages import Gallery
+from localai_cluster.messaging.messages import Gallery, encode
 from localai_cluster.registries import references
 from localai_cluster.registries.access import Access, ImageMissing
 from localai_cluster.registries.client import Registries

@@ -15,8 +15,7 @@ from localai_cluster.kit.connections import serving
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import grouped
 from localai_cluster.messaging import messages
-from localai_cluster.messaging.codec import encode
-from localai_cluster.messaging.messages import ProgressEvent
+from localai_cluster.messaging.messages import ProgressEvent, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker import hardware, registration

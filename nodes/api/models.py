@@ -34,7 +34,7 @@ from localai_cluster.web.shapes import UUID as UUID_SCHEMA
 from nodes.api.base import NODE_ID, NodeView, request_example, require_node_id, response_example
 from nodes.backends import node_commands
 from nodes.commands.outcomes import CommandFailed
-from nodes.definitions import folder, use_cases
+from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
 from nodes.gateway import gateway
 from nodes.models import BackendNode, NodeModel
@@ -147,10 +147,10 @@ class CapabilitiesView(APIView):
 def _model_row(
     name: str, definition: Definition | None, backend: str, places: list[Row], *, is_pinned: bool
 ) -> Row:
-    cases = definition.use_cases if definition is not None else use_cases.of_engine(backend, {})
+    cases = definition.use_cases if definition is not None else files.engine_use_cases(backend, {})
     return MODEL.of(
         id=name,
-        capabilities=use_cases.to_flags(cases),
+        capabilities=files.to_flags(cases),
         backend=definition.backend if definition is not None else backend,
         disabled=False,
         pinned=is_pinned,

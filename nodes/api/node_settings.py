@@ -20,7 +20,7 @@ from nodes.api.base import (
     require_node_id,
     response_example,
 )
-from nodes.models import NodeLabel, selectors
+from nodes.models import NodeLabel, scheduling
 from nodes.registry import overrides
 from nodes.registry.labels import merge_labels, remove_label, set_labels
 from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
@@ -34,7 +34,7 @@ LABEL_KEY = OpenApiParameter(
 LABELS: Schema = {
     "type": "object",
     "maxProperties": 64,
-    "additionalProperties": {"type": "string", "maxLength": selectors.LONGEST_VALUE},
+    "additionalProperties": {"type": "string", "maxLength": scheduling.LONGEST_VALUE},
     "description": "Key to value; keys have 1 to 128 characters.",
 }
 _SENT = request_example({"tier": "fast"})

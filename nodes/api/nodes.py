@@ -25,7 +25,7 @@ from nodes.api.base import (
 )
 from nodes.api.node_actions import describe_action, perform_action
 from nodes.api.worker_routes import parse_node_id
-from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, selectors
+from nodes.models import BackendNode, NodeEvent, NodeModel, NodeStatus, NodeType, scheduling
 from nodes.registry import actions, listing, node_rows, resources
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.shape import EVENT, NODE, NODE_DETAIL
@@ -33,7 +33,7 @@ from nodes.replicas.shape import REPLICA
 
 _PAIR: Schema = {
     "type": "string",
-    "pattern": rf"^[^=]{{1,{selectors.LONGEST_KEY}}}=[\s\S]{{0,{selectors.LONGEST_VALUE}}}$",
+    "pattern": rf"^[^=]{{1,{scheduling.LONGEST_KEY}}}=[\s\S]{{0,{scheduling.LONGEST_VALUE}}}$",
 }
 _FILTERS = [
     query_parameter("status", enum_schema(NodeStatus.values), "Only nodes of this status."),

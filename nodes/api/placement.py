@@ -18,7 +18,7 @@ from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, check_model_name
 from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import load_explanation, reason_shapes
 from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
-from nodes.models import selectors
+from nodes.models import scheduling
 from nodes.placement.memory import LARGEST
 from nodes.reconcilers import replicas
 from nodes.scheduling.rules import Rule
@@ -161,15 +161,15 @@ class PlanNeedSerializer(NullIsAbsent):
 class _SelectorLabels(serializers.DictField):
     """Labels as a selector has them."""
 
-    child = Text(max_length=selectors.LONGEST_VALUE)
+    child = Text(max_length=scheduling.LONGEST_VALUE)
 
     def to_internal_value(self, data: Any) -> dict[str, str]:
         labels: dict[str, str] = super().to_internal_value(data)
-        if len(labels) > selectors.MOST_KEYS:
-            raise serializers.ValidationError(f"must have at most {selectors.MOST_KEYS} keys")
+        if len(labels) > scheduling.MOST_KEYS:
+            raise serializers.ValidationError(f"must have at most {scheduling.MOST_KEYS} keys")
         try:
             for key, value in labels.items():
-                selectors.check_label(key, value, self.field_name or "labels")
+                scheduling.check_label(key, value, self.field_name or "labels")
         except errors.InvalidInput as refusal:
             raise serializers.ValidationError(refusal.message) from None
         return labels

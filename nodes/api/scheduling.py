@@ -15,7 +15,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.rest import Described, Flag, NullIsAbsent, Number, Text, Whole, validate_body
 from nodes.api.base import MOMENT, NodeView, request_example, response_example
-from nodes.models import ModelSchedulingConfig, selectors
+from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling import store
 from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
 
@@ -61,7 +61,9 @@ class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
 
     model_name = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
     node_selector = serializers.DictField(
-        child=Text(max_length=selectors.LONGEST_VALUE), help_text="Labels that a node must have.", **_OPTIONAL
+        child=Text(max_length=scheduling.LONGEST_VALUE),
+        help_text="Labels that a node must have.",
+        **_OPTIONAL,
     )
     min_replicas = Whole(**_OPTIONAL)
     max_replicas = Whole(help_text="0 means no limit.", **_OPTIONAL)

@@ -19,8 +19,8 @@ from django.db import IntegrityError, connection
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import update_rows
 from localai_cluster.kit.locks import stand_in_line
-from localai_cluster.kit.rows import update_rows
 from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
 from nodes.backends.backend_requests import (
     DELETE,
@@ -34,7 +34,7 @@ from nodes.backends.backend_requests import (
 )
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger import admission as ledger
 from operations.ledger import target_changes
 from operations.ledger.admission import Admission
@@ -108,7 +108,7 @@ def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admissi
     operation, superseded = ledger.made(_operation_request(request, scope, key), now, by_parts=True, id=id)
     _make_due(request, order, now)
     _write_parts(operation, request, scope, order, now)
-    announce([*replaced.operations, *superseded, operation])
+    emit([*replaced.operations, *superseded, operation])
     return Admission(operation, created=True)
 
 
@@ -385,7 +385,7 @@ def _cancel_target(operation: Operation, node_id: UUID, *, note: str, actor: str
     audit.record(ledger.changed("cancelled_part", operation, f"on {target.node_name}"), at=now)
     changed = target_changes.Changed([operation], {operation.id: all_parts})
     waves.go_on(changed, now=now)
-    announce(changed.operations, changed.parts)
+    emit(changed.operations, changed.parts)
     return operation
 
 

@@ -58,8 +58,7 @@ from nodes.replicas.drains import UpgradeDrain
 from operations import targets
 from operations.executor.work import Batch, Recorder, in_thread
 from operations.ledger.progress import Tick
-from operations.models import ACTIVE, TERMINAL, Operation, OperationTarget, Status
-from operations.states import Event
+from operations.models import ACTIVE, TERMINAL, Event, Operation, OperationTarget, Status
 
 LOOK_EVERY = 0.25
 """Seconds between two counts of the running requests, because their end sends no message."""

@@ -26,14 +26,13 @@ from django.db.models.functions import Lower
 
 from localai_cluster.kit import backoff, conf, leases
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import Attempt, LeaseLost
+from localai_cluster.kit.leases import Attempt, LeaseLost, update_rows
 from localai_cluster.kit.locks import Lock, try_lock
-from localai_cluster.kit.rows import update_rows
 from nodes.backends import waves
 from nodes.models import BackendNode, NodeBackend, NodeStatus, PendingBackendOp
 from nodes.models.inventory import PendingBackendOpQuerySet
 from operations.changes import events
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger import target_changes
 from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Tick
 from operations.models import Status, TargetStatus, storable
@@ -243,7 +242,7 @@ def _claim(
         update_rows(rows, leases.COLUMNS)
         beginning = {row.id: _start_change(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = target_changes.change(beginning, now=now)
-        announce(changed.operations, changed.parts, changed.moved)
+        emit(changed.operations, changed.parts, changed.moved)
     return rows
 
 

@@ -23,8 +23,8 @@ from django.db.models import Case, DateTimeField, F, Q, Value, When
 from localai_cluster.accounts.actors import CONTROLLER
 from localai_cluster.kit import backoff, clock, conf, names
 from localai_cluster.kit.batching import CallBatcher
+from localai_cluster.kit.leases import claim_rows, seconds_until_due, update_rows
 from localai_cluster.kit.periodic_task import WorkPool
-from localai_cluster.kit.rows import claim_rows, seconds_until_due, update_rows
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstalledBackend, process_key
 from localai_cluster.metrics import passes

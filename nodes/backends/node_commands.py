@@ -23,7 +23,7 @@ from localai_cluster import gallery_index
 from localai_cluster.kit import conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.codec import decode_galleries, encode_galleries
+from localai_cluster.messaging.messages import decode_galleries, encode_galleries
 from nodes.backends import inventory
 from nodes.backends.intents import Ended, Intent, ListedBuild
 from nodes.commands.commands import DELETE_TIMEOUT, Worker

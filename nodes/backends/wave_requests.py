@@ -9,13 +9,13 @@ from django.db.models import Count
 from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.leases import update_rows
 from nodes.backends import intents, waves
 from nodes.backends.waves import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.replicas import drains
 from operations import targets
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger import admission, target_changes
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, Waves
 
@@ -99,7 +99,7 @@ def choose(
         verb = "stopped" if choice == STOP else "continued"
         confirmed_now = f"last replicas: {', '.join(sorted(last_replicas))}" if last_replicas else ""
         audit.record(admission.changed(verb, operation, confirmed_now), at=now)
-        announce([operation])
+        emit([operation])
     return operation
 
 

@@ -19,11 +19,11 @@ from uuid import UUID, uuid4
 from django.db import connection
 
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.leases import update_rows
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes import events
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger import target_changes
 from operations.models import ACTIVE, GOING_ON, Operation, OperationTarget, Status, TargetStatus, Waves
 
@@ -82,11 +82,11 @@ def conclude(
         if ended:
             PendingBackendOp.objects.filter(pk__in=ended).delete()
         go_on(changed, now=now)
-        announce(changed.operations, changed.parts, changed.moved)
+        emit(changed.operations, changed.parts, changed.moved)
 
 
 def go_on(changed: target_changes.Changed, *, now: datetime) -> None:
-    """Open the next wave of each locked operation whose open wave has ended; the caller announces."""
+    """Open the next wave of each locked operation whose open wave has ended; the caller emits."""
     waiting: Sequence[Operation] = changed.operations
     while waiting:
         turns = [
@@ -140,7 +140,7 @@ def next_turn(operation: Operation, all_parts: Sequence[OperationTarget]) -> Tur
 def attach(
     turns: Sequence[Turn], all_parts: Mapping[UUID, Sequence[OperationTarget]], *, now: datetime
 ) -> None:
-    """Create the intents of these targets of locked operations; the caller announces.
+    """Create the intents of these targets of locked operations; the caller emits.
 
     A target waits if the node already has an intent on the backend, and ends if the node was removed.
     """
@@ -238,5 +238,5 @@ def catch_up(*, now: datetime) -> int:
         attach(turns, targets_by_operation, now=now)
         changed = [operation for operation, _ in turns]
         go_on(target_changes.Changed(changed, targets_by_operation), now=now)
-        announce(changed, targets_by_operation)
+        emit(changed, targets_by_operation)
     return sum(len(due) for _, due in turns)

@@ -24,8 +24,15 @@ from localai_cluster.gallery_index import name_of
 from localai_cluster.kit import clock, failpoints, names
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging import messages
-from localai_cluster.messaging.codec import DecodeError, decode, decode_galleries, encode, encode_galleries
-from localai_cluster.messaging.messages import InstallRequest, UpgradeRequest
+from localai_cluster.messaging.messages import (
+    DecodeError,
+    InstallRequest,
+    UpgradeRequest,
+    decode,
+    decode_galleries,
+    encode,
+    encode_galleries,
+)
 from localai_cluster.metrics import controller as metrics
 from nodes.commands import shared_commands
 from nodes.commands.outcomes import (

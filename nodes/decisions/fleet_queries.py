@@ -5,13 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from uuid import UUID
 
-from nodes.models import (
-    BEING_LOADED,
-    ModelSchedulingConfig,
-    NodeBackend,
-    NodeModel,
-    selectors,
-)
+from nodes.models import BEING_LOADED, ModelSchedulingConfig, NodeBackend, NodeModel, scheduling
 from nodes.placement.choose import Candidate, Decision, Selector, equal_to_best, free_index
 from nodes.placement.explain import SHOWN, FleetView
 
@@ -42,7 +36,7 @@ def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
     """Return the node selector of each model's scheduling rule; one query."""
     rules = ModelSchedulingConfig.objects.filter(model_name__in=model_names)
     stored = dict(rules.values_list("model_name", "node_selector"))
-    labels_by_model = {name: selectors.readable(stored.get(name, {})) for name in model_names}
+    labels_by_model = {name: scheduling.readable_selector(stored.get(name, {})) for name in model_names}
     return {
         name: Selector(name, None if labels is None else frozenset(labels.items()))
         for name, labels in labels_by_model.items()

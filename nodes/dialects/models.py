@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from localai_cluster.kit.errors import Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer, ResponseBody
-from nodes.definitions import folder, use_cases
+from nodes.definitions import files, folder
 from nodes.definitions.files import Definition
 from nodes.dialects.ollama import format_time
 from nodes.gateway import templates
@@ -140,7 +140,7 @@ def _entry(definition: Definition) -> ModelBody:
     return ModelBody(
         id=definition.name,
         created=definition.changed,
-        capabilities=use_cases.to_flags(definition.use_cases),
+        capabilities=files.to_flags(definition.use_cases),
         warnings=list(definition.generation.warnings) or UNSET,
     )
 

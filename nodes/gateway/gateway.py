@@ -32,7 +32,7 @@ from nodes.loading.wait import Loads
 from nodes.registry import heartbeats
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS, listen
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 
 logger = logging.getLogger(__name__)
 

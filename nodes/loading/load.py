@@ -50,8 +50,7 @@ from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.registry import dial_targets
 from nodes.replicas import engine_ends, slots
 from nodes.replicas.slots import Slot
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Postpone, WakeUps, Work, in_thread
 from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from nodes.loading.load_attempts import LoadFailed, refusals
 from nodes.loading.load_request import KIND
 from nodes.models import BackendNode, NodeEvent
 from nodes.models.replica import load_key
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import in_thread
+from operations.executor.work import WakeUps, in_thread
 from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
 

@@ -17,7 +17,7 @@ from django.db import models
 from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
 from localai_cluster.kit import clock, names
-from nodes.models import selectors
+from nodes.models import scheduling
 
 COUNTED_IN_FLIGHT = ("loaded", "unloading")
 """States whose requests count toward a node's `in_flight_count` (R1.107, D4)."""
@@ -92,7 +92,7 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
 
         An unreadable selector matches none (R1.69).
         """
-        labels = selectors.readable(selector)
+        labels = scheduling.readable_selector(selector)
         if labels is None:
             return self.none()
         return self.placeable().with_labels(labels)

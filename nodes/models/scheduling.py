@@ -1,12 +1,17 @@
-"""Scheduling rules, load records and prefix pressure of models, and the record of placement decisions."""
+"""Scheduling rules, load records and prefix pressure of models, and the record of placement decisions.
+
+A rule's selector names the labels that a node must have (R1.68, R1.69). Writers check it. A stored one that
+is unreadable matches no node.
+"""
 
 import uuid
+from typing import Any
 from uuid import uuid4
 
 from django.db import models
 from django.db.models import F, Q
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, errors, names
 
 
 class ModelLoadInfo(models.Model):
@@ -191,3 +196,47 @@ class PlacementLog(models.Model):
 
     def __str__(self) -> str:
         return f"{self.base}@{self.position}"
+
+
+LONGEST_KEY, LONGEST_VALUE = 128, 255
+MOST_KEYS = 64
+
+
+def readable_selector(selector: Any) -> dict[str, str] | None:
+    """Return the selector, or None if it is not an object of valid label strings."""
+    try:
+        return check_selector(selector)
+    except errors.InvalidInput:
+        return None
+
+
+def check_selector(selector: Any) -> dict[str, str]:
+    """Return the selector; raise InvalidInput if it is invalid."""
+    if not isinstance(selector, dict):
+        raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
+    if len(selector) > MOST_KEYS:
+        raise errors.InvalidInput(f"node_selector must have at most {MOST_KEYS} keys", field="node_selector")
+    for key, value in selector.items():
+        check_label(key, value, "node_selector")
+    return selector
+
+
+def check_label(key: Any, value: Any, field: str) -> None:
+    """Raise InvalidInput for `field` unless a label can have this key and value."""
+    if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
+        raise errors.InvalidInput(f"{field}: a key must have 1 to {LONGEST_KEY} characters", field=field)
+    _check_text(key, "a key", field)
+    if not isinstance(value, str):
+        raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
+    if len(value) > LONGEST_VALUE:
+        raise errors.InvalidInput(
+            f"{field}: the value of {key!r} exceeds {LONGEST_VALUE} characters", field=field
+        )
+    _check_text(value, f"the value of {key!r}", field)
+
+
+def _check_text(text: str, subject: str, field: str) -> None:
+    if character := names.unprintable(text):
+        raise errors.InvalidInput(
+            f"{field}: {subject} must not contain the character {character}", field=field
+        )

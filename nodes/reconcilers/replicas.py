@@ -41,7 +41,7 @@ from nodes.models import (
     NodeLabel,
     NodeModel,
     PhaseReason,
-    selectors,
+    scheduling,
 )
 from nodes.placement.choose import NO_NEED
 from nodes.placement.explain import SHOWN, Explanation
@@ -268,7 +268,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     check_rule(rule)
     demand = DesiredState(
         rule.model_name,
-        selectors.readable(rule.node_selector),
+        scheduling.readable_selector(rule.node_selector),
         rule.min_replicas,
         rule.max_replicas,
         rule.spread_all,

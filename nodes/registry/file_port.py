@@ -21,8 +21,8 @@ from django.db import transaction
 from django.db.models import F, Q
 
 from localai_cluster.kit import backoff, clock, errors, names
+from localai_cluster.kit.leases import claim_rows, seconds_until_due
 from localai_cluster.kit.periodic_task import WorkPool
-from localai_cluster.kit.rows import claim_rows, seconds_until_due
 from localai_cluster.metrics import passes
 from nodes.models import BackendNode
 from nodes.models.node import BackendNodeQuerySet

@@ -17,7 +17,7 @@ from django.http import QueryDict
 from rest_framework.request import Request
 
 from localai_cluster.kit import errors, names
-from nodes.models import BackendNode, NodeStatus, NodeType, selectors
+from nodes.models import BackendNode, NodeStatus, NodeType, scheduling
 from nodes.models.node import BackendNodeQuerySet
 
 MOST_A_PAGE = 1000
@@ -191,7 +191,7 @@ def _labels(parameters: Parameters) -> list[tuple[str, str]]:
         key, equals, value = text.partition("=")
         if not equals:
             raise _invalid("label", "must be key=value")
-        selectors.check_label(key, value, "label")
+        scheduling.check_label(key, value, "label")
         pairs.append((key, value))
     return pairs
 

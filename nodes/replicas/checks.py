@@ -17,7 +17,7 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Q
 
-from localai_cluster.kit.rows import claim_rows, update_rows
+from localai_cluster.kit.leases import claim_rows, update_rows
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import engine_ends, terminations

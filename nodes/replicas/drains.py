@@ -14,7 +14,7 @@ from django.db.models import Case, Exists, F, IntegerField, OuterRef, Q, QuerySe
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast, Least
 
-from localai_cluster.kit.rows import lock_free
+from localai_cluster.kit.leases import lock_free
 from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import lifecycle

@@ -28,8 +28,8 @@ from django.db import transaction
 from django.db.models import Case, Exists, F, OuterRef, Q, Value, When
 
 from localai_cluster.kit import backoff, clock, names
+from localai_cluster.kit.leases import claim_rows
 from localai_cluster.kit.periodic_task import PeriodicTask
-from localai_cluster.kit.rows import claim_rows
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import passes

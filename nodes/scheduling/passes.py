@@ -11,8 +11,8 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import Q, QuerySet
 
-from localai_cluster.kit.rows import update_rows
-from nodes.models import ModelSchedulingConfig, selectors
+from localai_cluster.kit.leases import update_rows
+from nodes.models import ModelSchedulingConfig, scheduling
 from nodes.scheduling.snapshot import ClearFlags, DesiredState, EndPressure, RuleDecision, Unsatisfiable
 
 _WRITTEN = [
@@ -40,7 +40,7 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
     return [
         DesiredState(
             model=row.model_name,
-            selector=selectors.readable(row.node_selector),
+            selector=scheduling.readable_selector(row.node_selector),
             minimum=row.min_replicas,
             maximum=row.max_replicas,
             spread=row.spread_all,

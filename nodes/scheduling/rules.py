@@ -16,7 +16,7 @@ import msgspec
 
 from localai_cluster.kit import errors, names, untrusted
 from localai_cluster.kit.env import Environment
-from nodes.models import RoutePolicy, selectors
+from nodes.models import RoutePolicy, scheduling
 
 LONGEST_MODEL = 255
 MOST_REPLICAS = 100_000
@@ -62,7 +62,7 @@ class Rule:
 
 def check_rule(rule: Rule) -> None:
     """Raise InvalidInput that names the first wrong field, in the order of http-2.12."""
-    selectors.check(rule.node_selector)
+    scheduling.check_selector(rule.node_selector)
     _check_name(rule.model_name)
     if rule.spread_all and (rule.min_replicas or rule.max_replicas):
         _refuse("spread_all", "and min_replicas/max_replicas are mutually exclusive")

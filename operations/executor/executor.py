@@ -1,6 +1,6 @@
 """Executor of a queue: claims due items, runs each as a task, and renews their leases.
 
-A queue defines which items are due and how they run: operations are one queue (`operation_queue.py`), intents
+A queue defines which items are due and how they run: operations are one queue (`OperationQueue`), intents
 on nodes another. An executor claims at each wake-up, and at least once a second, and renews all its leases in
 one call, from a thread of its own. When a lease is lost or the item was cancelled, the executor cancels the
 task, which writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole
@@ -8,6 +8,10 @@ lease, the executor stops all its tasks, because by then another controller may 
 
 An item whose outcome could not be recorded stays claimed until its lease expires. Every executor reaps such
 items; the schedule does so too, but recovery must not depend on one process.
+
+Operations have one lease each: loads, unloads, deletions of models. Their progress is written in batches
+(`work.py`). A handler ends in one of four ways: it returns a result (completed), raises a ClusterError
+(failed), raises `Postpone` (requeued, with the reason), or raises `Abandoned` (cancelled).
 """
 
 import asyncio
@@ -17,18 +21,25 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import UUID
 
 import psycopg
 from django.db import Error as DatabaseError
-from django.db import close_old_connections, connection
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
 
-from localai_cluster.kit import clock
+from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import Attempt, LeaseLost
+from localai_cluster.kit.logs import request_id
 from localai_cluster.kit.periodic_task import PeriodicTask
-from operations.executor.work import in_thread
+from localai_cluster.metrics import controller as metrics
+from operations.executor.work import Abandoned, Handler, Postpone, Recorder, Work, in_thread, write_batch
+from operations.ledger import attempts
+from operations.models import Event, Operation
+from operations.reconcilers import tasks
+
+log = logging.getLogger(__name__)
 
 
 class Claimed(Protocol):
@@ -135,9 +146,6 @@ class LeaseKeeper:
 
 def _disconnect() -> None:
     connection.close()
-
-
-log = logging.getLogger(__name__)
 
 
 POLL_EVERY = 1.0
@@ -287,3 +295,113 @@ class Executor(Generic[C]):
         except DatabaseError as error:
             # The outcome could not be written; the lease expires and the item is claimed again.
             log.warning("%s (%s): outcome not recorded: %s", claimed, claimed.id, error)
+
+
+class OperationQueue:
+    """Queue of operations, each run by the handler of its kind."""
+
+    name = "operations"
+
+    def __init__(self, handlers: Mapping[str, Handler], *, slots: int = 256) -> None:
+        self._handlers, self.slots = dict(handlers), slots
+        self._lost: Callable[[Attempt], None] = lambda attempt: None
+        self._recorder = Recorder(write_batch, lambda attempt: self._lost(attempt))
+
+    def on_lost(self, lost: Callable[[Attempt], None]) -> None:
+        """See `Queue`."""
+        self._lost = lost
+
+    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Operation]:
+        """See `Queue`."""
+        return attempts.claim(owner, now=now, lease=lease, limit=limit)
+
+    def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+        """See `Queue`."""
+        return attempts.renew(owner, ids, now=now, lease=lease)
+
+    def release(self, owner: str, *, now: datetime) -> int:
+        """See `Queue`."""
+        return attempts.release(owner, now=now)
+
+    def reap(self) -> None:
+        """See `Queue`."""
+        tasks.reap()
+
+    def forget(self, attempt: Attempt) -> None:
+        """See `Queue`."""
+        self._recorder.forget(attempt)
+
+    def close(self) -> None:
+        """See `Queue`."""
+        self._recorder.close()
+
+    async def carry_out(self, operation: Operation) -> None:
+        """Run the handler and record the outcome of the attempt."""
+        request_id.set(operation.request_id or str(operation.id))
+        work = Work(operation, self._recorder)
+        log.info(
+            "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
+        )
+        with metrics.attempt(operation.kind) as attempt:
+            attempt.outcome = await self._attempt(work)
+
+    async def _attempt(self, work: Work) -> Event:
+        """Run the handler, record the outcome and return its event."""
+        handler = self._handlers.get(work.operation.kind)
+        try:
+            if handler is None:
+                raise errors.NotFound(f"no handler for operations of kind {work.operation.kind}")
+            result = await handler(work)
+        except Postpone as pause:
+            return await self._put_back(work, pause)
+        except Abandoned as reason:
+            return await self._finish(work, Event.CANCEL, message=str(reason))
+        except errors.ClusterError as failure:
+            return await self._finish(work, Event.FAIL, error=failure.message)
+        except (LeaseLost, OperationalError, InterfaceError):
+            raise
+        except Exception:
+            log.exception("%s (%s): unexpected failure", work.operation.kind, work.id)
+            return await self._finish(
+                work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
+            )
+        else:
+            message = str(result.get("message", "")) if result else ""
+            return await self._finish(work, Event.COMPLETE, result=result, message=message)
+
+    async def _finish(self, work: Work, event: Event, **said: Any) -> Event:
+        log.info(
+            "%s %s (%s): %s %s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            event,
+            said.get("error") or said.get("message") or "",
+        )
+        ticks = await self._recorder.take(work.attempt)
+        await in_thread(attempts.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
+        return event
+
+    async def _put_back(self, work: Work, pause: Postpone) -> Event:
+        log.info(
+            "%s %s (%s): %s; again in %.1f s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            pause.reason,
+            pause.seconds,
+        )
+        ticks, now = await self._recorder.take(work.attempt), clock.now()
+        event = Event.WAIT if pause.waiting else Event.POSTPONE
+        await in_thread(
+            attempts.put_back,
+            work.id,
+            work.operation.fence,
+            event,
+            now=now,
+            until=now + timedelta(seconds=pause.seconds),
+            reason=pause.reason,
+            payload=pause.payload,
+            ticks=ticks,
+        )
+        return event

@@ -15,10 +15,10 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.gallery_index import public_url
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
+from localai_cluster.kit.leases import update_rows
 from localai_cluster.kit.locks import stand_in_line
-from localai_cluster.kit.rows import update_rows
 from operations import targets
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.models import (
     ACTIVE,
     QUEUED,
@@ -121,7 +121,7 @@ def _create(request: OperationRequest, now: datetime, *, one_more: bool = False)
             OperationTarget(operation=operation, node_id=node_id, node_name=name)
             for node_id, name in request.targets
         )
-        announce([*superseded, operation])
+        emit([*superseded, operation])
     return operation
 
 
@@ -148,7 +148,7 @@ def made(
 ) -> tuple[Operation, list[Operation]]:
     """Create the operation, and dismiss the failures of the same key that it supersedes; return both.
 
-    A step of the caller's transaction: the caller announces all of them. The failures leave the live list and
+    A step of the caller's transaction: the caller emits all of them. The failures leave the live list and
     stay in the history. `by_parts`: see `Operation`.
     """
     operation = Operation.objects.create(
@@ -206,7 +206,7 @@ def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "")
             operation.dismissed_comment = comment[:LONGEST_COMMENT]
             operation.save(update_fields=["dismissed_at", "dismissed_by", "dismissed_comment"])
             audit.record(changed("dismissed", operation, comment), at=now)
-            announce([operation])
+            emit([operation])
     return operation
 
 
@@ -254,7 +254,7 @@ def cancel(
         operation.finished_at = operation.updated_at = now
         operation.save()
         audit.record(changed("cancelled", operation), at=now)
-        announce([operation])
+        emit([operation])
     return operation
 
 

@@ -1,9 +1,9 @@
 """Attempts at operations: a controller claims one under a lease, renews it, and records its outcome.
 
 Every function is one short transaction: lock the row, check fence and status against the table in
-`states.py`, write, take the next sequence number last (so that no transaction waits for a row while it holds
-the counter), and publish the change at commit. A function whose row belongs to another attempt raises
-`LeaseLost`; it never overwrites.
+`operations/models.py`, write, take the next sequence number last (so that no transaction waits for a row
+while it holds the counter), and publish the change at commit. A function whose row belongs to another attempt
+raises `LeaseLost`; it never overwrites.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,21 +13,22 @@ from uuid import UUID
 
 from localai_cluster.kit import errors, leases
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.leases import update_rows
 from operations import targets
 from operations.changes import events
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger.progress import REPORTED, Tick, catch_up
 from operations.models import (
     QUEUED,
+    Event,
     Operation,
     OperationQuerySet,
     OperationTarget,
     Status,
     TargetStatus,
+    next_status,
     storable,
 )
-from operations.states import Event, after
 
 
 def leased() -> OperationQuerySet:
@@ -65,7 +66,7 @@ def target_done(
             targets.add_up(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORTED)
-        announce([operation], {operation_id: parts}, [target])
+        emit([operation], {operation_id: parts}, [target])
 
 
 def finish(
@@ -88,7 +89,7 @@ def finish(
         operation, error = owned(operation_id, fence), storable(error)
         catch_up(operation, ticks, now)
         ok = event is Event.COMPLETE
-        operation.status = after(event, operation.status)
+        operation.status = next_status(event, operation.status)
         operation.end_lease()
         operation.finished_at = operation.updated_at = now
         operation.time_limit_at = None
@@ -104,11 +105,11 @@ def finish(
             unfinished.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
         else:
             unfinished.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
-        announce([*(_dismiss_failed_children(operation, now) if ok else ()), operation])
+        emit([*(_dismiss_failed_children(operation, now) if ok else ()), operation])
 
 
 def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operation]:
-    """Dismiss the failed children of a completed operation; the caller announces them."""
+    """Dismiss the failed children of a completed operation; the caller emits them."""
     failed = operation.children.filter(status=Status.FAILED, dismissed_at__isnull=True)
     children = list(failed.order_by("pk").select_for_update(no_key=True))
     for child in children:
@@ -136,7 +137,7 @@ def put_back(
     with committed("ledger.put_back"):
         operation = owned(operation_id, fence)
         catch_up(operation, ticks, now)
-        operation.status = after(event, operation.status)
+        operation.status = next_status(event, operation.status)
         operation.end_lease()
         operation.attempts += 1 if event is Event.POSTPONE else 0
         deadline = operation.needed_until
@@ -147,7 +148,7 @@ def put_back(
         if payload is not None:
             operation.payload = dict(payload)
         operation.save()
-        announce([operation])
+        emit([operation])
 
 
 _CLAIMED = [
@@ -166,7 +167,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
         queue = Operation.objects.due(at=now).order_by("next_attempt_at")
         due = leases.claim(queue, owner, now=now, lease=lease, limit=limit)
         for operation in due:
-            operation.status = after(Event.CLAIM, operation.status)
+            operation.status = next_status(Event.CLAIM, operation.status)
             operation.started_at = operation.started_at or now
             operation.updated_at = now
             operation.phase, operation.message = "", "starting"
@@ -175,7 +176,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
             operation.last_progress_at, operation.time_limit_at = now, None
         targets.restart_parts(operation for operation in due if operation.fence > 1)
         update_rows(due, _CLAIMED)
-        announce(due)
+        emit(due)
     return due
 
 
@@ -219,12 +220,12 @@ def reap(*, now: datetime) -> tuple[int, int]:
 
 def _hand_back(operations: list[Operation], event: Event, now: datetime, reason: str) -> None:
     for operation in operations:
-        operation.status = after(event, operation.status)
+        operation.status = next_status(event, operation.status)
         operation.end_lease()
         operation.next_attempt_at = operation.updated_at = now
         operation.message, operation.phase = reason, QUEUED
     update_rows(operations, _HANDED_BACK)
-    announce(operations)
+    emit(operations)
 
 
 def wake(ids: Collection[UUID], *, now: datetime) -> int:

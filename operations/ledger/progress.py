@@ -14,10 +14,9 @@ from uuid import UUID
 from django.db import connection
 
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.leases import Attempt
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.leases import Attempt, update_rows
 from operations import targets
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
 
 REPORTED = [
@@ -91,7 +90,7 @@ def record(
             operation.updated_at = now
         update_rows(mine, REPORTED)
         update_rows(moved, _PART)
-        announce(mine, parts, moved)
+        emit(mine, parts, moved)
     return reports.keys() - rows.keys()
 
 

@@ -7,7 +7,7 @@ from django.db.models import Q
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.kit.commit_hooks import committed
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.models import Operation, Status
 
 AT_ONCE = 1000
@@ -42,7 +42,7 @@ def dismiss_oldest_failures(*, now: datetime) -> int:
             for failure in failures:
                 failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = now, ACTOR, TOO_MANY
             Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
-            announce(failures)
+            emit(failures)
         dismissed += len(failures)
         if len(failures) < DISMISSED_AT_ONCE:
             return dismissed

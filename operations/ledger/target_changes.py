@@ -15,9 +15,9 @@ from django.db import connection
 from django.db.models import Q
 
 from localai_cluster.kit.commit_hooks import committed
-from localai_cluster.kit.rows import update_rows
+from localai_cluster.kit.leases import update_rows
 from operations import targets
-from operations.changes.publish import announce
+from operations.changes.events import emit
 from operations.ledger.progress import Tick, move_part
 from operations.models import ACTIVE, Operation, OperationTarget, TargetStatus, storable
 
@@ -37,7 +37,7 @@ STATE = [
 
 @dataclass(frozen=True)
 class Changed:
-    """Locked and changed operations with all their targets; the caller announces them."""
+    """Locked and changed operations with all their targets; the caller emits them."""
 
     operations: Sequence[Operation]
     parts: Mapping[UUID, Sequence[OperationTarget]]
@@ -46,7 +46,7 @@ class Changed:
 
 
 def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
-    """Apply each change to the unfinished targets of its intent, and announce the operations.
+    """Apply each change to the unfinished targets of its intent, and emit the operations.
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
     """
@@ -54,13 +54,13 @@ def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str =
         with connection.cursor() as cursor:
             cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
         changed = change(changes, now=now)
-        announce(changed.operations, changed.parts, changed.moved)
+        emit(changed.operations, changed.parts, changed.moved)
 
 
 def change(
     changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
 ) -> Changed:
-    """Apply the changes as `happen` does; the caller announces them as the last step of its transaction.
+    """Apply the changes as `happen` does; the caller emits them as the last step of its transaction.
 
     `held`: changes of targets without an intent, by target id.
     """
@@ -190,4 +190,4 @@ def note(notes: Mapping[UUID, str], *, now: datetime) -> None:
     for part in parts:
         part.reason = storable(notes[part.intent_id]) if part.intent_id else part.reason
     update_rows(parts, ["reason"])
-    announce(operations)
+    emit(operations)

@@ -36,7 +36,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
     django.setup()
     from django.db import transaction
 
-    from operations.changes.publish import announce
+    from operations.changes.events import emit
     from operations.ledger import admission, attempts
     from operations.ledger.admission import OperationRequest
     from operations.models import Operation
@@ -54,7 +54,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
             for operation in batch:
                 operation.message = str(clock.now().timestamp())
             Operation.objects.bulk_update(batch, ["message"])
-            announce(batch)
+            emit(batch)
         due += BATCH / RATE
         written.value += BATCH
 

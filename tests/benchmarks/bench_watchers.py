@@ -20,7 +20,7 @@ from websockets.asyncio.client import connect
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.messages import encode
 from tests.benchmarks import planted
 from tests.benchmarks.bench_events import cost
 from tests.benchmarks.raw import percentile

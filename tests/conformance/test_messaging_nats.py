@@ -13,8 +13,8 @@ from localai_cluster.messaging.bus import (
     PayloadTooLarge,
     RequestTimeout,
 )
-from localai_cluster.messaging.codec import DecodeError, encode
 from localai_cluster.messaging.link import Link
+from localai_cluster.messaging.messages import DecodeError, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
 from tests.conformance.worker_support import INBOX, NatsServer, ask, eventually

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import encode_galleries
+from localai_cluster.messaging.messages import encode_galleries
 from localai_cluster.messaging.nats import NatsBus
 from nodes.commands import commands
 from nodes.commands.commands import Worker

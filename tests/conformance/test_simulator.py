@@ -11,7 +11,7 @@ import pytest
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NoResponders, RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from localai_cluster.messaging.nats import NatsBus
 from tests.conformance.conftest import Play
 from tests.conformance.worker_support import Registry, ask, eventually

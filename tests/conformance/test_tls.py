@@ -16,8 +16,7 @@ from localai_cluster.kit.conf import load
 from localai_cluster.kit.tls import TlsFiles
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import encode_galleries
-from localai_cluster.messaging.messages import Gallery
+from localai_cluster.messaging.messages import Gallery, encode_galleries
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import Servers, mint_service, mint_worker, parse_url
 from localai_cluster.worker.config import InvalidSettings, build

@@ -17,7 +17,7 @@ from localai_cluster.kit import clock, processes
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected
-from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Unauthenticated

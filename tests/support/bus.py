@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, Handler, NoResponders, Subscription
-from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.messaging.messages import decode, encode
 
 R = TypeVar("R")
 NEVER = object()

@@ -16,8 +16,7 @@ from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import lifecycle
 from operations.ledger import admission, attempts
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support import api, live
 from tests.support.live import Tab
 

@@ -21,7 +21,7 @@ from nodes.gateway.picks import Picker, ProcessHeartbeat
 from nodes.gateway.prefix_routing import PrefixRouter
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, WebProcess
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 from tests.support.replicas import columns

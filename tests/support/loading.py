@@ -18,8 +18,7 @@ from nodes.loading import load, load_request
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas.stops import Stopper
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Recorder, Work, in_thread, write_batch
+from operations.executor.work import Recorder, WakeUps, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus

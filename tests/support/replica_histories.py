@@ -28,7 +28,7 @@ from localai_cluster.kit import clock, failpoints
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, NoResponders, RequestTimeout, Subscription
-from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.rpc.messages import Sign
 from nodes.backends import inventory
 from nodes.models import NodeModel

@@ -46,8 +46,7 @@ from nodes.replicas.stops import Stopper
 from nodes.replicas.unload_requests import DeleteModel, UnloadModel, UnloadRequest
 from operations.executor.work import Work
 from operations.ledger import admission, attempts
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support.fleet import ROOT, _finished, _Here, beat, beat_of, own_secret, register
 from tests.support.replica_histories import SilentRecorder, Worker, World, call, pause, sends
 

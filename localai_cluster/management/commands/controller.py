@@ -52,10 +52,8 @@ from nodes.scheduling import store
 from operations import kinds
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
-from operations.executor.executor import Executor
-from operations.executor.operation_queue import OperationQueue
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import in_thread
+from operations.executor.executor import Executor, OperationQueue
+from operations.executor.work import WakeUps, in_thread
 from operations.kinds import HandlerContext
 from operations.models import Status
 from operations.reconcilers import tasks as ledger_schedules

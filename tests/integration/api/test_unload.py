@@ -20,8 +20,8 @@ from nodes.models import NodeModel
 from nodes.models.replica import load_key
 from nodes.replicas import drains
 from operations.ledger import admission, attempts
+from operations.models import Event as State
 from operations.models import Operation
-from operations.states import Event as State
 from tests.integration.api.test_document import document, fits
 from tests.support import api, hot
 from tests.support.fleet import at_once

@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode, decode_galleries, encode
+from localai_cluster.messaging.messages import decode, decode_galleries, encode
 from nodes.backends import node_commands
 from nodes.backends.intents import Intent, ListedBuild
 from nodes.models import BackendNode, PendingBackendOp

@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Bus, NoResponders, NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.backends import admission, intent_queue, node_commands
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
@@ -23,8 +23,7 @@ from nodes.loading.load_request import load_on_other_node
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.reconcilers import intents
 from operations.changes import feed
-from operations.executor.executor import Executor
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import Executor, OperationQueue
 from operations.executor.work import Work
 from operations.ledger.admission import OperationRequest, admit
 from operations.models import Operation, OperationTarget

@@ -23,7 +23,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NoResponders, NotConnected
-from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.messages import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import MOST_ATTEMPTS

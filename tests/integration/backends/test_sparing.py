@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.backends import admission, backend_requests, intent_queue, intents, wave_requests
 from nodes.backends.backend_requests import BackendRequest, RequestScope
 from nodes.backends.intent_queue import IntentQueue
@@ -27,8 +27,7 @@ from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import drains
 from operations.ledger import admission as ledger
 from operations.ledger import attempts
-from operations.models import Operation, OperationTarget
-from operations.states import Event
+from operations.models import Event, Operation, OperationTarget
 from tests.support import hot
 from tests.support.intents import Stage as OneIntent
 from tests.support.intents import claim, due_now, limits, quick

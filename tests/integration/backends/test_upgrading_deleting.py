@@ -11,7 +11,7 @@ from localai_cluster.kit import clock, conf
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message, NoResponders, NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode, encode, encode_galleries
+from localai_cluster.messaging.messages import decode, encode, encode_galleries
 from nodes.backends import intents
 from nodes.backends.intents import Intent
 from nodes.commands import commands

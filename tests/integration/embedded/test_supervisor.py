@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from localai_cluster.embedded.resources import SetupError
-from localai_cluster.embedded.server import wait_for
-from localai_cluster.embedded.supervisor import (
+from localai_cluster.embedded.server import (
     FIRST_DELAY,
     LONGEST_DELAY,
     STEADY_SECONDS,
@@ -19,6 +18,7 @@ from localai_cluster.embedded.supervisor import (
     count_failures,
     describe_exit,
     restart_delay,
+    wait_for,
 )
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import processes

@@ -24,8 +24,7 @@ from nodes.models.replica import load_key
 from nodes.registry import timeline
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
-from operations.models import Operation, Status
-from operations.states import Event
+from operations.models import Event, Operation, Status
 from tests.support import api, backends, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)

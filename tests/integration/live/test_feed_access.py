@@ -19,7 +19,7 @@ from localai_cluster.edge import websocket_application
 from localai_cluster.kit import cancellation, clock
 from localai_cluster.web import sockets
 from nodes.gateway import gateway
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 from tests.support import live
 from tests.support.feed import PAGE, Open, process, signed_in, tab
 

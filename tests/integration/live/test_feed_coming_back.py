@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from nodes.live import watch as watching
-from operations.states import Event
+from operations.models import Event
 from tests.support import live
 from tests.support.feed import Open, admit, drain, end, make_node, process, sees, tab
 

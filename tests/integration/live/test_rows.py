@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from localai_cluster import __version__
 from localai_cluster.kit import names
-from nodes.live import history, notices, rows, watch
-from nodes.live.history import History
+from nodes.live import notices, rows, watch
+from nodes.live.watch import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.registry import claims, lifecycle
 from nodes.registry.mass_silence import CurrentHold
@@ -229,7 +229,7 @@ def take(kept: History, state: dict[str, rows.Raw], at: float) -> bool:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> History:
     """A history of two-key nodes."""
-    monkeypatch.setattr(history, "render", _shown)
+    monkeypatch.setattr(watch, "render", _shown)
     return History("e")
 
 
@@ -264,25 +264,25 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
             raise KeyError("x")
         return _shown(raw)
 
-    monkeypatch.setattr(history, "render", broken)
+    monkeypatch.setattr(watch, "render", broken)
     with pytest.raises(KeyError):
         take(plain, raws(a=2, b=2), 1)
     assert (plain.cursor, plain.nodes["a"]["value"]) == ("e:1", 1)
-    monkeypatch.setattr(history, "render", _shown)
+    monkeypatch.setattr(watch, "render", _shown)
     assert take(plain, raws(a=2, b=2), 2)
     assert plain.since(1) == ([{"id": "a", "value": 2}, {"id": "b", "value": 2}], [])
 
 
 def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """By age, by number, and by what they hold together; who stands before that starts again."""
-    monkeypatch.setattr(history, "KEPT_CHANGES", 3)
-    monkeypatch.setattr(history, "KEPT_PATCHES", 5)
+    monkeypatch.setattr(watch, "KEPT_CHANGES", 3)
+    monkeypatch.setattr(watch, "KEPT_PATCHES", 5)
     for turn in range(6):
         take(plain, raws(a=turn), turn)
     assert [plain.knows(number) for number in (-1, 2, 3, 6, 7)] == [False, False, True, True, False]
     take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7)
     assert (plain.knows(6), plain.knows(5)) == (True, False)
-    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7 + history.KEPT_SECONDS + 1)
+    take(plain, raws(a=9, b=1, c=1, d=1, e=1), 7 + watch.KEPT_SECONDS + 1)
     assert (plain.place("e:7"), plain.place("e:6")) == (7, None)
     for stranger in ("", "e", "e:", "e:x", "e:-1", "f:7", "e:8", "e:" + "9" * 30):
         assert plain.place(stranger) is None
@@ -295,7 +295,7 @@ STATES = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
 def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_number: int) -> None:
     """After any gap: what a tab had, with the change since then, is what there is."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(history, "render", _shown)
+        patched.setattr(watch, "render", _shown)
         kept = History("e")
         known: dict[int, dict[str, Any]] = {0: {}}
         for turn, state in enumerate(states):

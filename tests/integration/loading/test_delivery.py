@@ -29,8 +29,7 @@ from nodes.replicas import slots, unload_requests
 from operations.executor.work import Postpone, Recorder, Work, in_thread, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.integration.loading.test_load_steps import told
 from tests.support import backends
 from tests.support.file_server import Cut, FileServer, Hangs, Says, file_server

@@ -34,8 +34,7 @@ from nodes.replicas.unload_requests import UnloadRequest
 from operations.executor.work import Abandoned, Postpone, Recorder, Work, write_batch
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest, admit
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support import hot
 from tests.support.bus import PlayedBus
 from tests.support.fleet import at_once, unexpected

@@ -15,7 +15,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.node_commands import offered_to
 from nodes.definitions.files import Definition, read_definition

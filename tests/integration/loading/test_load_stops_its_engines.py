@@ -14,7 +14,7 @@ from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.decisions import fleet_cache
 from nodes.loading import load

@@ -25,8 +25,7 @@ from nodes.models import NodeBackend, NodeModel
 from nodes.placement.node_backoff import from_payload
 from nodes.replicas import engine_ends
 from nodes.replicas.stops import Stopper
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Abandoned, Postpone, in_thread
+from operations.executor.work import Abandoned, Postpone, WakeUps, in_thread
 from operations.models import Operation
 from tests.support import hot
 from tests.support import intents as wished

@@ -21,8 +21,7 @@ from operations.ledger import admission as ledger
 from operations.ledger import attempts
 from operations.ledger.progress import Tick
 from operations.management import following, operation_texts
-from operations.models import Operation, OperationTarget, Waves
-from operations.states import Event
+from operations.models import Event, Operation, OperationTarget, Waves
 from tests.support import api, command_line, hot
 from tests.support.terminal import Screen
 

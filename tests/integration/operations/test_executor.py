@@ -11,8 +11,7 @@ import pytest
 from django.db import OperationalError
 
 from localai_cluster.kit import clock, errors
-from operations.executor.executor import Executor
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import Executor, OperationQueue
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick

@@ -14,8 +14,7 @@ from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
-from operations.models import Operation, Status
-from operations.states import TRANSITIONS, Event, Transition
+from operations.models import TRANSITIONS, Event, Operation, Status, Transition
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 LEASE = 10.0

@@ -14,8 +14,7 @@ from localai_cluster.kit.leases import LeaseLost
 from operations.changes import feed, topics
 from operations.ledger import admission, attempts
 from operations.ledger.progress import Tick, record
-from operations.models import Operation, OperationTarget, Status, TargetStatus
-from operations.states import Event
+from operations.models import Event, Operation, OperationTarget, Status, TargetStatus
 from tests.support import api
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)

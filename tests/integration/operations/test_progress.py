@@ -16,13 +16,11 @@ from django.db import OperationalError, connection
 from localai_cluster.kit import clock, errors
 from localai_cluster.kit.leases import LeaseLost
 from operations.changes import events, feed
-from operations.executor.executor import Executor, LeaseKeeper
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import Executor, LeaseKeeper, OperationQueue
 from operations.executor.work import BATCH_EVERY, Work, in_thread
 from operations.ledger import admission, attempts, progress
 from operations.ledger.progress import Tick, record
-from operations.models import Operation, OperationTarget, Status
-from operations.states import Event
+from operations.models import Event, Operation, OperationTarget, Status
 from tests.integration.operations.test_executor import executor, row, until
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)

@@ -17,8 +17,7 @@ from localai_cluster.embedded.bundled_servers import EmbeddedValkey
 from localai_cluster.kit import clock
 from operations.changes import events, feed, topics
 from operations.ledger import admission, attempts
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 

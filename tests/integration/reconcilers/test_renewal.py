@@ -12,7 +12,7 @@ from pytest_django import Settings
 from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache, fleet_queries
 from nodes.definitions import folder
 from nodes.definitions.folder import Folder
@@ -27,11 +27,9 @@ from nodes.replicas import eviction, slots, terminations, unload_requests
 from nodes.replicas.stops import Stopper
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
-from operations.executor.wake_ups import WakeUps
-from operations.executor.work import Postpone, Recorder, Work, write_batch
+from operations.executor.work import Postpone, Recorder, WakeUps, Work, write_batch
 from operations.ledger import attempts
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.loading import BACKEND, STARTED, loads

@@ -19,7 +19,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.kit.locks import Lock, try_lock_across
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.definitions import folder
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request

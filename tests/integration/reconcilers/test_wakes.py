@@ -20,10 +20,9 @@ from nodes.placement.choose import Need
 from nodes.placement.node_backoff import add_failure, into_payload
 from nodes.reconcilers import intents, wake_ups
 from nodes.registry import labels as registry
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 from operations.ledger import admission, attempts
-from operations.models import Operation
-from operations.states import Event
+from operations.models import Event, Operation
 from tests.support import hot
 from tests.support import intents as wished
 

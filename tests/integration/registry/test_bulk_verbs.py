@@ -14,7 +14,7 @@ from nodes.backends import intents
 from nodes.backends.intents import Ended
 from nodes.models import BackendNode, NodeEvent, PendingBackendOp
 from nodes.registry import bulk, labels
-from operations.executor.operation_queue import OperationQueue
+from operations.executor.executor import OperationQueue
 from operations.executor.work import in_thread
 from operations.ledger import attempts
 from operations.models import Operation, OperationTarget

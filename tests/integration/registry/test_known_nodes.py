@@ -16,7 +16,7 @@ from nodes.models import BackendNode
 from nodes.registry import claims, heartbeats
 from nodes.registry.heartbeats import IdentityCache
 from nodes.registry.identity import WrongCredential
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 

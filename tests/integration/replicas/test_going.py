@@ -18,7 +18,7 @@ from localai_cluster.kit import clock, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache, reserved_memory
 from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading import load_request

@@ -16,7 +16,7 @@ from localai_cluster.kit import clock
 from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request

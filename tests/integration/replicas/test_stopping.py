@@ -17,7 +17,7 @@ from localai_cluster.kit.leases import Attempt
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.decisions import fleet_cache
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel

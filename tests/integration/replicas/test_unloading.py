@@ -16,7 +16,7 @@ from localai_cluster.kit.leases import LeaseLost
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
-from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import decode
 from nodes.commands import commands
 from nodes.commands.outcomes import CommandFailed
 from nodes.gateway.request import InferenceRequest

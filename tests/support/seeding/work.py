@@ -16,8 +16,7 @@ from localai_cluster.kit.leases import LeaseLost
 from operations.ledger import admission, attempts
 from operations.ledger.admission import OperationRequest
 from operations.ledger.progress import Tick, record
-from operations.models import Operation, OperationTarget, TargetStatus
-from operations.states import Event
+from operations.models import Event, Operation, OperationTarget, TargetStatus
 from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
 
 OWNER = "seeding"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from localai_cluster.kit import clock
 from localai_cluster.messaging import messages as m
-from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.messaging.messages import DecodeError, decode, encode
 from tests.support.simulator.script import Act, Script
 
 KEPT = 2000

@@ -14,7 +14,7 @@ import httpx
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import BusError, Message, Subscription
-from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.messages import encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
 from localai_cluster.worker.identity import NodeIdentity

@@ -15,7 +15,7 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.bus import NoResponders as NoListener
-from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.messages import encode
 from nodes.commands import commands
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import (

@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.gallery_index import name_of
-from localai_cluster.messaging.codec import decode, encode_galleries
-from localai_cluster.messaging.messages import Gallery, InstallRequest, ProgressEvent, UpgradeRequest
+from localai_cluster.messaging.messages import (
+    Gallery,
+    InstallRequest,
+    ProgressEvent,
+    UpgradeRequest,
+    decode,
+    encode_galleries,
+)
 from nodes.commands.commands import understood
 from nodes.commands.shared_commands import Layers
 

@@ -30,7 +30,7 @@ from nodes.gateway.request import InferenceRequest, Replica
 from nodes.loading.wait import Loads
 from nodes.replicas import hooks
 from operations.changes.events import NODES, OPERATIONS
-from operations.executor.wake_ups import WakeUps
+from operations.executor.work import WakeUps
 
 
 class Replicas:

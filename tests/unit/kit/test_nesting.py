@@ -14,7 +14,7 @@ from localai_cluster.gallery_index import GalleryUnreadable
 from localai_cluster.kit import untrusted
 from localai_cluster.kit.errors import InvalidInput
 from localai_cluster.kit.untrusted import LEVELS
-from localai_cluster.messaging import codec
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.web import wire
 
@@ -95,7 +95,7 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
     fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
     assert wire.parse_json(fits)
     assert wire.parse_json_object(fits)
-    assert codec.decode(fits, m.ListReply) == m.ListReply()
+    assert messages.decode(fits, m.ListReply) == m.ListReply()
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was parsed")
@@ -105,10 +105,10 @@ def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytes
     for read in (wire.parse_json, wire.parse_json_object):
         with pytest.raises(InvalidInput, match="nested more than 64 levels"):
             read(deep)
-    with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):
-        codec.decode(deep, m.ListReply)
-    with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):
-        codec.decode_galleries(nested(LEVELS + 1).decode())
+    with pytest.raises(messages.DecodeError, match="nested more than 64 levels"):
+        messages.decode(deep, m.ListReply)
+    with pytest.raises(messages.DecodeError, match="nested more than 64 levels"):
+        messages.decode_galleries(nested(LEVELS + 1).decode())
 
 
 def test_a_refusal_takes_no_more_than_a_few_copies() -> None:

@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from operations.executor.wake_ups import WakeUps, Watch
+from operations.executor.work import WakeUps, Watch
 
 
 async def test_a_hint_between_look_and_wait_is_kept() -> None:

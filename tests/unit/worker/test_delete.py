@@ -11,7 +11,7 @@ from localai_cluster.kit import clock, processes
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Handler, Message
-from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker.backend_store import START_FILE, BackendStore
 from localai_cluster.worker.commands import Commands, Pauses
 from localai_cluster.worker.engine_exits import Exits

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from localai_cluster import gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, choose
 from localai_cluster.kit.errors import ClusterError, InvalidInput
-from localai_cluster.messaging.codec import decode_galleries, encode
-from localai_cluster.messaging.messages import Gallery, InstallRequest
+from localai_cluster.messaging.messages import Gallery, InstallRequest, decode_galleries, encode
 from localai_cluster.worker import download, source_files
 from localai_cluster.worker.backend_store import (
     BackendStore,

@@ -12,7 +12,7 @@ from localai_cluster.kit import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import Message
-from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.messaging.messages import decode, encode
 from localai_cluster.worker import commands
 from localai_cluster.worker.commands import CATCHES_UP, LONGEST, Commands, Pauses
 from tests.support.bus import PlayedBus

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localai_cluster.messaging import codec, messages
+from localai_cluster.messaging import messages
 from localai_cluster.messaging import messages as m
 from tests.support.effort import EFFORT
 from tests.support.message_faults import KINDS, faulty, valid
@@ -42,11 +42,11 @@ def test_recorded_messages_round_trip_exactly() -> None:
     """nats.md §4: names, types and omission agree with what a running reference sent and answered."""
     seen = set()
     for kind, data in recorded():
-        message: Any = codec.decode(json.dumps(data).encode(), kind)
+        message: Any = messages.decode(json.dumps(data).encode(), kind)
         expected = data or {}
         if kind is m.ListReply and expected.get("backends", ()) is None:
             expected = {**expected, "backends": []}
-        assert json.loads(codec.encode(message)) == expected, kind
+        assert json.loads(messages.encode(message)) == expected, kind
         seen.add(kind)
     assert {m.InstallRequest, m.InstallReply, m.UpgradeReply, m.ListReply, m.ProgressEvent} <= seen
 
@@ -55,19 +55,19 @@ def test_recorded_messages_round_trip_exactly() -> None:
 @pytest.mark.parametrize("body", [b"", b"  \n", b"null", b"{}", b'{"unknown":[1,{"x":null}]}'])
 def test_no_payload_is_the_message_of_zero_values(kind: type, body: bytes) -> None:
     """nats.md §1: an empty body and `null` are accepted, unknown fields ignored."""
-    assert codec.decode(body, kind) == kind()
+    assert messages.decode(body, kind) == kind()
 
 
 def test_names_match_in_any_case_and_the_exact_one_wins() -> None:
     """nats.md §1: field names are matched case-insensitively."""
-    assert codec.decode(b'{"Backend":"a","MODEL_ID":"b"}', m.InstallRequest).model_id == "b"
-    assert codec.decode(b'{"Backend":"a","backend":"b","BACKEND":"c"}', m.InstallRequest).backend == "b"
+    assert messages.decode(b'{"Backend":"a","MODEL_ID":"b"}', m.InstallRequest).model_id == "b"
+    assert messages.decode(b'{"Backend":"a","backend":"b","BACKEND":"c"}', m.InstallRequest).backend == "b"
 
 
 def test_null_fields_and_null_lists_are_zero_values() -> None:
     """nats.md §1: `"backends": null` when nothing is installed."""
-    assert codec.decode(b'{"backends":null,"error":null}', m.ListReply) == m.ListReply()
-    assert codec.decode(b'{"models":[null]}', m.RunningReply).models == (m.RunningModel(),)
+    assert messages.decode(b'{"backends":null,"error":null}', m.ListReply) == m.ListReply()
+    assert messages.decode(b'{"models":[null]}', m.RunningReply).models == (m.RunningModel(),)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_null_fields_and_null_lists_are_zero_values() -> None:
 )
 def test_a_wrong_type_names_the_field(body: bytes, field: str) -> None:
     """nats.md §1: a wrong JSON type is a decode error."""
-    with pytest.raises(codec.DecodeError, match=field) as caught:
-        codec.decode(body, m.InstallRequest)
+    with pytest.raises(messages.DecodeError, match=field) as caught:
+        messages.decode(body, m.InstallRequest)
     assert caught.value.field == field
 
 
 def test_a_wrong_type_inside_a_list_names_the_way_to_it() -> None:
-    with pytest.raises(codec.DecodeError, match=r"models\[1\]\.replica_index"):
-        codec.decode(b'{"models":[{},{"replica_index":"x"}]}', m.RunningReply)
+    with pytest.raises(messages.DecodeError, match=r"models\[1\]\.replica_index"):
+        messages.decode(b'{"models":[{},{"replica_index":"x"}]}', m.RunningReply)
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def test_a_wrong_type_inside_a_list_names_the_way_to_it() -> None:
         b'{"percentage":1e999}',
         b"[" * 100_000,
         b'{"replica_index":' + b"9" * 5000 + b"}",
-        b" " * (codec.MAX_BYTES + 1),
+        b" " * (messages.MAX_BYTES + 1),
     ],
 )
 def test_hostile_bodies_are_refused_with_our_error(body: bytes) -> None:
-    with pytest.raises(codec.DecodeError):
-        codec.decode(body, m.ProgressEvent)
+    with pytest.raises(messages.DecodeError):
+        messages.decode(body, m.ProgressEvent)
 
 
 def test_lone_surrogates_and_broken_utf8_do_not_travel_on() -> None:
-    message = codec.decode(b'{"backend":"\\ud800x\xff"}', m.InstallRequest)
+    message = messages.decode(b'{"backend":"\\ud800x\xff"}', m.InstallRequest)
     assert message.backend == "\ufffdx\ufffd"
-    assert codec.decode(codec.encode(message), m.InstallRequest) == message
+    assert messages.decode(messages.encode(message), m.InstallRequest) == message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +125,7 @@ def test_lone_surrogates_and_broken_utf8_do_not_travel_on() -> None:
 @settings(max_examples=20 * EFFORT)
 def test_any_message_round_trips(kind: type, data: st.DataObject) -> None:
     message = data.draw(valid(kind))
-    assert codec.decode(codec.encode(message), kind) == message
+    assert messages.decode(messages.encode(message), kind) == message
 
 
 @pytest.mark.rule("nats-1")
@@ -135,22 +135,22 @@ def test_any_message_round_trips(kind: type, data: st.DataObject) -> None:
 def test_a_fault_anywhere_in_a_message_names_its_field(kind: type, data: st.DataObject) -> None:
     """Wrong types and numbers that are too large; without the field, or with null, it has its zero value."""
     body, field = data.draw(faulty(kind))
-    with pytest.raises(codec.DecodeError) as caught:
-        codec.decode(json.dumps(body).encode(), kind)
+    with pytest.raises(messages.DecodeError) as caught:
+        messages.decode(json.dumps(body).encode(), kind)
     assert caught.value.field == field
     assert len(caught.value.message) < 200
     name = field.partition("[")[0].partition(".")[0]
     without = {key: value for key, value in body.items() if key != name}
-    zero: Any = codec.decode(json.dumps(without).encode(), kind)
+    zero: Any = messages.decode(json.dumps(without).encode(), kind)
     assert getattr(zero, name) == getattr(kind(), name)
-    assert codec.decode(json.dumps(body | {name: None}).encode(), kind) == zero
+    assert messages.decode(json.dumps(body | {name: None}).encode(), kind) == zero
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
     try:
-        codec.decode(body, m.InstallRequest)
-    except codec.DecodeError:
+        messages.decode(body, m.InstallRequest)
+    except messages.DecodeError:
         return
 
 
@@ -160,13 +160,13 @@ def test_galleries_travel_as_json_inside_a_string() -> None:
         m.Gallery(url="file:///g/index.yaml", name="local"),
         m.Gallery("u", "n", ("m1",), m.Verification("i")),
     )
-    text = codec.encode_galleries(galleries)
+    text = messages.encode_galleries(galleries)
     assert json.loads(text)[0] == {"url": "file:///g/index.yaml", "name": "local"}
-    assert codec.decode_galleries(text) == galleries
-    assert codec.decode_galleries("null") == ()
+    assert messages.decode_galleries(text) == galleries
+    assert messages.decode_galleries("null") == ()
     for bad in ("{", "{}", '[{"url":1}]', '["x"]'):
-        with pytest.raises(codec.DecodeError):
-            codec.decode_galleries(bad)
+        with pytest.raises(messages.DecodeError):
+            messages.decode_galleries(bad)
 
 
 @given(st.text(max_size=20))
