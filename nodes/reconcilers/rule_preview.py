@@ -41,7 +41,7 @@ MOST = 64
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     """Plan the rule on the present fleet plus these nodes; raise InvalidInput for an invalid rule."""
     check_rule(rule)
-    demand = DesiredState(
+    desired_state = DesiredState(
         rule.model_name,
         selectors.readable(rule.node_selector),
         rule.min_replicas,
@@ -49,32 +49,32 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.spread_all,
     )
     snapshot = _read_snapshot(rule, nodes, now)
-    fleet = _add_new_nodes(replicas.observe([demand], replicas.definition_revisions(), now), snapshot)
-    (ruling,) = plan(fleet, [demand], now, tick=True)
+    fleet = _add_new_nodes(replicas.observe([desired_state], replicas.definition_revisions(), now), snapshot)
+    (decision,) = plan(fleet, [desired_state], now, tick=True)
     if not rule.counts:
-        ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
-    loads = [action for action in ruling.actions if isinstance(action, LoadReplica)]
+        decision = replace(decision, wanted=0, reason=_ONLY_ROUTES, actions=())
+    loads = [action for action in decision.actions if isinstance(action, LoadReplica)]
     explanations = list(
         simulate_placements(snapshot.question, [_allowed_nodes(load) for load in loads[:MOST]])
     )
     missed = [explanation for explanation in explanations if explanation.node is None]
-    if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
+    if not missed and any(isinstance(action, Unsatisfiable) for action in decision.actions):
         missed = list(simulate_placements(snapshot.question, [None]))
     return RULE_PLAN.of(
         rule=GIVEN_RULE.of(**{name: getattr(rule, name) for name in GIVEN_RULE.fields}),
-        replicas_now=ruling.current,
-        loading=ruling.loading,
-        wanted=ruling.wanted,
-        says=ruling.reason,
+        replicas_now=decision.current,
+        loading=decision.loading,
+        wanted=decision.wanted,
+        says=decision.reason,
         waits_until=_waits_until(rule.model_name, now),
         loads=[
             _load_row(load, explanation)
             for load, explanation in zip(loads, explanations, strict=False)
             if explanation.node
         ],
-        retires=_retired_rows(ruling, fleet),
+        retires=_retired_rows(decision, fleet),
         left_out=max(len(loads) - MOST, 0),
-        unsatisfiable=_unsatisfied_row(ruling, missed),
+        unsatisfiable=_unsatisfied_row(decision, missed),
         misses=_missed_rows(missed),
     )
 
@@ -108,19 +108,19 @@ def _load_row(action: LoadReplica, explanation: Explanation) -> Row:
     )
 
 
-def _retired_rows(ruling: RuleDecision, fleet: Fleet) -> list[Row]:
+def _retired_rows(decision: RuleDecision, fleet: Fleet) -> list[Row]:
     names = {host.id: host.name for host in fleet.hosts}
     nodes = {row.id: names.get(row.node_id, "") for row in fleet.replicas}
     return [
         PLACE_WHY.of(node=nodes[action.replica_id], why=action.reason)
-        for action in ruling.actions
+        for action in decision.actions
         if isinstance(action, RetireReplica | EvictReplica)
     ]
 
 
-def _unsatisfied_row(ruling: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
+def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
     """Return the reason of the rule itself, or of the first load without a node."""
-    reasons = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
+    reasons = [action.reason for action in decision.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]
     if not reasons:
         return None

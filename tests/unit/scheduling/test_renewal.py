@@ -42,33 +42,34 @@ def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
     return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: DesiredState, *, tick: bool = True, **fleet: Any) -> RuleDecision:
+def decided(desired_state: DesiredState, *, tick: bool = True, **fleet: Any) -> RuleDecision:
     fleet.setdefault("revisions", {"m": NEW})
-    (ruling,) = plan(Fleet(**fleet), [demand], NOW, tick=tick)
-    return ruling
+    (decision,) = plan(Fleet(**fleet), [desired_state], NOW, tick=tick)
+    return decision
 
 
-def replaced(ruling: RuleDecision) -> list[UUID | None]:
-    return [one.replaces for one in ruling.actions if isinstance(one, LoadReplica)]
+def replaced(decision: RuleDecision) -> list[UUID | None]:
+    return [one.replaces for one in decision.actions if isinstance(one, LoadReplica)]
 
 
-def gone_first(ruling: RuleDecision) -> list[UUID]:
-    return [one.replica_id for one in ruling.actions if isinstance(one, EvictReplica)]
+def gone_first(decision: RuleDecision) -> list[UUID]:
+    return [one.replica_id for one in decision.actions if isinstance(one, EvictReplica)]
 
 
 @pytest.mark.rule("R1.94", "R1.98")
 def test_a_replica_of_a_former_definition_is_replaced_by_one_load_that_names_it() -> None:
     """With a rule and without one; asked for once, and at a tick."""
     on = host(1, slots=2)
-    for demand in (rule(), rule(1), rule(0, 1)):
-        assert replaced(decided(demand, hosts=[on], replicas=[row(on)])) == [row(on).id]
-        assert decided(demand, tick=False, hosts=[on], replicas=[row(on)]).actions == ()
+    for desired_state in (rule(), rule(1), rule(0, 1)):
+        assert replaced(decided(desired_state, hosts=[on], replicas=[row(on)])) == [row(on).id]
+        assert decided(desired_state, tick=False, hosts=[on], replicas=[row(on)]).actions == ()
         waits: dict[str, Any] = {"loads": {"m": 1}, "replacing": {row(on).id: False}}
-        ruling = decided(demand, hosts=[on], replicas=[row(on)], **waits)
-        assert (ruling.actions, ruling.wanted) == ((), 1)
-    ruling = decided(rule(1), hosts=[on], replicas=[row(on)])
+        decision = decided(desired_state, hosts=[on], replicas=[row(on)], **waits)
+        assert (decision.actions, decision.wanted) == ((), 1)
+    decision = decided(rule(1), hosts=[on], replicas=[row(on)])
     assert (
-        ruling.reason == "the definition was edited: 1 replica has a former one, replica 0 on n1 is replaced"
+        decision.reason
+        == "the definition was edited: 1 replica has a former one, replica 0 on n1 is replaced"
     )
 
 
@@ -167,19 +168,19 @@ class Played:
 
     hosts: list[FleetNode]
     rows: list[FleetReplica]
-    demand: DesiredState
+    desired_state: DesiredState
     wishes: list[LoadReplica] = field(default_factory=list)
     made: int = 0
 
     def step(self) -> RuleDecision:
-        (ruling,) = plan(self.fleet(), [self.demand], NOW, tick=True)
-        assert not any(isinstance(one, RetireReplica | Unsatisfiable) for one in ruling.actions)
-        for action in ruling.actions:
+        (decision,) = plan(self.fleet(), [self.desired_state], NOW, tick=True)
+        assert not any(isinstance(one, RetireReplica | Unsatisfiable) for one in decision.actions)
+        for action in decision.actions:
             if isinstance(action, LoadReplica):
                 self.wishes.append(action)
             if isinstance(action, EvictReplica):
                 self.leave(action.replica_id)
-        return ruling
+        return decision
 
     def fleet(self) -> Fleet:
         lacking = {one.replaces: True for one in self.wishes if one.replaces}
