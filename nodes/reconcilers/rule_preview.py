@@ -98,7 +98,7 @@ def _add_new_nodes(fleet: Fleet, snapshot: PlanSnapshot) -> Fleet:
 
 
 def _allowed_nodes(action: LoadReplica) -> frozenset[UUID] | None:
-    return action.only if action.pinned else None
+    return action.allowed_nodes if action.pinned else None
 
 
 def _load_row(action: LoadReplica, explanation: Explanation) -> Row:

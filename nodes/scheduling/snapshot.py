@@ -96,13 +96,13 @@ class Fleet:
 
 @dataclass(frozen=True)
 class LoadReplica:
-    """Load one more replica on one of the nodes `only`; None: on any."""
+    """Load one more replica on one of these nodes; None: on any."""
 
     model: str
-    only: frozenset[UUID] | None
+    allowed_nodes: frozenset[UUID] | None
     reason: str
     pinned: bool = False
-    """True if `only` is final; otherwise placement reads the rule's selector again."""
+    """True if `allowed_nodes` is final; otherwise placement reads the rule's selector again."""
     replaces: UUID | None = None
     """The replica that terminates as soon as this one serves."""
 

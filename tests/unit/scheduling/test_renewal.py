@@ -122,7 +122,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     a, b = host(1), host(2)
     (load,) = decided(rule(spread=True), hosts=[a], replicas=[row(a)]).actions
     assert isinstance(load, LoadReplica)
-    assert (load.only, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
+    assert (load.allowed_nodes, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
     waits: dict[str, Any] = {
         "loads": {"m": 1},
         "pinned": {"m": frozenset({a.id})},
@@ -130,7 +130,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     }
     (bare,) = decided(rule(spread=True), hosts=[a, b], replicas=[row(a)], **waits).actions
     assert isinstance(bare, LoadReplica)
-    assert (bare.only, bare.replaces) == (frozenset({b.id}), None)
+    assert (bare.allowed_nodes, bare.replaces) == (frozenset({b.id}), None)
 
 
 @pytest.mark.rule("R4.8", "R1.98")
@@ -184,7 +184,7 @@ class Played:
 
     def fleet(self) -> Fleet:
         lacking = {one.replaces: True for one in self.wishes if one.replaces}
-        pinned = frozenset(id for one in self.wishes if one.pinned for id in one.only or ())
+        pinned = frozenset(id for one in self.wishes if one.pinned for id in one.allowed_nodes or ())
         return Fleet(
             self.hosts, self.rows, {"m": len(self.wishes)}, {"m": pinned}, {}, None, {"m": NEW}, lacking
         )
@@ -199,7 +199,7 @@ class Played:
             for on in self.hosts:
                 taken = {one.index for one in self.rows if one.node_id == on.id}
                 free = set(range(on.slots)) - taken
-                if free and (not wish.pinned or on.id in (wish.only or ())):
+                if free and (not wish.pinned or on.id in (wish.allowed_nodes or ())):
                     self.made += 1
                     new = row(on, min(free), revision=NEW)
                     self.rows.append(replace(new, id=UUID(int=10**9 + self.made)))

@@ -77,7 +77,7 @@ def flags(decision: RuleDecision) -> list[Action]:
 def test_what_is_missing_is_loaded_without_a_first_request() -> None:
     decision = decided(rule(2), hosts=[host(1), host(2)])
     assert loads(decision.actions) == list(decision.actions)
-    assert [action.only for action in loads(decision.actions)] == [None, None]
+    assert [action.allowed_nodes for action in loads(decision.actions)] == [None, None]
     assert (decision.wanted, decision.current, decision.loading) == (2, 0, 0)
     assert decision.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
 
@@ -111,7 +111,7 @@ def test_only_what_requests_find_counts_and_what_is_under_way() -> None:
 def test_a_selector_names_the_nodes_of_the_load() -> None:
     fits, other = host(1, tier="a", more="x"), host(2)
     (asked,) = loads(decided(rule(1, selector={"tier": "a"}), hosts=[fits, other]).actions)
-    assert asked.only == frozenset({fits.id})
+    assert asked.allowed_nodes == frozenset({fits.id})
 
 
 def test_a_replica_where_the_rule_does_not_want_it_is_replaced_and_then_goes() -> None:
@@ -181,7 +181,7 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
     assert decided(lost, tick=False, hosts=[a, b], replicas=there, loads={"m": 2}).actions == ()
     everywhere = rule(spread=True, ticks=3, until=NOW + timedelta(minutes=4), seen=2)
     (asked,) = loads(decided(everywhere, tick=False, hosts=[a, b], replicas=there).actions)
-    assert asked.only == frozenset({b.id})
+    assert asked.allowed_nodes == frozenset({b.id})
 
 
 @pytest.mark.rule("R4.10", "R4.23", "T-REC-18")
@@ -240,13 +240,13 @@ def test_a_spread_model_is_loaded_on_each_node_that_lacks_it() -> None:
     """Also where another node has two; one on a node that does not match is of no use."""
     a, b, c = host(1, slots=2, tier="a"), host(2, tier="a"), host(3)
     desired_state = rule(spread=True, selector={"tier": "a"})
-    assert {one.only for one in loads(decided(desired_state, hosts=[c, b, a]).actions)} == {
+    assert {one.allowed_nodes for one in loads(decided(desired_state, hosts=[c, b, a]).actions)} == {
         frozenset({a.id}),
         frozenset({b.id}),
     }
     rows = [row(a), row(a, 1), row(c)]
     (asked,) = loads(decided(desired_state, hosts=[a, b, c], replicas=rows).actions)
-    assert asked.only == frozenset({b.id})
+    assert asked.allowed_nodes == frozenset({b.id})
     assert decided(desired_state, hosts=[a, b, c], loads={"m": 1}).actions == ()
 
 
@@ -535,7 +535,7 @@ class Played:
             for on in self.fleet.hosts:
                 taken = {one.index for one in rows if (one.node_id, one.model) == (on.id, wish.model)}
                 free = set(range(on.slots)) - taken
-                if free and (wish.only is None or on.id in wish.only):
+                if free and (wish.allowed_nodes is None or on.id in wish.allowed_nodes):
                     id = UUID(int=10**6 + len(rows) * 1000 + number)
                     rows.append(FleetReplica(id, on.id, wish.model, min(free), "loaded", 0, self.now))
                     break
@@ -566,7 +566,9 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
         under_way = fleet.loads[desired_state.model]
         unplaced = max(under_way - sum(one.state in ("loading", "staging") for one in rows), 0)
         for wish in asked:
-            chosen = [slots[id] for id in wish.only] if wish.only is not None else fleet.hosts
+            chosen = (
+                [slots[id] for id in wish.allowed_nodes] if wish.allowed_nodes is not None else fleet.hosts
+            )
             assert desired_state.selector is not None
             assert all(desired_state.selector.items() <= one.labels.items() for one in chosen)
             free = sum(one.slots - sum(has.node_id == one.id for has in rows) for one in chosen)
