@@ -1,10 +1,10 @@
-"""Settings from the environment: the fields of a table declare them, and one reader reads them.
+"""Settings from the environment: the annotated fields of a table declare them, and one reader reads them.
 
 A table is a frozen dataclass: `conf.py` has those of the server, `worker/config.py` that of the worker, whose
-fields are flags too. The docstring of a field is its text in `--help` and in `docs/configuration.md`. A wrong
-value never raises. It becomes a `Problem` (setting, error, hint), the default takes its place, and all
-problems are reported together, so that an operator fixes one list instead of one traceback after another. A
-secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it; no problem quotes it.
+fields are flags too. The annotation of a field is its format (`Seconds`, `Annotated[int, number(…)]`), its
+docstring the text in `--help` and in `docs/configuration.md`. A wrong value never raises. It becomes a
+`Problem`, the default takes its place, and all problems are reported together. A secret may be given as
+`NAME` or as `NAME_FILE`, the path of a file that holds it; no problem and no `repr` shows it.
 """
 
 import ast
@@ -14,20 +14,22 @@ import itertools
 import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from localai_cluster.kit import addresses, clock, nkeys
-from localai_cluster.kit.registry_settings import REGISTRIES_EXAMPLE, RegistrySetting, parse_registries
+from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.tls import TlsFiles, WrongFile, trust_besides
 
 T = TypeVar("T", bound="Table")
 Values = dict[str, Any]
 """The settings of a table that have been read, by field."""
-
+Default = str | Callable[[Values], str]
+"""The text of a default, or a function of the fields before this one that returns it; "" for none."""
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 SHORTEST_SECRET = 16
@@ -35,7 +37,6 @@ WELL_KNOWN_SECRETS = frozenset(
     {"changeme", "change-me", "default", "insecure", "localai", "localai-cluster", "password", "secret"}
 )
 LONGEST_QUOTE = 200
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
 
@@ -48,35 +49,6 @@ class Problem:
     hint: str
 
 
-def parse_duration(text: str) -> float:
-    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`; raise ValueError."""
-    text = text.strip()
-    if text == "0":
-        return 0.0
-    parts = _GO_PART.findall(text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError("not a duration such as 60s, 1m30s or 500ms")
-    return float(sum(float(number) * _GO_UNITS[unit] for number, unit in parts))
-
-
-def parse_bool(text: str) -> bool:
-    """Parse a switch: true/false, 1/0, yes/no, on/off; raise ValueError."""
-    lowered = text.strip().lower()
-    if lowered not in _TRUE | _FALSE:
-        raise ValueError("neither true nor false")
-    return lowered in _TRUE
-
-
-def parse_json(text: str, type: Any, words: str) -> Any:
-    """Parse JSON of this type; `words` are the reason for JSON of another one. Raise ValueError."""
-    try:
-        return msgspec.convert(msgspec.json.decode(text), type)
-    except msgspec.ValidationError:
-        raise ValueError(words) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        raise ValueError("not JSON") from None
-
-
 def weak_secret(value: str) -> bool:
     """Return True if a secret is too short or too well known to protect the cluster."""
     remainder = value.lower()
@@ -85,100 +57,128 @@ def weak_secret(value: str) -> bool:
     return len(value) < SHORTEST_SECRET or len(remainder) < SHORTEST_SECRET // 2 or len(set(value)) < 5
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of value: its parser, whose ValueError ends a sentence, and the fix for a wrong value."""
+def parse_duration(text: str) -> float:
+    """Return the seconds of a Go duration such as `90s`, `1m30s`, `500ms` or `0`; raise ValueError."""
+    text = text.strip()
+    parts = _GO_PART.findall("0s" if text == "0" else text)
+    if not parts or text not in ("0", "".join(number + unit for number, unit in parts)):
+        raise ValueError("not a duration such as 60s, 1m30s or 500ms")
+    return float(sum(float(number) * _GO_UNITS[unit] for number, unit in parts))
 
-    parse: Callable[[str], Any]
+
+def _parse_bool(text: str) -> bool:
+    if (lowered := text.strip().lower()) not in _TRUE | _FALSE:
+        raise ValueError("neither true nor false")
+    return lowered in _TRUE
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the text of a setting is, and how it becomes a value: the annotation of its field."""
+
     fix: str
-    empty: Any = ""
-    """The value of a setting that has neither a text nor a default."""
+    """The fix for a wrong value, after "Use"."""
+    parse: Callable[[str], Any] = str
+    """Raises ValueError, which ends a sentence, an error of msgspec or a ClusterError, where `fix` does."""
     secret: bool = False
 
 
-def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Kind:
-    """Return the kind of the numbers from `least` to `most`; by default `fix` is what it accepts."""
+def number(kind: type[int] | type[float], least: float, most: float, fix: str = "") -> Format:
+    """Return the format of the numbers from `least` to `most`; by default `fix` is what it accepts."""
     words = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
     bounded: Any = Annotated[kind, msgspec.Meta(ge=least, le=most)]
-
-    def parse(text: str) -> Any:
-        try:
-            return msgspec.convert(text, bounded, strict=False)
-        except msgspec.ValidationError:
-            raise ValueError(f"not {words}") from None
-
-    return Kind(parse, fix or words)
+    return Format(fix or words, lambda text: msgspec.convert(text, bounded, strict=False))
 
 
-def duration(least: float) -> Kind:
-    """Return the kind of Go durations, in seconds, not shorter than `least`."""
-
-    def parse(text: str) -> float:
-        seconds = parse_duration(text)
-        if seconds < least:
-            raise ValueError(f"shorter than {least:g} s")
-        return seconds
-
-    return Kind(parse, "a duration such as 60s or 5m")
+def duration(least: float) -> Format:
+    """Return the format of Go durations, in seconds, not shorter than `least`."""
+    bounded: Any = Annotated[float, msgspec.Meta(ge=least)]
+    words = (
+        f"a duration of at least {least:g} s, such as 60s or 2h" if least else "a duration such as 60s or 5m"
+    )
+    return Format(words, lambda text: msgspec.convert(parse_duration(text), bounded))
 
 
-def choice(*choices: str) -> Kind:
-    """Return the kind of these texts, in any case."""
-
-    def parse(text: str) -> str:
-        chosen = next((item for item in choices if item.lower() == text.lower()), None)
-        if chosen is None:
-            raise ValueError(f"none of {', '.join(choices)}")
-        return chosen
-
-    return Kind(parse, " or ".join(choices))
+def choice(*choices: str) -> Format:
+    """Return the format of these texts, in any case."""
+    by_name = {item.lower(): item for item in choices}
+    literal = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(choices)})$")]
+    return Format(
+        " or ".join(choices), lambda text: msgspec.convert(by_name.get(text.lower(), text), literal)
+    )
 
 
-def seed(role: nkeys.Role) -> Kind:
-    """Return the kind of the seeds of this role on the message bus."""
-    return Kind(lambda text: nkeys.from_seed(text, role).seed, f"the NKEY seed of the {role}", secret=True)
+def json_of(type: Any, fix: str, *, secret: bool = False) -> Format:
+    """Return the format of JSON of this type."""
+    return Format(fix, lambda text: msgspec.convert(msgspec.json.decode(text.encode()), type), secret)
 
 
-TEXT = Kind(str, "a text")
-SECRET = Kind(str, "a text", secret=True)
-SWITCH = Kind(parse_bool, "true or false", False)
-FOLDER = Kind(lambda text: Path(text).expanduser().absolute(), "a path", None)
-PEM = Kind(str, "the name of a readable PEM file")
-_MORE_CAS = Kind(trust_besides, "the name of a readable PEM file", None)
-_REGISTRIES = Kind(parse_registries, f"a JSON list such as {REGISTRIES_EXAMPLE}", (), secret=True)
-BASE_URL = Kind(addresses.parse_base_url, "a URL such as http://192.0.2.10:8080")
-SECONDS = duration(1)
+def seed(role: nkeys.Role) -> Format:
+    """Return the format of the seeds of this role on the message bus."""
+    return Format(f"the NKEY seed of the {role}", lambda text: nkeys.from_seed(text, role).seed, secret=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+class RegistrySetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One registry of LOCALAI_REGISTRIES: a host without a path, as registry.example:5000."""
+
+    host: Annotated[str, msgspec.Meta(pattern="^[^/]+$")]
+    username: str = ""
+    password: str = ""
+    realm: Annotated[str, msgspec.Meta(pattern="^(https?://.*)?$")] = ""
+    """URL of the token service that may get the credential, if it is not on the registry's host."""
+    plain_http: bool | None = None
+
+    def __repr__(self) -> str:
+        return f"RegistrySetting({self.host!r})"
+
+
+SWITCH, TEXT = Format("true or false", _parse_bool), Format("a text")
+REGISTRIES = json_of(
+    tuple[RegistrySetting, ...],
+    'a JSON list such as [{"host": "registry.example:5000", "username": "reader", "password": "…"}]',
+    secret=True,
+)
+Secret = Annotated[str, Format("a text", secret=True)]
+Pem = Annotated[str, Format("the name of a readable PEM file")]
+Folder = Annotated[Path, Format("a path", lambda text: Path(text).expanduser().absolute())]
+BaseUrl = Annotated[str, Format("a URL such as http://192.0.2.10:8080", addresses.parse_base_url)]
+Seconds = Annotated[float, duration(1)]
+_MoreCAs = Annotated[ssl.SSLContext, Format("the name of a readable PEM file", trust_besides)]
+
+
+@dataclass(frozen=True)
 class Setting:
     """A declared field of a table."""
 
+    key: str
+    """The name of the field."""
     names: tuple[str, ...]
     """Environment variables; the first that is set counts."""
-    kind: Kind
-    default: str | Callable[[Values], str]
-    """Its text, or a function of the fields before this one that returns it; "" for none."""
+    default: Default
     shown: str
     """The default for people; "" for none."""
     group: str
-    key: str = ""
-    """The name of the field."""
+    format: Format
+    empty: Any
+    """The value without a text and a default."""
 
 
 def setting(
-    names: str | tuple[str, ...],
-    kind: Kind = TEXT,
-    default: str | Callable[[Values], str] = "",
+    name: str,
+    default: Default = "",
     shown: str = "",
     *,
     group: str = "",
+    short: bool = False,
+    others: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a table. `group` begins a group, which goes on until the next one begins."""
-    names = (names,) if isinstance(names, str) else names
+    """Declare a field of a table. `group` begins a group, which goes on until the next one begins.
+
+    `short`: the variable without `LOCALAI_` counts too, as do the `others`.
+    """
+    names = (name, *((name.removeprefix("LOCALAI_"),) if short else ()), *others)
     shown = shown or (default if isinstance(default, str) else "")
-    entry = Setting(names=names, kind=kind, default=default, shown=shown, group=group)
-    return field(metadata={"setting": entry}, repr=not kind.secret)
+    return field(metadata={"names": names, "default": default, "shown": shown, "group": group}, repr=False)
 
 
 class Table:
@@ -193,34 +193,32 @@ class Table:
 class SharedSettings(Table):
     """The settings that server and worker have in common."""
 
-    registries: tuple[RegistrySetting, ...] = setting("LOCALAI_REGISTRIES", _REGISTRIES, group="Sources")
+    registries: Annotated[tuple[RegistrySetting, ...], REGISTRIES] = setting(
+        "LOCALAI_REGISTRIES", group="Sources"
+    )
     """JSON list of registries: `host`, `username`, `password`, `realm`, `plain_http`."""
-    registry_config: Path | None = setting("LOCALAI_REGISTRY_CONFIG", FOLDER)
+    registry_config: Folder | None = setting("LOCALAI_REGISTRY_CONFIG")
     """A `config.json` with credentials of registries, as `docker login` writes it; no helpers are run."""
-    registry_ca: ssl.SSLContext | None = setting("LOCALAI_REGISTRY_CA", _MORE_CAS)
+    registry_ca: _MoreCAs | None = setting("LOCALAI_REGISTRY_CA")
     """PEM file with CA certificates that registries and galleries may have besides the usual ones."""
-    github_url: str = setting("LOCALAI_GITHUB_URL", BASE_URL, "https://raw.githubusercontent.com")
+    github_url: BaseUrl = setting("LOCALAI_GITHUB_URL", "https://raw.githubusercontent.com")
     """Base URL of the files that `github:` addresses name; it may be a mirror."""
-    nats_tls_ca: str = setting("LOCALAI_NATS_TLS_CA", PEM, "", "the system's CAs", group="Message bus")
+    nats_tls_ca: Pem = setting("LOCALAI_NATS_TLS_CA", "", "the system's CAs", group="Message bus")
     """CA certificates that verify the message bus. Any of the three files forces encryption."""
-    nats_tls_cert: str = setting("LOCALAI_NATS_TLS_CERT", PEM)
+    nats_tls_cert: Pem = setting("LOCALAI_NATS_TLS_CERT")
     """Certificate for mutual TLS with the message bus."""
-    nats_tls_key: str = setting("LOCALAI_NATS_TLS_KEY", PEM)
+    nats_tls_key: Pem = setting("LOCALAI_NATS_TLS_KEY")
     """Private key of that certificate."""
 
     @functools.cached_property
     def nats_tls(self) -> ssl.SSLContext | None:
         """The TLS context of the connections to the bus; with it, an unencrypted connection is refused."""
-        return tls_context(self.nats_tls_ca, self.nats_tls_cert, self.nats_tls_key)
+        files = TlsFiles(self.nats_tls_ca, self.nats_tls_cert, self.nats_tls_key)
+        return files.client(clock.now()) if files else None
 
     def problems(self) -> Iterator[Problem]:
         """Return what is wrong with the files."""
         return tls_problems("LOCALAI_NATS_TLS", lambda: self.nats_tls)
-
-
-def tls_context(*files: str) -> ssl.SSLContext | None:
-    """Return the context of a client with these files (CA, certificate, key); None without any. WrongFile."""
-    return TlsFiles(*files).client(clock.now()) if any(files) else None
 
 
 def tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
@@ -234,10 +232,17 @@ def tls_problems(prefix: str, check: Callable[[], Any]) -> Iterator[Problem]:
 def declared(table: type[Table]) -> tuple[Setting, ...]:
     """Return the settings of a table, in the order of its fields."""
     settings: list[Setting] = []
+    hints = get_type_hints(table, include_extras=True)
+    group = ""
     for entry in fields(table):  # type: ignore[arg-type]
-        last_group = settings[-1].group if settings else ""
-        declared_entry: Setting = entry.metadata["setting"]
-        settings.append(replace(declared_entry, key=entry.name, group=declared_entry.group or last_group))
+        hint, group = hints[entry.name], entry.metadata["group"] or group
+        if is_optional := NoneType in get_args(hint):
+            hint = get_args(hint)[0]
+        base, *formats = (*get_args(hint), None) if get_origin(hint) is Annotated else (hint, None)
+        format = formats[0] or (SWITCH if base is bool else TEXT)
+        empty = None if is_optional else (get_origin(base) or base)()
+        metadata = {**entry.metadata, "group": group}
+        settings.append(Setting(key=entry.name, format=format, empty=empty, **metadata))
     return tuple(settings)
 
 
@@ -266,9 +271,9 @@ class Environment:
         for entry in declared(table):
             given = ((flags or {}).get(entry.key) or "").strip()
             values[entry.key] = self._value(entry, given or self._text(entry), values)
-        made = table(**values)
-        self.problems += made.problems()
-        return made
+        settings = table(**values)
+        self.problems += settings.problems()
+        return settings
 
     def text(self, *names: str) -> str:
         """Return the text of the first of these variables that is set; "" if none is."""
@@ -280,7 +285,7 @@ class Environment:
 
     def _text(self, entry: Setting) -> str:
         """Return the text of a setting; of a secret also the content of the file that `NAME_FILE` names."""
-        path = self.text(*(f"{name}_FILE" for name in entry.names)) if entry.kind.secret else ""
+        path = self.text(*(f"{name}_FILE" for name in entry.names)) if entry.format.secret else ""
         if (given := self.text(*entry.names)) or not path:
             return given
         try:
@@ -291,11 +296,18 @@ class Environment:
             return ""
 
     def _value(self, entry: Setting, text: str, values: Values) -> Any:
+        quote = "" if entry.format.secret else f"{text[:LONGEST_QUOTE]!r} "
+        reason = ""
         try:
             if text:
-                return entry.kind.parse(text)
+                return entry.format.parse(text)
+        except (msgspec.ValidationError, ClusterError):
+            reason = f"not {entry.format.fix}"
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+            reason = "not JSON"
         except ValueError as error:
-            quote = "" if entry.kind.secret else f"{text[:LONGEST_QUOTE]!r} "
-            self.refuse(entry.names[0], f"{quote}is {error}", f"Use {entry.kind.fix}.")
+            reason = str(error).removeprefix("is ")
+        if reason:
+            self.refuse(entry.names[0], f"{quote}is {reason}", f"Use {entry.format.fix}.")
         default = entry.default(values) if callable(entry.default) else entry.default
-        return entry.kind.parse(default) if default else entry.kind.empty
+        return entry.format.parse(default) if default else entry.empty

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from localai_cluster.kit import untrusted
+from localai_cluster.kit.env import RegistrySetting
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.registry_settings import RegistrySetting
 from localai_cluster.registries.references import DOCKER_HUB
 
 _CONFIG_LIMIT = 1024 * 1024

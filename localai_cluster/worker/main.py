@@ -46,7 +46,8 @@ def _help(entry: env.Setting, texts: dict[str, str]) -> str:
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     for entry in SETTINGS:
         # A switch also accepts true or false, as the environment variable does.
-        switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if entry.kind is env.SWITCH else {}
+        is_switch = entry.format is env.SWITCH
+        switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if is_switch else {}
         command = click.option(flag(entry), *_OTHER_FLAGS.get(entry.key, ()), entry.key, **switch)(command)
     return command
 

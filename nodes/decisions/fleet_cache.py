@@ -186,17 +186,17 @@ def read_fleet(
     model_name: str,
     *,
     selector: Selector = ANY_NODE,
-    only: Collection[UUID] | None = None,
-    besides: Collection[UUID] = (),
+    allowed_nodes: Collection[UUID] | None = None,
+    excluded_nodes: Collection[UUID] = (),
     conflicts: Collection[str] = (),
 ) -> list[Candidate]:
     """Read the nodes as candidates of a placement, with the labels that `selector` tests. Four queries.
 
-    `only` restricts the nodes, None = all; `besides` are excluded. `conflicts` are the models that share a
-    concurrency group with this one.
+    Without `allowed_nodes` all nodes are allowed. `conflicts` are the models that share a concurrency group
+    with this one.
     """
     rows = _Rows()
-    nodes = [node for node in rows.read(only) if node.id not in besides]
+    nodes = [node for node in rows.read(allowed_nodes) if node.id not in excluded_nodes]
     facts = rows.model_facts(model_name, conflicts, model_file_bytes(model_name))
     return [replace(facts.of(node), labels=selector.tested(node.labels)) for node in nodes]
 
@@ -253,18 +253,20 @@ class FleetCache:
         model_name: str,
         view: FleetView,
         *,
-        only: Collection[UUID] | None = None,
-        besides: Collection[UUID] = (),
+        allowed_nodes: Collection[UUID] | None = None,
+        excluded_nodes: Collection[UUID] = (),
         conflicts: Collection[str] = (),
     ) -> tuple[FleetView, Decision]:
         """Return `view` with the nodes that `read_fleet` would return, and the decision on it."""
         if connection.in_atomic_block:  # rows that may be rolled back must not enter the cache
-            return _decide_on(
-                read_fleet(
-                    model_name, selector=view.selector, only=only, besides=besides, conflicts=conflicts
-                ),
-                view,
+            nodes: Sequence[Candidate] = read_fleet(
+                model_name,
+                selector=view.selector,
+                allowed_nodes=allowed_nodes,
+                excluded_nodes=excluded_nodes,
+                conflicts=conflicts,
             )
+            return _decide_on(nodes, view)
         file_bytes = model_file_bytes(model_name) if view.need.disk else {}
         refreshes = self._refreshes
         with self._lock:
@@ -274,11 +276,10 @@ class FleetCache:
                 self._refresh()
             facts = self._rows.model_facts(model_name, conflicts, file_bytes)
             full_view, decision = self._fleet.decide(view, facts)
-        if only is None and not besides:
+        if allowed_nodes is None and not excluded_nodes:
             return full_view, decision
-        nodes = full_view.nodes
-        allowed = (node for node in nodes if node.id not in besides and (only is None or node.id in only))
-        return _decide_on(list(allowed), view)
+        nodes = [node for node in full_view.nodes if node.id not in excluded_nodes]
+        return _decide_on([n for n in nodes if allowed_nodes is None or n.id in allowed_nodes], view)
 
     def _refresh(self) -> None:
         before, self._mark = self._mark, None  # after a failure half-way the next refresh reads all rows

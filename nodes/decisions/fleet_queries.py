@@ -10,9 +10,9 @@ from nodes.placement.choose import Candidate, Decision, Selector, equal_to_best,
 from nodes.placement.explain import SHOWN, FleetView
 
 
-def is_served(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
-    """Return True if a replica outside the nodes `besides` can take a request now (R2.10)."""
-    rows = NodeModel.objects.of(model_name).serving().exclude(node__in=besides)
+def is_served(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
+    """Return True if a replica outside `excluded_nodes` can take a request now (R2.10)."""
+    rows = NodeModel.objects.of(model_name).serving().exclude(node__in=excluded_nodes)
     labels = selectors_of([model_name])[model_name].labels
     if labels is None:
         return False
@@ -21,10 +21,10 @@ def is_served(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     return rows.exists()
 
 
-def is_being_loaded(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
-    """Return True if a load has a slot for the model outside the nodes `besides`."""
+def is_being_loaded(model_name: str, *, excluded_nodes: Collection[UUID] = ()) -> bool:
+    """Return True if a load has a slot for the model outside `excluded_nodes`."""
     loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
-    return loading.exclude(node__in=besides).exists()
+    return loading.exclude(node__in=excluded_nodes).exists()
 
 
 def loaded_revision(replica_id: UUID) -> str | None:

@@ -81,10 +81,14 @@ class LoadModel:
         request = request_of(work.operation)
         if request.is_scale_up and work.operation.result:
             return dict(work.operation.result)  # an attempt before has published its replica
-        name, besides = definition.name, request.excluded_nodes
-        if not request.is_scale_up and await in_thread(fleet_queries.is_served, name, besides=besides):
+        name, excluded = definition.name, request.excluded_nodes
+        if not request.is_scale_up and await in_thread(
+            fleet_queries.is_served, name, excluded_nodes=excluded
+        ):
             return {"already_loaded": True}
-        if not request.is_scale_up and await in_thread(fleet_queries.is_being_loaded, name, besides=besides):
+        if not request.is_scale_up and await in_thread(
+            fleet_queries.is_being_loaded, name, excluded_nodes=excluded
+        ):
             # R2.64: no replica too many.
             raise await in_thread(
                 load_attempts.without_slot, work.id, Cause.ON_ITS_WAY, _ON_ITS_WAY, seconds=_SLOT_POLL

@@ -163,8 +163,8 @@ def decide(
     view, decision = fleet_cache.CACHE.decide(
         name,
         FleetView((), wanted.need, selector, backoffs, frozenset(excluded_nodes), is_restricted),
-        only=request.allowed_nodes,
-        besides=request.excluded_nodes,
+        allowed_nodes=request.allowed_nodes,
+        excluded_nodes=request.excluded_nodes,
         conflicts=wanted.conflicts,
     )
     view, decision = fleet_queries.prefer_installed(view, decision, wanted.definition.backend)

@@ -82,30 +82,38 @@ def run_pass(*, tick: bool) -> bool:
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
             rules, revisions = passes.read_desired_states(), definition_revisions()
-            ruled = {demand.model: demand for demand in rules}
-            demands = [*rules, *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys())]
-            done = _run_plan(demands, revisions, now, tick=tick) if demands else []
-            passes.write_results([ruling for ruling in done if ruling.model in ruled], ruled, now)
+            ruled = {desired_state.model: desired_state for desired_state in rules}
+            desired_states = [
+                *rules,
+                *passes.read_desired_states_of(_outdated(revisions or {}) - ruled.keys()),
+            ]
+            done = _run_plan(desired_states, revisions, now, tick=tick) if desired_states else []
+            passes.write_results([decision for decision in done if decision.model in ruled], ruled, now)
     return mine
 
 
 def _run_plan(
-    demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
+    desired_states: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
 ) -> list[RuleDecision]:
-    about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
-    rulings = plan(fleet, demands, now, tick=tick)
-    seen = scale_records.record_decisions(rulings, fleet, about, now, tick=tick)
-    done = [apply_decision(ruling, now) for ruling in rulings]
-    scale_records.record_refusals(rulings, done, seen, now)
+    about, fleet = (
+        {desired_state.model: desired_state for desired_state in desired_states},
+        observe(desired_states, revisions, now),
+    )
+    decisions = plan(fleet, desired_states, now, tick=tick)
+    seen = scale_records.record_decisions(decisions, fleet, about, now, tick=tick)
+    done = [apply_decision(decision, now) for decision in decisions]
+    scale_records.record_refusals(decisions, done, seen, now)
     return done
 
 
-def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
+def observe(
+    desired_states: Sequence[DesiredState], revisions: Mapping[str, str] | None, now: datetime
+) -> Fleet:
     """Read the snapshot of the rules in seven queries for any number of rules, nodes and replicas.
 
     `revisions`: of the present definitions, None if the folder does not answer.
     """
-    names = [demand.model for demand in demands]
+    names = [desired_state.model for desired_state in desired_states]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
     loads = load_request.active_loads(names)
     failed = Operation.objects.filter(
@@ -117,7 +125,7 @@ def observe(demands: Sequence[DesiredState], revisions: Mapping[str, str] | None
         "id", "node_id", "model_name", "replica_index", _state(), "in_flight", idle_since, "config_revision"
     )
     return Fleet(
-        hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
+        hosts=_hosts({key for desired_state in desired_states for key in desired_state.selector or ()}),
         replicas=[FleetReplica(*row) for row in rows],
         loads=loads.counts,
         waiting=loads.waiting,
@@ -169,28 +177,28 @@ def definition_revisions() -> dict[str, str] | None:
         return None
 
 
-def apply_decision(ruling: RuleDecision, now: datetime) -> RuleDecision:
+def apply_decision(decision: RuleDecision, now: datetime) -> RuleDecision:
     """Execute the actions until one is refused (R4.15); return the decision with the executed actions."""
     done: list[Action] = []
-    for action in ruling.actions:
+    for action in decision.actions:
         try:
             _execute(action, now)
         except errors.ClusterError as refusal:
-            log.info("%s: refused: %s", ruling.model, refusal.message)
-            said = f"{ruling.reason}; refused: {refusal.message}"
-            return replace(ruling, reason=said, actions=tuple(done))
+            log.info("%s: refused: %s", decision.model, refusal.message)
+            said = f"{decision.reason}; refused: {refusal.message}"
+            return replace(decision, reason=said, actions=tuple(done))
         except Exception as error:
             # One model never stops the others (R4.5), but without the connection the lock is gone too.
             if is_outage(error):
                 raise
-            log.exception("%s: its rule was not carried out", ruling.model)
-            return replace(ruling, reason=f"{ruling.reason}; it failed: see the log", actions=tuple(done))
+            log.exception("%s: its rule was not carried out", decision.model)
+            return replace(decision, reason=f"{decision.reason}; it failed: see the log", actions=tuple(done))
         done.append(action)
-    return ruling
+    return decision
 
 
 def _execute(action: Action, now: datetime) -> None:
-    """Flags are written with the rest of the ruling."""
+    """Flags are written with the rest of the decision."""
     match action:
         case LoadReplica(model, only, reason, pinned, replaces):
             load_request.request_scale_up(
@@ -266,7 +274,7 @@ MOST = 64
 def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     """Plan the rule on the present fleet plus these nodes; raise InvalidInput for an invalid rule."""
     check_rule(rule)
-    demand = DesiredState(
+    desired_state = DesiredState(
         rule.model_name,
         scheduling.readable_selector(rule.node_selector),
         rule.min_replicas,
@@ -274,32 +282,32 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.spread_all,
     )
     snapshot = _read_snapshot(rule, nodes, now)
-    fleet = _add_new_nodes(observe([demand], definition_revisions(), now), snapshot)
-    (ruling,) = plan(fleet, [demand], now, tick=True)
+    fleet = _add_new_nodes(observe([desired_state], definition_revisions(), now), snapshot)
+    (decision,) = plan(fleet, [desired_state], now, tick=True)
     if not rule.counts:
-        ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())
-    loads = [action for action in ruling.actions if isinstance(action, LoadReplica)]
+        decision = replace(decision, wanted=0, reason=_ONLY_ROUTES, actions=())
+    loads = [action for action in decision.actions if isinstance(action, LoadReplica)]
     explanations = list(
         simulate_placements(snapshot.question, [_allowed_nodes(load) for load in loads[:MOST]])
     )
     missed = [explanation for explanation in explanations if explanation.node is None]
-    if not missed and any(isinstance(action, Unsatisfiable) for action in ruling.actions):
+    if not missed and any(isinstance(action, Unsatisfiable) for action in decision.actions):
         missed = list(simulate_placements(snapshot.question, [None]))
     return RULE_PLAN.of(
         rule=GIVEN_RULE.of(**{name: getattr(rule, name) for name in GIVEN_RULE.fields}),
-        replicas_now=ruling.current,
-        loading=ruling.loading,
-        wanted=ruling.wanted,
-        says=ruling.reason,
+        replicas_now=decision.current,
+        loading=decision.loading,
+        wanted=decision.wanted,
+        says=decision.reason,
         waits_until=_waits_until(rule.model_name, now),
         loads=[
             _load_row(load, explanation)
             for load, explanation in zip(loads, explanations, strict=False)
             if explanation.node
         ],
-        retires=_retired_rows(ruling, fleet),
+        retires=_retired_rows(decision, fleet),
         left_out=max(len(loads) - MOST, 0),
-        unsatisfiable=_unsatisfied_row(ruling, missed),
+        unsatisfiable=_unsatisfied_row(decision, missed),
         misses=_missed_rows(missed),
     )
 
@@ -323,7 +331,7 @@ def _add_new_nodes(fleet: Fleet, snapshot: PlanSnapshot) -> Fleet:
 
 
 def _allowed_nodes(action: LoadReplica) -> frozenset[UUID] | None:
-    return action.only if action.pinned else None
+    return action.allowed_nodes if action.pinned else None
 
 
 def _load_row(action: LoadReplica, explanation: Explanation) -> Row:
@@ -333,19 +341,19 @@ def _load_row(action: LoadReplica, explanation: Explanation) -> Row:
     )
 
 
-def _retired_rows(ruling: RuleDecision, fleet: Fleet) -> list[Row]:
+def _retired_rows(decision: RuleDecision, fleet: Fleet) -> list[Row]:
     names = {host.id: host.name for host in fleet.hosts}
     nodes = {row.id: names.get(row.node_id, "") for row in fleet.replicas}
     return [
         PLACE_WHY.of(node=nodes[action.replica_id], why=action.reason)
-        for action in ruling.actions
+        for action in decision.actions
         if isinstance(action, RetireReplica | EvictReplica)
     ]
 
 
-def _unsatisfied_row(ruling: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
+def _unsatisfied_row(decision: RuleDecision, missed: Sequence[Explanation]) -> Row | None:
     """Return the reason of the rule itself, or of the first load without a node."""
-    reasons = [action.reason for action in ruling.actions if isinstance(action, Unsatisfiable)]
+    reasons = [action.reason for action in decision.actions if isinstance(action, Unsatisfiable)]
     reasons += [explanation.sentence for explanation in missed]
     if not reasons:
         return None

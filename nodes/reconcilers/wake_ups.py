@@ -60,7 +60,7 @@ def _loads(changed: Changed) -> list[UUID]:
     selectors = fleet_queries.selectors_of({operation.element for operation in waiting})
     labels = frozenset(label for selector in selectors.values() for label in selector.labels or ())
     nodes, taken_slots = (
-        fleet_cache.read_fleet("", selector=Selector("", labels), only=changed),
+        fleet_cache.read_fleet("", selector=Selector("", labels), allowed_nodes=changed),
         fleet_queries.occupied_indices(selectors),
     )
     now = clock.now()

@@ -26,17 +26,19 @@ _COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
 
 def read_desired_states() -> list[DesiredState]:
     """Return the rules that set a number of replicas (R1.86); one query."""
-    return _demands(ModelSchedulingConfig.objects.filter(_COUNTED))
+    return _desired_states(ModelSchedulingConfig.objects.filter(_COUNTED))
 
 
 def read_desired_states_of(model_names: Collection[str]) -> list[DesiredState]:
-    """Return the demands of models whose rule sets no number of replicas, or without a rule; one query."""
-    rule_demands = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
-    models = {demand.model for demand in rule_demands}
-    return [*rule_demands, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]
+    """Return the desired states of models without a rule or with one that sets no number; one query."""
+    desired_states = _desired_states(
+        ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names)
+    )
+    models = {desired_state.model for desired_state in desired_states}
+    return [*desired_states, *(DesiredState(name, {}) for name in sorted({*model_names} - models))]
 
 
-def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
+def _desired_states(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
     return [
         DesiredState(
             model=row.model_name,
@@ -54,24 +56,26 @@ def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[DesiredState]:
     ]
 
 
-def write_results(rulings: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime) -> None:
-    """Write the rulings for the rules in `about`; two statements for any number of them."""
-    ruling_by_model = {ruling.model: ruling for ruling in rulings}
+def write_results(
+    decisions: Iterable[RuleDecision], about: Mapping[str, DesiredState], now: datetime
+) -> None:
+    """Write the decisions for the rules in `about`; two statements for any number of them."""
+    decision_by_model = {decision.model: decision for decision in decisions}
     with transaction.atomic():
         # In the order of `cooldowns`, against deadlocks.
-        rows = ModelSchedulingConfig.objects.filter(model_name__in=ruling_by_model).order_by("model_name")
+        rows = ModelSchedulingConfig.objects.filter(model_name__in=decision_by_model).order_by("model_name")
         locked = rows.select_for_update()
         unchanged = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in unchanged:
-            _write(row, ruling_by_model[row.model_name], now)
+            _write(row, decision_by_model[row.model_name], now)
         update_rows(unchanged, _WRITTEN)
 
 
-def _write(row: ModelSchedulingConfig, ruling: RuleDecision, now: datetime) -> None:
-    row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
-    row.loading_replicas, row.looked_at = ruling.loading, now
-    row.reason = ruling.reason or row.reason
-    for action in ruling.actions:
+def _write(row: ModelSchedulingConfig, decision: RuleDecision, now: datetime) -> None:
+    row.wanted_replicas, row.current_replicas = decision.wanted, decision.current
+    row.loading_replicas, row.looked_at = decision.loading, now
+    row.reason = decision.reason or row.reason
+    for action in decision.actions:
         match action:
             case Unsatisfiable(_, ticks, until):
                 row.unsatisfiable_ticks, row.unsatisfiable_until = ticks, until

@@ -1,8 +1,9 @@
 """Plan the action that each scheduling rule needs now (R4.6 to R4.23), from one snapshot of the fleet; pure.
 
-`plan` maps the `Fleet` and the `Demand`s to one `Ruling` per rule: the actions for the pass, and one sentence
-that gives the reason. The order is the reference's: spread, cooldown, minimum, busy burst, pressure,
-scale-down. If none of these loads or retires replicas, replicas of a former definition are replaced.
+`plan` maps the `Fleet` and the `DesiredState`s to one `RuleDecision` per rule: the actions for the pass, and
+one sentence that gives the reason. The order is the reference's: spread, cooldown, minimum, busy burst,
+pressure, scale-down. If none of these loads or retires replicas, replicas of a former definition are
+replaced.
 
 Replicas count where requests can find them: loaded, on a healthy node that the selector chooses. Other
 replicas serve until they are idle. A load under way counts as the replica that it will become.
@@ -49,47 +50,47 @@ _NAMED = 5
 """Number of nodes that a reason names."""
 
 
-def plan(fleet: Fleet, demands: Iterable[DesiredState], now: datetime, *, tick: bool) -> list[RuleDecision]:
-    """Return the rulings by model; the order of rows does not matter.
+def plan(fleet: Fleet, rules: Iterable[DesiredState], now: datetime, *, tick: bool) -> list[RuleDecision]:
+    """Return the decisions by model; the order of rows does not matter.
 
-    Without `tick`, something has changed between two ticks: then the rulings only request missing replicas,
+    Without `tick`, something has changed between two ticks: then the decisions only request missing replicas,
     because bursts, idle replicas and failures are counted by ticks (R4.14, R4.23).
     """
     rows, hosts = defaultdict(list), {host.id: host for host in fleet.hosts}
     for replica in sorted(fleet.replicas, key=lambda replica: (replica.index, replica.id)):
         rows[replica.model].append(replica)
     eligible: dict[tuple[tuple[str, str], ...] | None, EligibleNodes] = {}
-    rulings = []
-    for demand in sorted(demands, key=lambda demand: demand.model):
-        key = None if demand.selector is None else tuple(sorted(demand.selector.items()))
+    decisions = []
+    for rule in sorted(rules, key=lambda rule: rule.model):
+        key = None if rule.selector is None else tuple(sorted(rule.selector.items()))
         if key not in eligible:
-            eligible[key] = _matching(fleet.hosts, demand.selector)
-        model_rows = rows[demand.model]
+            eligible[key] = _matching(fleet.hosts, rule.selector)
+        model_rows = rows[rule.model]
         loads_with_slot = sum(row.state in LOADING for row in model_rows)
-        failure = fleet.failures.get(demand.model)
-        fresh = failure is not None and demand.looked_at is not None and failure.at > demand.looked_at
+        failure = fleet.failures.get(rule.model)
+        fresh = failure is not None and rule.looked_at is not None and failure.at > rule.looked_at
         context = RuleContext(
-            demand,
+            rule,
             eligible=eligible[key],
             hosts=hosts,
             rows=model_rows,
             serving=[row for row in model_rows if row.state == "loaded" and row.node_id in hosts],
             # A load may have begun after its count was read.
-            loads=max(fleet.loads.get(demand.model, 0), loads_with_slot),
+            loads=max(fleet.loads.get(rule.model, 0), loads_with_slot),
             loads_with_slot=loads_with_slot,
-            waiting=fleet.waiting.get(demand.model, 0),
-            pinned=fleet.pinned.get(demand.model, frozenset()),
+            waiting=fleet.waiting.get(rule.model, 0),
+            pinned=fleet.pinned.get(rule.model, frozenset()),
             failure=failure.error if failure and fresh else "",
             failed_at=failure.at if failure else None,
-            defined=fleet.defined is None or demand.model in fleet.defined,
-            revision=fleet.revisions.get(demand.model, ""),
+            defined=fleet.defined is None or rule.model in fleet.defined,
+            revision=fleet.revisions.get(rule.model, ""),
             replacing={row.id: fleet.replacing[row.id] for row in model_rows if row.id in fleet.replacing},
-            pressure=fleet.pressed.get(demand.model, 0),
+            pressure=fleet.pressed.get(rule.model, 0),
         )
         # The next tick counts the failure, so no pass before it may record a check of this rule.
         if tick or not context.failure:
-            rulings.append(_with_replacements(context, _decide(context, now, tick=tick), now, tick=tick))
-    return rulings
+            decisions.append(_with_replacements(context, _decide(context, now, tick=tick), now, tick=tick))
+    return decisions
 
 
 def _matching(hosts: Iterable[FleetNode], selector: Mapping[str, str] | None) -> EligibleNodes:
@@ -101,50 +102,50 @@ def _matching(hosts: Iterable[FleetNode], selector: Mapping[str, str] | None) ->
 
 
 def _decide(context: RuleContext, now: datetime, *, tick: bool) -> RuleDecision:
-    """Return the ruling of the first step that applies (R4.6)."""
-    demand = context.demand
-    if not demand.counts:
-        return context.ruling("")  # R4.12
-    if demand.until is not None and demand.until > now:
-        return _replace_lost(context) or context.ruling("")  # R4.8
-    if demand.spread and not context.eligible:
-        return context.ruling(_problem(context))  # R4.7
+    """Return the decision of the first step that applies (R4.6)."""
+    rule = context.rule
+    if not rule.counts:
+        return context.decision("")  # R4.12
+    if rule.until is not None and rule.until > now:
+        return _replace_lost(context) or context.decision("")  # R4.8
+    if rule.spread and not context.eligible:
+        return context.decision(_problem(context))  # R4.7
     if missing := _missing(context):
         return _load_missing(context, missing, now, tick=tick)
-    met = bool(demand.ticks or demand.until) and len(context.eligible_serving) >= context.required
-    cleared = (ClearFlags(demand.model),) if met else ()
+    met = bool(rule.ticks or rule.until) and len(context.eligible_serving) >= context.required
+    cleared = (ClearFlags(rule.model),) if met else ()
     if tick and len(context.eligible_serving) >= context.required:
         actions = _burst(context) or _pressure(context) or _scale_down(context, now)
         if actions:
             reasons = (action.reason for action in actions if isinstance(action, LoadReplica | RetireReplica))
-            return context.ruling("; ".join(reasons), *cleared, *actions)
-    return context.ruling(_steady_reason(context), *cleared)
+            return context.decision("; ".join(reasons), *cleared, *actions)
+    return context.decision(_steady_reason(context), *cleared)
 
 
 def _with_replacements(
-    context: RuleContext, ruling: RuleDecision, now: datetime, *, tick: bool
+    context: RuleContext, decision: RuleDecision, now: datetime, *, tick: bool
 ) -> RuleDecision:
-    """Return the ruling, extended by replacements for a former definition if it loads and retires nothing.
+    """Return the decision, extended by replacements for a former definition if it loads and retires nothing.
 
     A cooldown does not prevent them: it concerns only the number of replicas. After a failed load,
     replacements pause for as long as a cooldown.
     """
-    if any(isinstance(action, LoadReplica | RetireReplica) for action in ruling.actions):
-        return ruling
+    if any(isinstance(action, LoadReplica | RetireReplica) for action in decision.actions):
+        return decision
     is_paused = context.failed_at is not None and context.failed_at > now - COOLDOWN
     replacements = _evictions(context) or (_successors(context) if tick and not is_paused else [])
     if not replacements:
-        return ruling
-    return context.ruling(replacements[0].reason, *ruling.actions, *replacements)
+        return decision
+    return context.decision(replacements[0].reason, *decision.actions, *replacements)
 
 
 def _missing(context: RuleContext) -> int:
     """Return the number of replicas that are neither present nor being loaded (R4.7, R4.10)."""
-    if context.demand.spread:
+    if context.rule.spread:
         # A load for any node may take a slot on each of them; a load that replaces a replica has its node.
         waiting = len(context.pinned - {row.node_id for row in context.rows}) + len(context.replacing)
         return 0 if context.loads > context.loads_with_slot + waiting else len(_empty_nodes(context))
-    return max(context.demand.minimum - len(context.eligible_serving) - context.loads, 0)
+    return max(context.rule.minimum - len(context.eligible_serving) - context.loads, 0)
 
 
 def _empty_nodes(context: RuleContext) -> list[FleetNode]:
@@ -155,21 +156,21 @@ def _empty_nodes(context: RuleContext) -> list[FleetNode]:
 
 def _load_missing(context: RuleContext, missing: int, now: datetime, *, tick: bool) -> RuleDecision:
     """Load the missing replicas as far as slots are free, or give the reason why not (R4.10)."""
-    demand = context.demand
+    rule = context.rule
     if problem := _problem(context):
         # A slot that is being freed is no problem, and a definition may be written at any moment.
         if not tick or (context.eligible and context.defined and context.is_freeing_slot):
-            return context.ruling(problem)
+            return context.decision(problem)
         return _unsatisfiable(context, problem, now, pause=context.defined)
-    if context.failure and demand.ticks + 1 >= MOST_TICKS:
+    if context.failure and rule.ticks + 1 >= MOST_TICKS:
         return _unsatisfiable(context, _failed(context), now)
     loads = _loads(context, missing)
     if context.failure:
         reason = f"{loads[0].reason}; {_failed(context)}"
-        return context.ruling(reason, Unsatisfiable(demand.model, demand.ticks + 1, None, reason), *loads)
+        return context.decision(reason, Unsatisfiable(rule.model, rule.ticks + 1, None, reason), *loads)
     # After the first load: the flags stay if no load can be requested.
-    cleared = [ClearFlags(demand.model)] if demand.ticks or demand.until else []
-    return context.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
+    cleared = [ClearFlags(rule.model)] if rule.ticks or rule.until else []
+    return context.decision(loads[0].reason, loads[0], *cleared, *loads[1:])
 
 
 def _replace_lost(context: RuleContext) -> RuleDecision | None:
@@ -177,21 +178,21 @@ def _replace_lost(context: RuleContext) -> RuleDecision | None:
 
     A slot that is being freed suffices: the load waits for it, and the next pass does not know of the loss.
     """
-    lost = min(_missing(context), context.demand.seen - len(context.serving))
+    lost = min(_missing(context), context.rule.seen - len(context.serving))
     if lost <= 0 or not (context.free_slots > 0 or context.is_freeing_slot) or not context.defined:
         return None
-    if context.demand.spread:
+    if context.rule.spread:
         loads = _loads(context, lost)[:lost]
     else:
-        reason = f"{lost} of {context.demand.seen} were lost: {lost} more, although it rests"
-        loads = [LoadReplica(context.demand.model, context.allowed_nodes, reason)] * lost
-    return context.ruling(loads[0].reason, *loads) if loads else None
+        reason = f"{lost} of {context.rule.seen} were lost: {lost} more, although it rests"
+        loads = [LoadReplica(context.rule.model, context.allowed_nodes, reason)] * lost
+    return context.decision(loads[0].reason, *loads) if loads else None
 
 
 def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
     """Return as many loads as slots are free; for a spread model, one load for each of its nodes."""
-    model = context.demand.model
-    if context.demand.spread:
+    model = context.rule.model
+    if context.rule.spread:
         empty_nodes = [host for host in _empty_nodes(context) if context.free_slots_of(host)]
         suffix = f" and {len(empty_nodes) - _NAMED} more" if len(empty_nodes) > _NAMED else ""
         reason = f"one on each of {len(context.eligible)} nodes wanted, none on "
@@ -199,7 +200,7 @@ def _loads(context: RuleContext, missing: int) -> list[LoadReplica]:
         return [LoadReplica(model, frozenset({host.id}), reason, pinned=True) for host in empty_nodes]
     count = min(missing, context.free_slots)
     counts = f"{len(context.eligible_serving)} there and {context.loads} loading"
-    reason = f"at least {context.demand.minimum} wanted, {counts}: {count} more"
+    reason = f"at least {context.rule.minimum} wanted, {counts}: {count} more"
     return [LoadReplica(model, context.allowed_nodes, reason)] * count
 
 
@@ -208,14 +209,14 @@ def _problem(context: RuleContext) -> str:
     if not context.defined:
         return _undefined(context)
     if not context.eligible:
-        selector = context.demand.selector
+        selector = context.rule.selector
         if selector is None:
             return "its node selector cannot be read, so it matches no node"
         labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items()))
         return f"no healthy node has {labels}" if labels else "there is no healthy node"
     has_slot = (
         any(context.free_slots_of(host) for host in _empty_nodes(context))
-        if context.demand.spread
+        if context.rule.spread
         else context.free_slots > 0
     )
     if has_slot:
@@ -227,20 +228,20 @@ def _problem(context: RuleContext) -> str:
 
 def _unsatisfiable(context: RuleContext, reason: str, now: datetime, *, pause: bool = True) -> RuleDecision:
     """Count one more unsuccessful tick, and start a cooldown after enough of them (R4.23)."""
-    ticks = context.demand.ticks + 1
+    ticks = context.rule.ticks + 1
     until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
     if until is not None:
         reason = f"{reason}; nothing is tried until {until:%H:%M:%S} UTC"
-    return context.ruling(reason, Unsatisfiable(context.demand.model, ticks, until, reason))
+    return context.decision(reason, Unsatisfiable(context.rule.model, ticks, until, reason))
 
 
 def _may_grow(context: RuleContext) -> bool:
     """Return True if one more replica may be loaded beside the serving ones, with none being loaded."""
     # Every replica with a row may serve again, so it counts against the limit.
     total = len(context.rows) + context.loads - context.loads_with_slot
-    below = context.demand.maximum == 0 or total < context.demand.maximum
+    below = context.rule.maximum == 0 or total < context.rule.maximum
     possible = context.free_slots > 0 and context.defined and not context.failure
-    return bool(context.serving) and below and possible and not context.demand.spread and not context.loads
+    return bool(context.serving) and below and possible and not context.rule.spread and not context.loads
 
 
 def _burst(context: RuleContext) -> list[Action]:
@@ -249,7 +250,7 @@ def _burst(context: RuleContext) -> list[Action]:
         return []
     count = len(context.serving)
     reason = "the one replica is busy: one more" if count == 1 else f"all {count} replicas are busy: one more"
-    return [LoadReplica(context.demand.model, context.allowed_nodes, reason)]
+    return [LoadReplica(context.rule.model, context.allowed_nodes, reason)]
 
 
 def _pressure(context: RuleContext) -> list[Action]:
@@ -260,9 +261,9 @@ def _pressure(context: RuleContext) -> list[Action]:
     """
     if not context.pressure or not _may_grow(context):
         return []
-    if context.demand.maximum == 0 and len(context.rows) > max(context.demand.minimum, 1):
+    if context.rule.maximum == 0 and len(context.rows) > max(context.rule.minimum, 1):
         return []
-    model = context.demand.model
+    model = context.rule.model
     requests = f"{context.pressure} request{'' if context.pressure == 1 else 's'}"
     reason = (
         f"{requests} within a minute not sent to the replica that remembers the prompt: too busy; one more"
@@ -279,7 +280,7 @@ def _scale_down(context: RuleContext, now: datetime) -> list[Action]:
     if context.loads > context.waiting:
         return []
     eligible_ids = {row.id for row in context.eligible_serving}
-    protected_ids = {row.id for row in _first_of_each_node(context)} if context.demand.spread else set()
+    protected_ids = {row.id for row in _first_of_each_node(context)} if context.rule.spread else set()
     idle = [row for row in context.serving if not row.in_flight and now - row.idle_since > IDLE_FOR]
     idle = [row for row in idle if row.id not in protected_ids]
     idle.sort(key=lambda row: (row.id in eligible_ids, -row.index, row.idle_since, row.id))
@@ -309,15 +310,15 @@ def _would_burst(context: RuleContext, victims: Sequence[FleetReplica]) -> bool:
     """Return True if all remaining replicas are busy, so that the next tick would load a replica again."""
     victim_ids = {row.id for row in victims}
     remaining = [row for row in context.serving if row.id not in victim_ids]
-    below = context.demand.maximum == 0 or len(remaining) < context.demand.maximum
-    return bool(victims) and not context.demand.spread and below and all(row.in_flight for row in remaining)
+    below = context.rule.maximum == 0 or len(remaining) < context.rule.maximum
+    return bool(victims) and not context.rule.spread and below and all(row.in_flight for row in remaining)
 
 
 def _retire(context: RuleContext, row: FleetReplica, now: datetime) -> RetireReplica:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(context.required, 1)
     reason = f"{_label(context, row)} idle for {minutes} min and more than {floor} there: it is retired"
-    return RetireReplica(context.demand.model, row.id, reason)
+    return RetireReplica(context.rule.model, row.id, reason)
 
 
 def _steady_reason(context: RuleContext) -> str:
@@ -334,7 +335,7 @@ def _steady_reason(context: RuleContext) -> str:
 
 
 def _undefined(context: RuleContext) -> str:
-    return f"no model {context.demand.model} is defined in the models folder"
+    return f"no model {context.rule.model} is defined in the models folder"
 
 
 def _failed(context: RuleContext) -> str:
@@ -356,7 +357,7 @@ def _evictions(context: RuleContext) -> list[EvictReplica | LoadReplica]:
     for row in _former(context):
         if context.replacing.get(row.id) and (has_others or not row.in_flight):
             reason = f"{_label(context, row)} goes before its successor, which finds no room beside it"
-            return [EvictReplica(context.demand.model, row.id, reason)]
+            return [EvictReplica(context.rule.model, row.id, reason)]
     return []
 
 
@@ -366,7 +367,7 @@ def _successors(context: RuleContext) -> list[EvictReplica | LoadReplica]:
     under_way = sum(row.id in context.replacing for row in former)
     waiting = [row for row in former if row.id not in context.replacing]
     allowance = max(len(context.eligible_serving) // REPLACED_AT_ONCE, 1) - under_way
-    model, is_spread = context.demand.model, context.demand.spread
+    model, is_spread = context.rule.model, context.rule.spread
     plural = "replica has" if len(former) == 1 else "replicas have"
     edited = f"the definition was edited: {len(former)} {plural} a former one"
     return [

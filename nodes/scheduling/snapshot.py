@@ -96,13 +96,13 @@ class Fleet:
 
 @dataclass(frozen=True)
 class LoadReplica:
-    """Load one more replica on one of the nodes `only`; None: on any."""
+    """Load one more replica on one of these nodes; None: on any."""
 
     model: str
-    only: frozenset[UUID] | None
+    allowed_nodes: frozenset[UUID] | None
     reason: str
     pinned: bool = False
-    """True if `only` is final; otherwise placement reads the rule's selector again."""
+    """True if `allowed_nodes` is final; otherwise placement reads the rule's selector again."""
     replaces: UUID | None = None
     """The replica that terminates as soon as this one serves."""
 
@@ -191,7 +191,7 @@ class EligibleNodes(tuple[FleetNode, ...]):
 class RuleContext:
     """One rule and the part of the fleet that concerns it."""
 
-    demand: DesiredState
+    rule: DesiredState
     eligible: EligibleNodes
     hosts: Mapping[UUID, FleetNode]
     """Every healthy node."""
@@ -249,17 +249,17 @@ class RuleContext:
     @property
     def required(self) -> int:
         """The number of replicas below which the rule is not satisfied."""
-        return len(self.eligible) if self.demand.spread else self.demand.minimum
+        return len(self.eligible) if self.rule.spread else self.rule.minimum
 
     @property
     def allowed_nodes(self) -> frozenset[UUID] | None:
         """The nodes on which a load may be placed; None: any (R4.15)."""
-        return None if self.demand.selector == {} else self.eligible.ids
+        return None if self.rule.selector == {} else self.eligible.ids
 
-    def ruling(self, reason: str, *actions: Action) -> RuleDecision:
-        """Return the ruling with these actions and the rule's figures."""
+    def decision(self, reason: str, *actions: Action) -> RuleDecision:
+        """Return the decision with these actions and the rule's figures."""
         added = sum(isinstance(action, LoadReplica) and action.replaces is None for action in actions)
         removed = sum(isinstance(action, RetireReplica) for action in actions)
         removed += sum(row.id in self.replacing for row in self.serving)
         aim = max(self.required, len(self.serving) + self.loads + added - removed)
-        return RuleDecision(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
+        return RuleDecision(self.rule.model, aim, len(self.serving), self.loads, reason, actions)

@@ -1,10 +1,10 @@
 """What routing by prefix is worth on real engines: tokens that need not be read again, and the first token.
 
-`python -m tests.benchmarks.bench_prefix [--rounds N] [--clients N]` starts a temporary cluster's parts
-(servers, a web process for each policy, two llama.cpp engines with two slots and no memory but those) and
-asks questions that begin with one of four texts of about 1,000 tokens, shuffled. The policies follow each
-other on the same engines, each with texts of its own, so that the second finds nothing of the first. Compare
-figures of one run only.
+`python -m tests.benchmarks.bench_prefix [--rounds N] [--clients N] [--runs N]` starts parts of a temporary
+cluster (servers, a web process for each policy, two llama.cpp engines with two slots and no memory but those)
+and asks questions that begin with one of four texts of about 1,000 tokens, shuffled. In each run the policies
+follow each other on the same engines, with texts of their own, so that none finds anything of the one before.
+Compare figures of one call only.
 """
 
 import argparse
@@ -57,12 +57,16 @@ class Told:
         """Of the prompts' tokens, what was remembered."""
         return sum(self.cached) / sum(self.prompt)
 
+    @property
+    def p90(self) -> float:
+        """Milliseconds until the first token that nine of ten questions do not exceed."""
+        return sorted(self.first)[len(self.first) * 9 // 10]
+
     def line(self, policy: str) -> str:
         """The figures."""
-        p90 = sorted(self.first)[len(self.first) * 9 // 10]
         return (
-            f"{policy:<12}: {len(self.first)} questions of {mean(self.prompt):.0f} tokens,"
-            f" {100 * self.share:.0f} % cached; first token p50 {median(self.first):.0f} ms, p90 {p90:.0f} ms"
+            f"{policy:<12}: {len(self.first)} questions of {mean(self.prompt):.0f} tokens, {self.share:.0%}"
+            f" cached; first token p50 {median(self.first):.0f} ms, p90 {self.p90:.0f} ms"
         )
 
 
@@ -95,9 +99,9 @@ async def ask(client: httpx.AsyncClient, web: Process, text: str, question: str,
     told.first.append(1000 * first)
 
 
-async def play(policy: str, web: Process, rounds: int, clients: int) -> Told:
+async def play(policy: str, web: Process, rounds: int, clients: int, number: int) -> Told:
     """So many rounds of all texts; one before them, in which nothing can be remembered, is not told."""
-    chance, found = random.Random(1), Told()
+    chance, found = random.Random(number), Told()
     beginnings = texts(policy, chance)
     async with httpx.AsyncClient(timeout=120) as client:
         for turn in range(rounds + 1):
@@ -148,19 +152,22 @@ def rows(addresses: Sequence[str]) -> None:
     )
 
 
-async def run(cluster: Cluster, rounds: int, clients: int) -> None:
-    """Prints the figures of both policies."""
+async def run(cluster: Cluster, rounds: int, clients: int, runs: int) -> None:
+    """Prints the figures of both policies, for each run and for all of them."""
+    found: dict[str, list[Told]] = {policy: [] for policy in POLICIES}
     async with engines() as addresses:
         await asyncio.to_thread(rows, addresses)
         webs = {
             policy: await asyncio.to_thread(cluster.web, LOCALAI_DISTRIBUTED_PREFIX_CACHE=on)
             for policy, on in POLICIES.items()
         }
-        found = {policy: await play(policy, web, rounds, clients) for policy, web in webs.items()}
-    for policy, told in found.items():
-        print(told.line(policy))
-    plain, by_prefix = (found[policy] for policy in POLICIES)
-    print(f"cached share by prefix: {by_prefix.share / plain.share:.2f} times that of round robin")
+        for number in range(1, runs + 1):
+            for policy, web in webs.items():
+                found[policy].append(await play(policy, web, rounds, clients, number))
+                print(f"run {number}, {found[policy][-1].line(policy)}", flush=True)
+    for name in ("share", "p90"):
+        plain, by_prefix = (median(getattr(told, name) for told in found[policy]) for policy in POLICIES)
+        print(f"{name}, median of the runs: {plain:.4g}, by prefix {by_prefix:.4g} ({by_prefix / plain:.2f})")
 
 
 def main() -> None:
@@ -168,10 +175,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description="Measures routing by prefix on real engines.")
     options.add_argument("--rounds", type=int, default=6)
     options.add_argument("--clients", type=int, default=1)
+    options.add_argument("--runs", type=int, default=1)
     chosen = options.parse_args()
     with running_cluster(CLUSTER_NODE_STALE_AFTER="24h") as cluster:
         planted.set_up(cluster)
-        asyncio.run(run(cluster, chosen.rounds, chosen.clients))
+        asyncio.run(run(cluster, chosen.rounds, chosen.clients, chosen.runs))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ class Cluster:
             return
         with self.ended(partial(abandoned_loads, model)):
             call(slots.end_abandoned_loads, model, now=clock.now())
-        views = call(fleet_cache.read_fleet, model, only=[UUID(operation.payload["node"])])
+        views = call(fleet_cache.read_fleet, model, allowed_nodes=[UUID(operation.payload["node"])])
         if not views:
             raise LoadFailed("no node")
         found = [call(eviction.serving, UUID(id)) for id in operation.payload["evicts"]]

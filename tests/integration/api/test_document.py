@@ -181,7 +181,7 @@ def reasons(read: Reader) -> None:
 
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
-    for nodes in ([], fleet_cache.read_fleet(model, only=[node.id])):
+    for nodes in ([], fleet_cache.read_fleet(model, allowed_nodes=[node.id])):
         record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 

@@ -36,13 +36,13 @@ def column(node: BackendNode) -> int:
 
 
 def free(node: BackendNode) -> int:
-    (seen,) = fleet_cache.read_fleet("any", only=[node.pk])
+    (seen,) = fleet_cache.read_fleet("any", allowed_nodes=[node.pk])
     return seen.free_vram
 
 
 def begun(node: BackendNode, model: str, need: int, *, required: bool = False, mark: str = "") -> Slot | None:
     """A load takes its slot."""
-    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, allowed_nodes=[node.pk])
     wants = Need(vram=need, vram_required=required)
     slot = slots.reserve(
         view, model, attempt=attempt(mark or f"{model}:1"), backend="b", now=clock.now(), need=wants
@@ -294,7 +294,7 @@ def feasible(
 ) -> list[str]:
     """The nodes that a load of the model could take, in the order in which they are tried."""
     with CaptureQueriesContext(connection) as context:
-        decision = choose_node(fleet_cache.read_fleet(model, only=only), need=need)
+        decision = choose_node(fleet_cache.read_fleet(model, allowed_nodes=only), need=need)
     assert len(context) == queries
     return [node.name for node in decision.ranked]
 

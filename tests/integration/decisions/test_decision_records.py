@@ -214,12 +214,12 @@ class TestScaling:
                 name = f"{size}-{number}"
                 rule(1, model=name)
                 (models / f"{name}.yaml").write_text(f"name: {name}\nbackend: b\nparameters: {{model: x}}\n")
-            demands = passes.read_desired_states()
-            fleet = replicas.observe(demands, replicas.definition_revisions(), clock.now())
-            rulings = plan(fleet, demands, clock.now(), tick=True)
-            about = {demand.model: demand for demand in demands}
+            desired_states = passes.read_desired_states()
+            fleet = replicas.observe(desired_states, replicas.definition_revisions(), clock.now())
+            decisions = plan(fleet, desired_states, clock.now(), tick=True)
+            about = {desired_state.model: desired_state for desired_state in desired_states}
             with CaptureQueriesContext(connection) as queries:
-                scale_records.record_decisions(rulings, fleet, about, clock.now(), tick=True)
+                scale_records.record_decisions(decisions, fleet, about, clock.now(), tick=True)
             counts.append(len(queries))
         assert counts == [5, 5], "a snapshot, the last records, and the new ones in a transaction"
 

@@ -210,9 +210,9 @@ def test_a_decision_does_not_visit_nodes_that_no_longer_have_the_model() -> None
 def test_some_nodes_only() -> None:
     nodes = [hot.node(f"n{number}", available_vram=8 * GB) for number in range(3)]
     ids = [node.pk for node in nodes]
-    seen, decision = FleetCache().decide("a", ANYTHING, only=ids[1:], besides=ids[2:])
+    seen, decision = FleetCache().decide("a", ANYTHING, allowed_nodes=ids[1:], excluded_nodes=ids[2:])
     assert [one.id for one in seen.nodes] == ids[1:2]
-    assert decision == choose_node(fleet_cache.read_fleet("a", only=ids[1:], besides=ids[2:]))
+    assert decision == choose_node(fleet_cache.read_fleet("a", allowed_nodes=ids[1:], excluded_nodes=ids[2:]))
 
 
 def test_what_may_be_rolled_back_is_not_followed() -> None:

@@ -70,13 +70,13 @@ def told_by(name: str, *free: int, **more: Any) -> BackendNode:
 
 def rooms(node: BackendNode) -> list[int]:
     """What placement takes for free on each GPU, in GiB."""
-    (seen,) = fleet_cache.read_fleet("any", only=[node.pk])
+    (seen,) = fleet_cache.read_fleet("any", allowed_nodes=[node.pk])
     return [room // GIB for _, room in sorted(seen.gpus)]
 
 
 def begun(node: BackendNode, model: str, size: int, *, required: bool = True) -> Slot | NoSlot:
     """A load takes its slot, whatever placement says."""
-    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, allowed_nodes=[node.pk])
     need = Need(vram=size * GIB, vram_required=required)
     return slots.reserve(view, model, attempt=attempt(f"{model}:1"), backend="b", now=clock.now(), need=need)
 
@@ -330,7 +330,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
 def test_two_racers_for_the_last_room_on_one_gpu() -> None:
     """Both saw it free; under the node's lock one takes it and the other is refused."""
     node = told_by("one", 12, 4)
-    (view,) = fleet_cache.read_fleet("m", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("m", allowed_nodes=[node.pk])
     need = Need(vram=10 * GIB, vram_required=True)
 
     def taking(name: str) -> Slot | NoSlot:

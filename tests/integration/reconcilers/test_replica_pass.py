@@ -106,7 +106,7 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
     rule(model="all", spread_all=True)
     rule(0, 2, model="most")
     rule(1, model="least")
-    assert [demand.model for demand in passes.read_desired_states()] == ["all", "least", "most"]
+    assert [desired_state.model for desired_state in passes.read_desired_states()] == ["all", "least", "most"]
     replicas.run_pass(tick=True)
     assert (stored("routed").looked_at, stored("all").reason) == (None, "there is no healthy node")
 

@@ -164,7 +164,7 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
 
 
 def failed_load(node: BackendNode, *, started: bool) -> Slot:
-    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", allowed_nodes=[node.pk])
     mine = attempt("gone:1")
     slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
     assert isinstance(slot, Slot)
@@ -206,7 +206,7 @@ async def test_such_a_place_is_no_replica_and_never_serves() -> None:
 
 
 def free(node: BackendNode) -> int:
-    return fleet_cache.read_fleet("any", only=[node.pk])[0].free_vram // GB
+    return fleet_cache.read_fleet("any", allowed_nodes=[node.pk])[0].free_vram // GB
 
 
 @pytest.mark.rule("R1.51", "R1.33")
@@ -362,7 +362,9 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 
 def evicts(number: int, need: Need) -> None:
-    fleet = fleet_cache.read_fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
+    fleet = fleet_cache.read_fleet(
+        f"m{number}", allowed_nodes=NodeModel.objects.values_list("node_id", flat=True)
+    )
     view = FleetView([one for one in fleet if one.name == "one"], need)
     room = find_eviction(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:

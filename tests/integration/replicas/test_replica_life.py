@@ -68,7 +68,7 @@ def running_load() -> Attempt:
 
 
 def reserved(node: BackendNode, owner: Attempt) -> Slot:
-    (view,) = fleet_cache.read_fleet("echo", only=[node.pk])
+    (view,) = fleet_cache.read_fleet("echo", allowed_nodes=[node.pk])
     slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
     assert isinstance(slot, Slot), slot
     return slot

@@ -36,7 +36,7 @@ def heard() -> Iterator[list[RemovedReplica]]:
 
 
 def reserved(node: BackendNode, model: str, mark: str) -> Slot:
-    (view,) = fleet_cache.read_fleet(model, only=[node.pk])
+    (view,) = fleet_cache.read_fleet(model, allowed_nodes=[node.pk])
     slot = slots.reserve(view, model, attempt=attempt(mark), backend="llama-cpp", now=clock.now())
     assert isinstance(slot, Slot)
     return slot

@@ -116,18 +116,18 @@ def test_the_same_eviction_follows_from_the_log(
 @given(test_replica_plan.fleets(), st.booleans())
 def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
     """Each rule by itself, from sections that all rules share."""
-    (fleet, demands), failed = scene, Failure(test_replica_plan.ago(seconds=9), "no such file")
+    (fleet, desired_states), failed = scene, Failure(test_replica_plan.ago(seconds=9), "no such file")
     pinned = {"a": frozenset({UUID(int=1)})}
     fleet = replace(fleet, pinned=pinned, failures={"b": failed}, defined=frozenset({"a", "b"}))
     now = test_replica_plan.NOW
-    about = {demand.model: demand for demand in demands}
+    about = {desired_state.model: desired_state for desired_state in desired_states}
     state = read_back(scheduling.encode_rules(fleet, about, now, tick=tick))
-    rulings = {one.model: one for one in plan(fleet, demands, now, tick=tick)}
+    decisions = {one.model: one for one in plan(fleet, desired_states, now, tick=tick)}
     for model in about:
         seen = scheduling.decode_rule(state, model)
         assert seen is not None
         again = {one.model: one for one in plan(seen[0], [seen[1]], seen[2], tick=seen[3])}
-        assert again.get(model) == rulings.get(model)
+        assert again.get(model) == decisions.get(model)
 
 
 def test_every_field_of_a_node_comes_back() -> None:
@@ -202,5 +202,5 @@ def test_entries_of_an_earlier_version_replay() -> None:
     for expected in stored["rules"]:
         decoded = scheduling.decode_rule(state, expected["model"])
         assert decoded is not None
-        (ruling,) = plan(decoded[0], [decoded[1]], decoded[2], tick=decoded[3])
-        assert (ruling.reason, ruling.wanted) == (expected["reason"], expected["wanted"])
+        (of_rule,) = plan(decoded[0], [decoded[1]], decoded[2], tick=decoded[3])
+        assert (of_rule.reason, of_rule.wanted) == (expected["reason"], expected["wanted"])

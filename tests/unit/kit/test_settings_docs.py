@@ -28,7 +28,7 @@ def test_each_setting_has_a_text(table: type[env.Table], entry: env.Setting) -> 
 def test_each_default_is_a_valid_value(entry: env.Setting) -> None:
     """The text that the document shows as the default has the effect of leaving the variable out."""
     if isinstance(entry.default, str) and entry.default:
-        entry.kind.parse(entry.default)
+        entry.format.parse(entry.default)
 
 
 def test_no_two_settings_of_a_program_share_a_variable() -> None:

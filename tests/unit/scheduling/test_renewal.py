@@ -42,33 +42,34 @@ def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
     return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: DesiredState, *, tick: bool = True, **fleet: Any) -> RuleDecision:
+def decided(desired_state: DesiredState, *, tick: bool = True, **fleet: Any) -> RuleDecision:
     fleet.setdefault("revisions", {"m": NEW})
-    (ruling,) = plan(Fleet(**fleet), [demand], NOW, tick=tick)
-    return ruling
+    (decision,) = plan(Fleet(**fleet), [desired_state], NOW, tick=tick)
+    return decision
 
 
-def replaced(ruling: RuleDecision) -> list[UUID | None]:
-    return [one.replaces for one in ruling.actions if isinstance(one, LoadReplica)]
+def replaced(decision: RuleDecision) -> list[UUID | None]:
+    return [one.replaces for one in decision.actions if isinstance(one, LoadReplica)]
 
 
-def gone_first(ruling: RuleDecision) -> list[UUID]:
-    return [one.replica_id for one in ruling.actions if isinstance(one, EvictReplica)]
+def gone_first(decision: RuleDecision) -> list[UUID]:
+    return [one.replica_id for one in decision.actions if isinstance(one, EvictReplica)]
 
 
 @pytest.mark.rule("R1.94", "R1.98")
 def test_a_replica_of_a_former_definition_is_replaced_by_one_load_that_names_it() -> None:
     """With a rule and without one; asked for once, and at a tick."""
     on = host(1, slots=2)
-    for demand in (rule(), rule(1), rule(0, 1)):
-        assert replaced(decided(demand, hosts=[on], replicas=[row(on)])) == [row(on).id]
-        assert decided(demand, tick=False, hosts=[on], replicas=[row(on)]).actions == ()
+    for desired_state in (rule(), rule(1), rule(0, 1)):
+        assert replaced(decided(desired_state, hosts=[on], replicas=[row(on)])) == [row(on).id]
+        assert decided(desired_state, tick=False, hosts=[on], replicas=[row(on)]).actions == ()
         waits: dict[str, Any] = {"loads": {"m": 1}, "replacing": {row(on).id: False}}
-        ruling = decided(demand, hosts=[on], replicas=[row(on)], **waits)
-        assert (ruling.actions, ruling.wanted) == ((), 1)
-    ruling = decided(rule(1), hosts=[on], replicas=[row(on)])
+        decision = decided(desired_state, hosts=[on], replicas=[row(on)], **waits)
+        assert (decision.actions, decision.wanted) == ((), 1)
+    decision = decided(rule(1), hosts=[on], replicas=[row(on)])
     assert (
-        ruling.reason == "the definition was edited: 1 replica has a former one, replica 0 on n1 is replaced"
+        decision.reason
+        == "the definition was edited: 1 replica has a former one, replica 0 on n1 is replaced"
     )
 
 
@@ -121,7 +122,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     a, b = host(1), host(2)
     (load,) = decided(rule(spread=True), hosts=[a], replicas=[row(a)]).actions
     assert isinstance(load, LoadReplica)
-    assert (load.only, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
+    assert (load.allowed_nodes, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
     waits: dict[str, Any] = {
         "loads": {"m": 1},
         "pinned": {"m": frozenset({a.id})},
@@ -129,7 +130,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     }
     (bare,) = decided(rule(spread=True), hosts=[a, b], replicas=[row(a)], **waits).actions
     assert isinstance(bare, LoadReplica)
-    assert (bare.only, bare.replaces) == (frozenset({b.id}), None)
+    assert (bare.allowed_nodes, bare.replaces) == (frozenset({b.id}), None)
 
 
 @pytest.mark.rule("R4.8", "R1.98")
@@ -167,23 +168,23 @@ class Played:
 
     hosts: list[FleetNode]
     rows: list[FleetReplica]
-    demand: DesiredState
+    desired_state: DesiredState
     wishes: list[LoadReplica] = field(default_factory=list)
     made: int = 0
 
     def step(self) -> RuleDecision:
-        (ruling,) = plan(self.fleet(), [self.demand], NOW, tick=True)
-        assert not any(isinstance(one, RetireReplica | Unsatisfiable) for one in ruling.actions)
-        for action in ruling.actions:
+        (decision,) = plan(self.fleet(), [self.desired_state], NOW, tick=True)
+        assert not any(isinstance(one, RetireReplica | Unsatisfiable) for one in decision.actions)
+        for action in decision.actions:
             if isinstance(action, LoadReplica):
                 self.wishes.append(action)
             if isinstance(action, EvictReplica):
                 self.leave(action.replica_id)
-        return ruling
+        return decision
 
     def fleet(self) -> Fleet:
         lacking = {one.replaces: True for one in self.wishes if one.replaces}
-        pinned = frozenset(id for one in self.wishes if one.pinned for id in one.only or ())
+        pinned = frozenset(id for one in self.wishes if one.pinned for id in one.allowed_nodes or ())
         return Fleet(
             self.hosts, self.rows, {"m": len(self.wishes)}, {"m": pinned}, {}, None, {"m": NEW}, lacking
         )
@@ -198,7 +199,7 @@ class Played:
             for on in self.hosts:
                 taken = {one.index for one in self.rows if one.node_id == on.id}
                 free = set(range(on.slots)) - taken
-                if free and (not wish.pinned or on.id in (wish.only or ())):
+                if free and (not wish.pinned or on.id in (wish.allowed_nodes or ())):
                     self.made += 1
                     new = row(on, min(free), revision=NEW)
                     self.rows.append(replace(new, id=UUID(int=10**9 + self.made)))

@@ -51,9 +51,11 @@ def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> DesiredState:
     return DesiredState(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: DesiredState, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> RuleDecision:
-    (ruling,) = plan(Fleet(**fleet), [demand], now, tick=tick)
-    return ruling
+def decided(
+    desired_state: DesiredState, *, tick: bool = True, now: datetime = NOW, **fleet: Any
+) -> RuleDecision:
+    (decision,) = plan(Fleet(**fleet), [desired_state], now, tick=tick)
+    return decision
 
 
 def loads(actions: Iterable[Action]) -> list[LoadReplica]:
@@ -64,8 +66,8 @@ def retired(actions: Iterable[Action]) -> list[UUID]:
     return [action.replica_id for action in actions if isinstance(action, RetireReplica)]
 
 
-def flags(ruling: RuleDecision) -> list[Action]:
-    return [action for action in ruling.actions if isinstance(action, Unsatisfiable | ClearFlags)]
+def flags(decision: RuleDecision) -> list[Action]:
+    return [action for action in decision.actions if isinstance(action, Unsatisfiable | ClearFlags)]
 
 
 # --- minimum
@@ -73,11 +75,11 @@ def flags(ruling: RuleDecision) -> list[Action]:
 
 @pytest.mark.rule("R4.10", "R4.12", "T-REC-3", "R4.21", "T-ROU-13")
 def test_what_is_missing_is_loaded_without_a_first_request() -> None:
-    ruling = decided(rule(2), hosts=[host(1), host(2)])
-    assert loads(ruling.actions) == list(ruling.actions)
-    assert [action.only for action in loads(ruling.actions)] == [None, None]
-    assert (ruling.wanted, ruling.current, ruling.loading) == (2, 0, 0)
-    assert ruling.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
+    decision = decided(rule(2), hosts=[host(1), host(2)])
+    assert loads(decision.actions) == list(decision.actions)
+    assert [action.allowed_nodes for action in loads(decision.actions)] == [None, None]
+    assert (decision.wanted, decision.current, decision.loading) == (2, 0, 0)
+    assert decision.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
 
 
 @pytest.mark.rule("R4.10", "R1.65", "T-REC-16", "T-REC-21")
@@ -88,9 +90,11 @@ def test_no_more_than_there_is_room_for(held: tuple[int, ...], chosen: int, expe
     """Caps of 4, 2 and 1: every row takes a slot, whatever its state; a load without a slot takes one too."""
     hosts = [host(1, slots=4), host(2, slots=2, tier="a"), host(3, slots=1, tier="a")]
     rows = [row(hosts[number], index, state="unloading") for index, number in enumerate(held)]
-    demand = rule(20, selector={"tier": "a"} if chosen == 2 else {})
-    assert len(loads(decided(demand, hosts=hosts, replicas=rows).actions)) == expected
-    assert len(loads(decided(demand, hosts=hosts, replicas=rows, loads={"m": 1}).actions)) == expected - 1
+    desired_state = rule(20, selector={"tier": "a"} if chosen == 2 else {})
+    assert len(loads(decided(desired_state, hosts=hosts, replicas=rows).actions)) == expected
+    assert (
+        len(loads(decided(desired_state, hosts=hosts, replicas=rows, loads={"m": 1}).actions)) == expected - 1
+    )
 
 
 @pytest.mark.rule("R4.9", "R4.10", "R4.22", "R1.66", "T-REG-55", "T-REG-56")
@@ -99,26 +103,26 @@ def test_only_what_requests_find_counts_and_what_is_under_way() -> None:
     here, gone = host(1, slots=2), host(9)
     assert len(loads(decided(rule(2), hosts=[here], replicas=[row(here), row(gone)]).actions)) == 1
     loading = row(here, 1, state="loading")
-    ruling = decided(rule(2), hosts=[here], replicas=[row(here), loading], loads={"m": 1})
-    assert (ruling.actions, ruling.current, ruling.loading) == ((), 1, 1)
+    decision = decided(rule(2), hosts=[here], replicas=[row(here), loading], loads={"m": 1})
+    assert (decision.actions, decision.current, decision.loading) == ((), 1, 1)
 
 
 @pytest.mark.rule("R4.15", "T-REC-8")
 def test_a_selector_names_the_nodes_of_the_load() -> None:
     fits, other = host(1, tier="a", more="x"), host(2)
     (asked,) = loads(decided(rule(1, selector={"tier": "a"}), hosts=[fits, other]).actions)
-    assert asked.only == frozenset({fits.id})
+    assert asked.allowed_nodes == frozenset({fits.id})
 
 
 def test_a_replica_where_the_rule_does_not_want_it_is_replaced_and_then_goes() -> None:
     """It serves until another one does, and goes before those that are wanted."""
     fits, other = host(1, tier="a"), host(2)
-    demand = rule(1, 1, selector={"tier": "a"})
-    assert loads(decided(demand, hosts=[fits, other], replicas=[row(other)]).actions)
+    desired_state = rule(1, 1, selector={"tier": "a"})
+    assert loads(decided(desired_state, hosts=[fits, other], replicas=[row(other)]).actions)
     both = [row(fits), row(other)]
-    assert retired(decided(demand, hosts=[fits, other], replicas=both).actions) == [both[1].id]
+    assert retired(decided(desired_state, hosts=[fits, other], replicas=both).actions) == [both[1].id]
     busy = [row(fits), row(other, in_flight=1)]
-    assert decided(demand, hosts=[fits, other], replicas=busy).actions == ()
+    assert decided(desired_state, hosts=[fits, other], replicas=busy).actions == ()
 
 
 # --- what cannot be had
@@ -139,25 +143,25 @@ def test_a_problem_is_counted_and_the_third_time_begins_a_cooldown(
     hosts: list[FleetNode], selector: Any, reason: str
 ) -> None:
     taken = [row(host(2), state="idle")]
-    demand = rule(1, selector=selector)
+    desired_state = rule(1, selector=selector)
     for ticks in (1, 2):
-        ruling = decided(demand, hosts=hosts, replicas=taken)
-        assert ruling.actions == (Unsatisfiable("m", ticks, None, reason),)
-        demand = replace(demand, ticks=ticks)
+        decision = decided(desired_state, hosts=hosts, replicas=taken)
+        assert decision.actions == (Unsatisfiable("m", ticks, None, reason),)
+        desired_state = replace(desired_state, ticks=ticks)
     until = NOW + COOLDOWN
     said = f"{reason}; nothing is tried until 10:05:00 UTC"
-    ruling = decided(demand, hosts=hosts, replicas=taken)
-    assert ruling.actions == (Unsatisfiable("m", 3, until, said),)
-    assert ruling.reason == said
+    decision = decided(desired_state, hosts=hosts, replicas=taken)
+    assert decision.actions == (Unsatisfiable("m", 3, until, said),)
+    assert decision.reason == said
 
 
 @pytest.mark.rule("R4.8", "T-REC-17")
 def test_a_cooldown_leaves_the_model_alone_and_keeps_its_reason() -> None:
     on = host(1, slots=3)
-    demand = rule(3, ticks=3, until=NOW + timedelta(seconds=1))
-    assert (decided(demand, hosts=[on]).actions, decided(demand, hosts=[on]).reason) == ((), "")
+    desired_state = rule(3, ticks=3, until=NOW + timedelta(seconds=1))
+    assert (decided(desired_state, hosts=[on]).actions, decided(desired_state, hosts=[on]).reason) == ((), "")
     many = [row(on, index) for index in range(3)]
-    assert decided(replace(demand, minimum=1), hosts=[on], replicas=many).actions == ()
+    assert decided(replace(desired_state, minimum=1), hosts=[on], replicas=many).actions == ()
 
 
 @pytest.mark.rule("R4.8", "R4.10")
@@ -167,9 +171,9 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
     rests = rule(3, ticks=3, until=NOW + timedelta(minutes=4))
     there = [row(a)]
     lost = replace(rests, seen=2)
-    ruling = decided(lost, tick=False, hosts=[a, b], replicas=there)
-    assert (len(loads(ruling.actions)), flags(ruling)) == (1, [])
-    assert ruling.reason == "1 of 2 were lost: 1 more, although it rests"
+    decision = decided(lost, tick=False, hosts=[a, b], replicas=there)
+    assert (len(loads(decision.actions)), flags(decision)) == (1, [])
+    assert decision.reason == "1 of 2 were lost: 1 more, although it rests"
     leaves = [*there, row(b, state="unloading")]
     assert len(loads(decided(lost, tick=False, hosts=[a, b], replicas=leaves).actions)) == 1
     assert decided(replace(rests, seen=1), tick=False, hosts=[a, b], replicas=there).actions == ()
@@ -177,16 +181,16 @@ def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
     assert decided(lost, tick=False, hosts=[a, b], replicas=there, loads={"m": 2}).actions == ()
     everywhere = rule(spread=True, ticks=3, until=NOW + timedelta(minutes=4), seen=2)
     (asked,) = loads(decided(everywhere, tick=False, hosts=[a, b], replicas=there).actions)
-    assert asked.only == frozenset({b.id})
+    assert asked.allowed_nodes == frozenset({b.id})
 
 
 @pytest.mark.rule("R4.10", "R4.23", "T-REC-18")
 def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
-    demand = rule(1, ticks=3, until=NOW)
-    ruling = decided(demand, hosts=[host(1)])
-    assert [type(action) for action in ruling.actions] == [LoadReplica, ClearFlags]
-    assert flags(decided(demand)) == [
-        Unsatisfiable("m", 4, NOW + COOLDOWN, decided(demand).reason),
+    desired_state = rule(1, ticks=3, until=NOW)
+    decision = decided(desired_state, hosts=[host(1)])
+    assert [type(action) for action in decision.actions] == [LoadReplica, ClearFlags]
+    assert flags(decided(desired_state)) == [
+        Unsatisfiable("m", 4, NOW + COOLDOWN, decided(desired_state).reason),
     ]
 
 
@@ -199,33 +203,33 @@ def test_flags_end_also_when_somebody_else_has_brought_what_was_missing() -> Non
 @pytest.mark.rule("R4.21")
 def test_a_model_without_definition_is_said_and_counted_but_has_no_cooldown() -> None:
     """Its definition may be written at any moment."""
-    ruling = decided(rule(1, ticks=7), hosts=[host(1)], defined=frozenset({"other"}))
+    decision = decided(rule(1, ticks=7), hosts=[host(1)], defined=frozenset({"other"}))
     reason = "no model m is defined in the models folder"
-    assert ruling.actions == (Unsatisfiable("m", 8, None, reason),)
+    assert decision.actions == (Unsatisfiable("m", 8, None, reason),)
     assert decided(rule(0, 2), hosts=[host(1)], defined=frozenset()).reason == reason
     assert loads(decided(rule(1), hosts=[host(1)], defined=None).actions)
 
 
 def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
     """A broken model is not loaded at each tick for ever."""
-    demand, failed = rule(1), {"m": Failure(ago(seconds=5), "refused")}
+    desired_state, failed = rule(1), {"m": Failure(ago(seconds=5), "refused")}
     for ticks in (1, 2):
-        ruling = decided(demand, hosts=[host(1)], failures=failed)
-        assert loads(ruling.actions)
-        assert [one.ticks for one in flags(ruling) if isinstance(one, Unsatisfiable)] == [ticks]
-        demand = replace(demand, ticks=ticks)
-    (third,) = decided(demand, hosts=[host(1)], failures=failed).actions
+        decision = decided(desired_state, hosts=[host(1)], failures=failed)
+        assert loads(decision.actions)
+        assert [one.ticks for one in flags(decision) if isinstance(one, Unsatisfiable)] == [ticks]
+        desired_state = replace(desired_state, ticks=ticks)
+    (third,) = decided(desired_state, hosts=[host(1)], failures=failed).actions
     assert third == Unsatisfiable(
         "m", 3, NOW + COOLDOWN, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
     )
     old = {"m": Failure(ago(minutes=5), "refused")}
-    assert flags(decided(demand, hosts=[host(1)], failures=old)) == [ClearFlags("m")]
+    assert flags(decided(desired_state, hosts=[host(1)], failures=old)) == [ClearFlags("m")]
 
 
 def test_a_slot_that_is_being_freed_is_waited_for() -> None:
     on = host(1)
-    ruling = decided(rule(1), hosts=[on], replicas=[row(on, state="unloading")])
-    assert (ruling.actions, "no free slot" in ruling.reason) == ((), True)
+    decision = decided(rule(1), hosts=[on], replicas=[row(on, state="unloading")])
+    assert (decision.actions, "no free slot" in decision.reason) == ((), True)
 
 
 # --- spread
@@ -235,21 +239,21 @@ def test_a_slot_that_is_being_freed_is_waited_for() -> None:
 def test_a_spread_model_is_loaded_on_each_node_that_lacks_it() -> None:
     """Also where another node has two; one on a node that does not match is of no use."""
     a, b, c = host(1, slots=2, tier="a"), host(2, tier="a"), host(3)
-    demand = rule(spread=True, selector={"tier": "a"})
-    assert {one.only for one in loads(decided(demand, hosts=[c, b, a]).actions)} == {
+    desired_state = rule(spread=True, selector={"tier": "a"})
+    assert {one.allowed_nodes for one in loads(decided(desired_state, hosts=[c, b, a]).actions)} == {
         frozenset({a.id}),
         frozenset({b.id}),
     }
     rows = [row(a), row(a, 1), row(c)]
-    (asked,) = loads(decided(demand, hosts=[a, b, c], replicas=rows).actions)
-    assert asked.only == frozenset({b.id})
-    assert decided(demand, hosts=[a, b, c], loads={"m": 1}).actions == ()
+    (asked,) = loads(decided(desired_state, hosts=[a, b, c], replicas=rows).actions)
+    assert asked.allowed_nodes == frozenset({b.id})
+    assert decided(desired_state, hosts=[a, b, c], loads={"m": 1}).actions == ()
 
 
 @pytest.mark.rule("R4.7", "T-REC-2")
 def test_a_spread_model_without_nodes_wants_nothing() -> None:
-    ruling = decided(rule(spread=True, selector={"tier": "a"}, ticks=1), hosts=[host(1)])
-    assert (ruling.actions, ruling.reason) == ((), "no healthy node has tier=a")
+    decision = decided(rule(spread=True, selector={"tier": "a"}, ticks=1), hosts=[host(1)])
+    assert (decision.actions, decision.reason) == ((), "no healthy node has tier=a")
 
 
 @pytest.mark.rule("R4.7", "R4.17")
@@ -266,9 +270,9 @@ def test_a_spread_model_keeps_one_on_each_node() -> None:
 def test_one_more_while_all_are_busy_and_none_is_on_its_way() -> None:
     on = host(1, slots=9)
     busy = [row(on, index, in_flight=1) for index in range(2)]
-    ruling = decided(rule(1, 4), hosts=[on], replicas=busy)
-    assert (len(loads(ruling.actions)), ruling.wanted) == (1, 3)
-    assert ruling.reason == "all 2 replicas are busy: one more"
+    decision = decided(rule(1, 4), hosts=[on], replicas=busy)
+    assert (len(loads(decision.actions)), decision.wanted) == (1, 3)
+    assert decision.reason == "all 2 replicas are busy: one more"
     assert decided(rule(1), hosts=[on], replicas=busy[:1]).reason == "the one replica is busy: one more"
     assert decided(rule(1, 2), hosts=[on], replicas=busy).actions == ()
     assert len(decided(rule(1), hosts=[on], replicas=busy).actions) == 1
@@ -293,13 +297,13 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
     """R4.13: never over the limit, no eviction, no cooldown; it ends only with what is loaded."""
     on = host(1, slots=3)
     there = [row(on, idle_since=NOW), row(on, 1, in_flight=1)]
-    ruling = decided(rule(1, 3), hosts=[on], replicas=there, pressed={"m": 4})
-    assert [type(action) for action in ruling.actions] == [LoadReplica, EndPressure]
-    assert ruling.reason == (
+    decision = decided(rule(1, 3), hosts=[on], replicas=there, pressed={"m": 4})
+    assert [type(action) for action in decision.actions] == [LoadReplica, EndPressure]
+    assert decision.reason == (
         "4 requests within a minute not sent to the replica that remembers the prompt: too busy; one more"
     )
     assert loads(decided(rule(1), hosts=[on], replicas=there[:1], pressed={"m": 1}).actions)
-    for demand, fleet in (
+    for desired_state, fleet in (
         (rule(1, 2), {}),
         (rule(1), {}),
         (rule(1, 3), {"loads": {"m": 1}}),
@@ -311,7 +315,7 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
         (rule(1, 3), {"pressed": {"other": 9}}),
     ):
         scene: dict[str, Any] = {"hosts": [on], "replicas": there, "pressed": {"m": 1}} | fleet
-        actions = decided(demand, **scene).actions
+        actions = decided(desired_state, **scene).actions
         assert not any(isinstance(action, EndPressure | Unsatisfiable) for action in actions)
     assert not decided(rule(1, 3), tick=False, hosts=[on], replicas=there, pressed={"m": 4}).actions
     busy = [replace(one, in_flight=1) for one in there]
@@ -428,9 +432,9 @@ def test_rules_share_what_a_selector_chooses() -> None:
 
     def looks(rules: int) -> int:
         Counted.looks = 0
-        demands = [rule(2, model=f"m{number:02}", selector={"tier": "x"}) for number in range(rules)]
-        rulings = plan(Fleet(hosts), demands, NOW, tick=True)
-        assert all(len(loads(one.actions)) == 2 for one in rulings)
+        desired_states = [rule(2, model=f"m{number:02}", selector={"tier": "x"}) for number in range(rules)]
+        decisions = plan(Fleet(hosts), desired_states, NOW, tick=True)
+        assert all(len(loads(one.actions)) == 2 for one in decisions)
         return Counted.looks
 
     assert looks(40) == looks(20)
@@ -465,11 +469,11 @@ def fleets(draw: st.DrawFn) -> tuple[Fleet, list[DesiredState]]:
     placed = Counter(one.model for one in rows if one.state in ("loading", "staging"))
     under_way = {model: placed[model] + draw(st.integers(0, 2)) for model in MODELS}
     pressed = {model: draw(st.integers(0, 2)) for model in MODELS}
-    return Fleet(hosts, rows, under_way, pressed=pressed), [draw(demands(model)) for model in MODELS]
+    return Fleet(hosts, rows, under_way, pressed=pressed), [draw(desired_states(model)) for model in MODELS]
 
 
 @st.composite
-def demands(draw: st.DrawFn, model: str) -> DesiredState:
+def desired_states(draw: st.DrawFn, model: str) -> DesiredState:
     spread, minimum = draw(st.booleans()), draw(st.integers(0, 4))
     return DesiredState(
         model,
@@ -495,8 +499,8 @@ class Played:
     def plan(self, *, tick: bool = True) -> list[RuleDecision]:
         return plan(self.fleet, self.rules, self.now, tick=tick)
 
-    def apply(self, rulings: Sequence[RuleDecision]) -> None:
-        for action in (action for ruling in rulings for action in ruling.actions):
+    def apply(self, decisions: Sequence[RuleDecision]) -> None:
+        for action in (action for decision in decisions for action in decision.actions):
             match action:
                 case LoadReplica(model):
                     self.wishes.append(action)
@@ -531,7 +535,7 @@ class Played:
             for on in self.fleet.hosts:
                 taken = {one.index for one in rows if (one.node_id, one.model) == (on.id, wish.model)}
                 free = set(range(on.slots)) - taken
-                if free and (wish.only is None or on.id in wish.only):
+                if free and (wish.allowed_nodes is None or on.id in wish.allowed_nodes):
                     id = UUID(int=10**6 + len(rows) * 1000 + number)
                     rows.append(FleetReplica(id, on.id, wish.model, min(free), "loaded", 0, self.now))
                     break
@@ -539,12 +543,13 @@ class Played:
         self.fleet = replace(self.fleet, replicas=rows, loads={})
 
 
-def there(fleet: Fleet, demand: DesiredState) -> int:
+def there(fleet: Fleet, desired_state: DesiredState) -> int:
     """Loaded replicas where the rule wants them."""
-    selector = demand.selector
+    selector = desired_state.selector
     fits = {one.id for one in fleet.hosts if selector is not None and selector.items() <= one.labels.items()}
     return sum(
-        one.model == demand.model and one.state == "loaded" and one.node_id in fits for one in fleet.replicas
+        one.model == desired_state.model and one.state == "loaded" and one.node_id in fits
+        for one in fleet.replicas
     )
 
 
@@ -555,19 +560,21 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
 ) -> None:
     fleet, rules = scene
     slots = {one.id: one for one in fleet.hosts}
-    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=tick), strict=True):
-        asked = loads(ruling.actions)
-        rows = [one for one in fleet.replicas if one.model == demand.model]
-        under_way = fleet.loads[demand.model]
+    for desired_state, decision in zip(rules, plan(fleet, rules, NOW, tick=tick), strict=True):
+        asked = loads(decision.actions)
+        rows = [one for one in fleet.replicas if one.model == desired_state.model]
+        under_way = fleet.loads[desired_state.model]
         unplaced = max(under_way - sum(one.state in ("loading", "staging") for one in rows), 0)
         for wish in asked:
-            chosen = [slots[id] for id in wish.only] if wish.only is not None else fleet.hosts
-            assert demand.selector is not None
-            assert all(demand.selector.items() <= one.labels.items() for one in chosen)
+            chosen = (
+                [slots[id] for id in wish.allowed_nodes] if wish.allowed_nodes is not None else fleet.hosts
+            )
+            assert desired_state.selector is not None
+            assert all(desired_state.selector.items() <= one.labels.items() for one in chosen)
             free = sum(one.slots - sum(has.node_id == one.id for has in rows) for one in chosen)
-            assert free >= (1 if demand.spread else len(asked) + unplaced)
-        if demand.maximum and asked:
-            assert there(fleet, demand) + under_way + len(asked) <= demand.maximum
+            assert free >= (1 if desired_state.spread else len(asked) + unplaced)
+        if desired_state.maximum and asked:
+            assert there(fleet, desired_state) + under_way + len(asked) <= desired_state.maximum
 
 
 @pytest.mark.rule("R4.17", "R4.18")
@@ -575,15 +582,15 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
 def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[DesiredState]]) -> None:
     fleet, rules = scene
     healthy = {one.id for one in fleet.hosts}
-    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
-        gone = set(retired(ruling.actions))
+    for desired_state, decision in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
+        gone = set(retired(decision.actions))
         if not gone:
             continue
         left = replace(fleet, replicas=[one for one in fleet.replicas if one.id not in gone])
         assert all(one.in_flight == 0 for one in fleet.replicas if one.id in gone)
-        assert any(one.model == demand.model and one.node_id in healthy for one in left.replicas)
-        assert there(left, demand) >= min(demand.minimum, there(fleet, demand))
-        assert not loads(plan(left, [demand], NOW, tick=True)[0].actions)
+        assert any(one.model == desired_state.model and one.node_id in healthy for one in left.replicas)
+        assert there(left, desired_state) >= min(desired_state.minimum, there(fleet, desired_state))
+        assert not loads(plan(left, [desired_state], NOW, tick=True)[0].actions)
 
 
 @given(fleets(), st.randoms(use_true_random=False))
@@ -606,9 +613,9 @@ def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(
     """Asked for, but nothing has come of it yet: the second pass asks for nothing more."""
     play = Played(*scene)
     play.apply(play.plan())
-    for ruling in play.plan():
-        assert not loads(ruling.actions)
-        assert not retired(ruling.actions)
+    for decision in play.plan():
+        assert not loads(decision.actions)
+        assert not retired(decision.actions)
 
 
 @pytest.mark.rule("R4.10", "R4.23")
@@ -622,9 +629,9 @@ def test_passes_converge(scene: tuple[Fleet, list[DesiredState]]) -> None:
         play.end()
     last = play.plan()
     assert not [
-        one for ruling in last for one in ruling.actions if isinstance(one, LoadReplica | RetireReplica)
+        one for decision in last for one in decision.actions if isinstance(one, LoadReplica | RetireReplica)
     ]
-    for demand, ruling in zip(play.rules, last, strict=True):
-        missing = max(demand.minimum - there(play.fleet, demand), 0)
-        assert not missing or demand.ticks >= 3
-        assert bool(missing) <= ("no" in ruling.reason or bool(demand.until))
+    for desired_state, decision in zip(play.rules, last, strict=True):
+        missing = max(desired_state.minimum - there(play.fleet, desired_state), 0)
+        assert not missing or desired_state.ticks >= 3
+        assert bool(missing) <= ("no" in decision.reason or bool(desired_state.until))

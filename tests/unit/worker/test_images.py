@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 import zstandard
 
+from localai_cluster.kit.env import RegistrySetting
 from localai_cluster.kit.errors import ClusterError
-from localai_cluster.kit.registry_settings import RegistrySetting, parse_registries
 from localai_cluster.kit.tls import trust_besides
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.registries import client, references
@@ -29,6 +29,7 @@ from localai_cluster.registries.client import Registries, this_platform
 from localai_cluster.worker import archives, download, source_files
 from localai_cluster.worker.backend_store import BackendStore, read_metadata
 from localai_cluster.worker.cancellation import Halt
+from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.progress import Tick
@@ -526,8 +527,8 @@ def test_credentials_of_a_config_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_list_of_registries_is_refused_and_not_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a|wrong") as refused:
-        parse_registries(text)
+    with pytest.raises(InvalidSettings, match=r"LOCALAI_REGISTRIES.* is not ") as refused:
+        build({"register_to": "http://h"}, {"LOCALAI_REGISTRIES": text})
     assert "hidden-word" not in str(refused.value)
 
 
