@@ -17,11 +17,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from localai_cluster import __version__
+from localai_cluster.kit import addresses
 
 _WHEEL = re.compile(r"localai_cluster-([0-9][0-9A-Za-z.+!_]*)-py3-none-any\.whl\Z")
 _SCRIPT = Path(__file__).with_suffix(".sh")
 _REQUIREMENTS = "localai_cluster/bundled/worker.txt"
-_LOOPBACK = ("localhost", "127.", "::1")
 _OTHER_SCRIPT = (
     "localai-cluster: this is not the script that the line was made for, so it is not run. The server has"
     " another package by now, or something between changed it: make another line."
@@ -47,12 +47,12 @@ def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
     parts, found = urlsplit(url), []
     if wheel is None:
         found.append(f"The line cannot work yet: {NO_WHEEL}.")
-    if is_loopback(parts.hostname or ""):
+    if addresses.is_loopback(parts.hostname or ""):
         found.append(
             f"Other machines cannot reach {url}. "
             + (
                 "This server listens on this machine only: stop it and start it with `HOST=0.0.0.0 make run`."
-                if is_loopback(host)
+                if addresses.is_loopback(host)
                 else "Open the page by an address that other machines reach, or set CLUSTER_PUBLIC_URL."
             )
         )
@@ -62,11 +62,6 @@ def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
             " way can read the token. Use it on a network that you trust, or serve HTTPS (CLUSTER_TLS_CERT)."
         )
     return found
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches `host`."""
-    return host.startswith(_LOOPBACK)
 
 
 def command(url: str, token: str, wheel: Wheel | None = None) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 from cryptography import x509
 
-from localai_cluster import join_script
 from localai_cluster.embedded.bundled_servers import EmbeddedPostgres, EmbeddedValkey
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.resources import (
@@ -30,7 +29,7 @@ from localai_cluster.embedded.resources import (
 )
 from localai_cluster.embedded.secrets import Secrets, ensure
 from localai_cluster.embedded.server import EmbeddedServer
-from localai_cluster.kit import conf
+from localai_cluster.kit import addresses, conf
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
@@ -59,7 +58,7 @@ def certified_host(certificate: Path, preferred: str) -> str:
 def public_host(certificate: Path, preferred: str) -> str:
     """Return `preferred` if the certificate is for it, else a name in it that other machines may know."""
     names = _names(certificate)
-    others = (name for name in names if not join_script.is_loopback(name))
+    others = (name for name in names if not addresses.is_loopback(name))
     return preferred if preferred in names else next(others, preferred)
 
 

@@ -71,13 +71,22 @@ def host(text: str) -> str:
     return name
 
 
-def is_local(host: str) -> bool:
-    """Return True if this host is the dialling machine itself: loopback, or the unspecified address."""
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches `host`, a name or an IP address."""
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return number.is_loopback or number.is_unspecified
+        name = host.lower().removesuffix(".")
+        return name == "localhost" or name.endswith(".localhost")
+    return (getattr(number, "ipv4_mapped", None) or number).is_loopback
+
+
+def is_local(host: str) -> bool:
+    """Return True if this host is the dialling machine itself: loopback, or the unspecified address."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            return True
+    return is_loopback(host)
 
 
 _METADATA_NAMES = frozenset(

@@ -210,8 +210,7 @@ class Folder:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
         stamps: dict[str, _Stamp] = {}
         for name in listed[:MAX_FILES]:
-            with suppress(OSError):
-                status = (self._path / name).stat()
+            if (status := _status(self._path / name)) is not None:
                 stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
         return stamps, problem
 
@@ -225,23 +224,41 @@ class Folder:
                 logger.warning("Model definition %s %s", name, reason)
 
 
+def _status(path: Path) -> os.stat_result | None:
+    """Return the file's status, of a link that leads nowhere its own; None if the file has been removed."""
+    for stat in (path.stat, path.lstat):
+        with suppress(OSError):
+            return stat()
+    return None
+
+
 def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
     """Return the definitions by model name, and the reasons for unusable files by file name."""
     by_name: dict[str, Definition] = {}
     broken: dict[str, str] = {}
     for name, (_, content) in files.items():
         if isinstance(content, UnusableDefinition):
-            broken[_displayable(name)] = _displayable(str(content))
+            broken[_key(name)] = _displayable(str(content))
         elif (first := by_name.setdefault(content.name, content)) is not content:
-            broken[_displayable(name)] = _displayable(
+            broken[_key(name)] = _displayable(
                 f"defines {content.name!r} again; {first.source} stays in force"
             )
     return by_name, broken
 
 
 def _displayable(text: str) -> str:
-    """Return the text in a displayable form for pages and logs; file names may be undecodable bytes."""
+    """Return the text in a displayable form for pages and logs."""
     return names.plain(text[:1000])
+
+
+def _key(name: str) -> str:
+    """Return a file's name in a displayable form. Names that differ stay different, also undecodable ones."""
+    return "".join(
+        "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+        if character == "\\" or names.unprintable(character)
+        else character
+        for character in name
+    )
 
 
 @lru_cache(maxsize=8)

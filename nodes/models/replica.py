@@ -49,6 +49,16 @@ class PhaseReason(models.TextChoices):
     NODE_LEFT = "node_left"
 
 
+_FINAL = frozenset({PhaseReason.EVICTED, PhaseReason.REPLACED, PhaseReason.WRONG_MODEL})
+REASONS_OF: Mapping[Phase, frozenset[PhaseReason]] = {
+    Phase.DRAINING: frozenset({PhaseReason.UNLOAD, PhaseReason.UPGRADE, PhaseReason.LOST}),
+    Phase.TERMINATING: _FINAL | {PhaseReason.UNLOAD},
+    Phase.STOPPING: _FINAL | {PhaseReason.UNLOAD, PhaseReason.LOST, PhaseReason.LOAD_FAILED},
+    Phase.DEPARTED: frozenset({PhaseReason.NODE_LEFT}),
+}
+"""The reasons of each phase; rows in the other phases have none."""
+
+
 class OwnerKind(models.TextChoices):
     """The owner that moves a row on: an operation, the intent of an upgrade, or any controller."""
 
@@ -161,8 +171,11 @@ def _consistent() -> list[models.CheckConstraint]:
         | (loading & operation),
         "fence": (loading & Q(owner_fence__isnull=False)) | (~loading & Q(owner_fence__isnull=True)),
         "deadline": (serving & Q(deadline__isnull=True)) | (~serving & Q(deadline__isnull=False)),
-        "reason": ((loading | serving) & Q(reason=""))
-        | (~(loading | serving) & Q(reason__in=PhaseReason.values)),
+        "reason": reduce(
+            or_,
+            (Q(phase=phase, reason__in=sorted(reasons)) for phase, reasons in REASONS_OF.items()),
+            (loading | serving) & Q(reason=""),
+        ),
         "stops": Q(phase__in=("stopping", "departed"))
         | Q(next_stop_at__isnull=True, stop_attempts=0, stop_error=""),
         "claim": Q(claimed_until__isnull=True) | ~(loading | serving),

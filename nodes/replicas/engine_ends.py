@@ -12,7 +12,7 @@ from datetime import datetime
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Case, F, Q, When
 
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.messaging.messages import split_process_key
@@ -29,8 +29,8 @@ from operations.changes import events
 def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
     """Take the replicas of these nodes away from clients, counters and hooks, except `keep`; return how many.
 
-    The rows stay while their engines may run; those in `ended` do not. Each model of a node is announced
-    once, with index -1. Needs a transaction.
+    The rows stay while their engines may run; those in `ended` do not. A row that has departed already keeps
+    its deadline. Each model of a node is announced once, with index -1. Needs a transaction.
     """
     rows = _locked(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
     present = [row for row in rows if row.phase != Phase.DEPARTED]
@@ -42,7 +42,7 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
         NodeModel.engines.filter(pk__in=staying),
         ReplicaEvent.NODE_LEFT,
         **lifecycle.CONTROLLERS,
-        deadline=now + states.CONFIRMED_AFTER,
+        deadline=Case(When(phase=Phase.DEPARTED, then=F("deadline")), default=now + states.CONFIRMED_AFTER),
         reason=PhaseReason.NODE_LEFT,
         claimed_until=None,
         next_stop_at=None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 
-from nodes.models.replica import OwnerKind, Phase, PhaseReason
+from nodes.models.replica import REASONS_OF, OwnerKind, Phase, PhaseReason
 from nodes.placement import deadlines
 
 LOAD_WITHIN = timedelta(seconds=deadlines.LONGEST_HOLD + deadlines.LONGEST_LOAD)
@@ -25,12 +25,8 @@ CONFIRMED_AFTER = timedelta(days=7)
 """The time after which the engine of a node that has left counts as ended."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
-FINAL = frozenset({PhaseReason.EVICTED, PhaseReason.REPLACED, PhaseReason.WRONG_MODEL})
-"""The reasons of replicas that terminate without an operation."""
-REPORTED = FINAL | {PhaseReason.LOST}
+REPORTED = REASONS_OF[Phase.STOPPING] - {PhaseReason.UNLOAD, PhaseReason.LOAD_FAILED}
 """The reasons of stops that no operation owns and that an operator sees if they stay unconfirmed."""
-RETURNABLE = frozenset({PhaseReason.UNLOAD, PhaseReason.UPGRADE, PhaseReason.LOST})
-"""The reasons of draining replicas."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +73,21 @@ PHASES: Mapping[Phase, PhaseRules] = {
         "Its requests are not waited for any longer: the stop is sent.",
         "The unload or the upgrade that owns it; a controller where it is lost. When the owner has ended"
         " before a stop was sent, the replica serves again.",
-        RETURNABLE,
+        REASONS_OF[Phase.DRAINING],
     ),
     Phase.TERMINATING: PhaseRules(
         "It gets no new requests and never serves again.",
         frozenset({OPERATION, CONTROLLERS}),
         "Its requests are not waited for any longer: the stop is sent.",
         "The unload that has taken it over, else a controller, as soon as no request runs there.",
-        FINAL | {PhaseReason.UNLOAD},
+        REASONS_OF[Phase.TERMINATING],
     ),
     Phase.STOPPING: PhaseRules(
         "The stop was sent or is due, until the worker confirms the end of the engine.",
         frozenset({OPERATION, CONTROLLERS}),
         "An operator sees an unload of it, unless the engine belongs to a failed load. Stops go on.",
         "The unload that owns it, else a controller, which sends the stop again after 2, 4 … 300 s.",
-        frozenset(PhaseReason) - {PhaseReason.NODE_LEFT, PhaseReason.UPGRADE},
+        REASONS_OF[Phase.STOPPING],
     ),
     Phase.DEPARTED: PhaseRules(
         "Its node has left or its worker was replaced. It is a replica for no client, counter or hook; slot"
@@ -100,7 +96,7 @@ PHASES: Mapping[Phase, PhaseRules] = {
         "The engine counts as ended.",
         "A registration that does not list it, the removal of the node, or a controller, which stops exactly"
         " this engine as soon as the node can be reached.",
-        frozenset({PhaseReason.NODE_LEFT}),
+        REASONS_OF[Phase.DEPARTED],
     ),
 }
 

@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,19 @@ LIFE = frozenset(
     {"owner_kind", "owner_id", "owner_fence", "next_stop_at", "stop_attempts", "stop_error", "start_answered"}
 )
 """Columns of the life that no other table has."""
+SHARED = frozenset({"phase", "reason", "deadline", "claimed_until", "started_at"})
+"""Columns of the life whose names other tables have too. `operations` writes only its own tables: it must not
+import `nodes`."""
+_OTHERS = {
+    "nodes/backends/upgrade_state.py": {"claimed_until"},
+    "nodes/decisions/decision_log.py": {"reason"},
+    "nodes/gateway/gateway.py": {"deadline"},
+    "nodes/scheduling/passes.py": {"reason"},
+}
+"""By module: columns of other tables, or attributes, that it writes under these names."""
 _PRODUCT = ("localai_cluster", "nodes", "operations")
 _WRITES = {
+    "claim_rows",
     "update",
     "create",
     "bulk_create",
@@ -31,7 +42,10 @@ _WRITES = {
     "delete",
     "save",
 }
-_SQL = re.compile(r"\b(UPDATE|INSERT\s+INTO|DELETE\s+FROM)\s+\"?node_models\b", re.IGNORECASE)
+_SQL = re.compile(
+    r"\b(UPDATE|(INSERT|MERGE)\s+INTO|DELETE\s+FROM|COPY|TRUNCATE(\s+TABLE)?)\s+(ONLY\s+)?(\"?\w+\"?\.)?\"?node_models\b",
+    re.IGNORECASE,
+)
 _HEAD = """# States of a replica
 
 Generated from `nodes/replicas/states.py` by `python -m tests.checks.replicas --write`; do not edit.
@@ -94,24 +108,43 @@ def strays(root: Path = ROOT) -> Iterator[str]:
         for path in sorted((root / package).rglob("*.py")):
             where = path.relative_to(root)
             if OWNER not in where.parents and "migrations" not in where.parts:
-                yield from (f"{where}:{line}: {what}" for line, what in found_in(path.read_text("utf-8")))
+                columns = LIFE if package == "operations" else LIFE | SHARED - _OTHERS.get(str(where), set())
+                found = found_in(path.read_text("utf-8"), columns)
+                yield from (f"{where}:{line}: {what}" for line, what in found)
 
 
-def found_in(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and description of each write of the life of a replica in a module."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+def found_in(source: str, columns: Set[str] = LIFE | SHARED) -> Iterator[tuple[int, str]]:
+    """Yield line and description of each write of the life of a replica, or of these columns, in a module."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SQL.search(node.value):
             yield node.lineno, "SQL that writes node_models"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITES:
-            text = ast.unparse(node.func.value)
-            if re.search(r"\bNodeModel\b|\breplicas\b", text):
-                yield node.lineno, f"{node.func.attr}() of replicas"
+        if isinstance(node, ast.Call) and (name := _called(node)) in _WRITES:
+            written = sorted(columns & {word.arg for word in node.keywords})
+            if written or re.search(r"\bNodeModel\b|\breplicas\b", _receiver(node)):
+                yield node.lineno, f"{name}() of {', '.join(written) or 'replicas'}"
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if isinstance(target, ast.Attribute) and target.attr in LIFE:
+            for target in _targets(node):
+                if isinstance(target, ast.Attribute) and target.attr in columns and not _is_own(target):
                     yield node.lineno, f"assigns {target.attr}"
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _receiver(call: ast.Call) -> str:
+    """Return the expressions that may be the rows: what the method belongs to, and the first argument."""
+    owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return " ".join(ast.unparse(rows) for rows in [*owner, *call.args[:1]])
+
+
+def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.expr]:
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+
+
+def _is_own(target: ast.Attribute) -> bool:
+    return isinstance(target.value, ast.Name) and target.value.id == "self"
 
 
 def main(*options: str) -> int:

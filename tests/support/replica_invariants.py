@@ -1,16 +1,17 @@
 """What must hold after each step of a history of replicas (`replica_player.py`)."""
 
 from collections import Counter
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from localai_cluster.kit import conf
+from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.replicas.states import PHASES
 from operations.models import ACTIVE, Operation, OperationTarget
 from operations.targets import ENDED
 from tests.support.replica_histories import World
-from tests.support.replica_jobs import Cluster
+from tests.support.replica_jobs import GB, MEMORY, Cluster
 from tests.support.replica_log import ALLOWED, Row, take_changes
 
 WAITING = (Phase.DRAINING, Phase.TERMINATING)
@@ -45,6 +46,8 @@ class Invariants:
         self._rows_have_owners(rows)
         self._requests_are_counted(rows)
         self._learn_reserved(rows)
+        self._engines_fit(rows)
+        self._free_memory_is_exact(rows)
         if not is_committing:
             self._memory_is_reserved()
 
@@ -155,6 +158,26 @@ class Invariants:
 
     # --- memory
 
+    def _engines_fit(self, rows: dict[UUID, NodeModel]) -> None:
+        """The engines of a node, and those that its loads may still start, take no more than it has."""
+        for worker in self.world.workers.values():
+            running = {process.row for process in worker.processes.values()}
+            starting = [
+                row
+                for row in rows.values()
+                if row.node_id == worker.id and row.started_at and not row.loaded_at and row.pk not in running
+            ]
+            taken = sum(row.vram_needed for row in starting) + GB * len(running)
+            assert taken <= MEMORY, f"{worker.name}: {len(running)} engines run, and {starting} may start"
+
+    def _free_memory_is_exact(self, rows: dict[UUID, NodeModel]) -> None:
+        """What counts as free on a node follows from its reading and from the rows of its engines."""
+        reservations = reserved_memory.by_node(NodeModel.engines.all())
+        for node in BackendNode.objects.all():
+            free = reserved_memory.effectively_free(vars(node), reservations.get(node.pk, ()))
+            expected = _free_bytes(node, [row for row in rows.values() if row.node_id == node.pk])
+            assert free == expected, f"{node.name} counts {free} bytes as free, by its rows {expected}"
+
     def _memory_is_reserved(self) -> None:
         """A node's column is the sum over the loads that have added to it since its last reading."""
         nodes = BackendNode.objects.filter(status="healthy").exclude(pk__in=self.unsure).order_by()
@@ -171,3 +194,30 @@ class Invariants:
             if id not in rows and row.loaded_at is None:
                 self.reserved.get(row.node_id, {}).pop(id, None)
         self.last = rows
+
+
+def _free_bytes(node: BackendNode, rows: list[NodeModel]) -> int:
+    """Return the free bytes of the node by the rules in `placement/memory.py`, without its code."""
+    never = datetime.min.replace(tzinfo=UTC)
+    read_at, counted = node.vram_read_at or never, [row for row in rows if row.loaded_at is None]
+    while True:
+        earliest = min([read_at, *(row.vram_seen_at or never for row in counted)])
+        later = [row for row in rows if row not in counted and row.loaded_at and row.loaded_at > earliest]
+        if not later:
+            break
+        counted += later
+    credit = node.returned_vram if node.returned_beside and node.returned_beside == node.vram_read_at else 0
+    available = node.available_vram + credit
+    unread = [row for row in counted if row.loaded_at is None or row.loaded_at > read_at]
+    pending = min(
+        sum(row.vram_needed for row in unread),
+        max([0, *(available - _left_after(row, counted) for row in counted)]),
+    )
+    return available - max(node.reserved_vram, pending)
+
+
+def _left_after(row: NodeModel, counted: list[NodeModel]) -> int:
+    """Return what the reading of this load leaves it and the loads that were placed since."""
+    never = datetime.min.replace(tzinfo=UTC)
+    since = [each for each in counted if (each.vram_seen_at or never) >= (row.vram_seen_at or never)]
+    return row.vram_seen - sum(each.vram_needed for each in since)

@@ -11,6 +11,7 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, Q
 
 from nodes.backends import inventory
+from nodes.decisions import reserved_memory
 from nodes.models import BackendNode, NodeModel, Phase
 from nodes.placement.choose import lowest_free_index
 from nodes.placement.evict import Resident
@@ -217,6 +218,17 @@ def _loses_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(statements, "LOSE", wrong)
 
 
+def _reserves_by_column(patch: pytest.MonkeyPatch) -> None:
+    """The rows of loads hold no memory: a reading clears what they have reserved."""
+    patch.setattr(reserved_memory, "by_node", lambda rows: {})
+
+
+def _departed_hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The engines of a node that has left hold no memory there."""
+    genuine = reserved_memory.by_node
+    patch.setattr(reserved_memory, "by_node", lambda rows: genuine(rows.exclude(phase="departed")))
+
+
 def _changed(statement: str, old: str, new: str) -> str:
     assert old in statement
     return statement.replace(old, new)
@@ -246,6 +258,8 @@ MUTANTS: Mapping[str, Plant] = {
     "keep the replaced replica": _keeps_the_former,
     "count out for a dead process": _releases_for_others,
     "a lost replica has no requests": _loses_requests,
+    "the rows of loads hold no memory": _reserves_by_column,
+    "departed engines hold no memory": _departed_hold_nothing,
 }
 QUICK = ("no stop after a lost reply", "forget the deadline", "keep the replaced replica")
 """Those that few histories find: every run plants them."""

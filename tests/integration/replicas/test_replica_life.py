@@ -21,7 +21,7 @@ from nodes.decisions import fleet_cache
 from nodes.gateway.request import InferenceRequest
 from nodes.loading import load_request
 from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
-from nodes.models.replica import LOADING_PHASES, load_key
+from nodes.models.replica import load_key
 from nodes.registry import lifecycle
 from nodes.registry import lifecycle as node_drains
 from nodes.registry.registration import Running
@@ -108,8 +108,9 @@ def test_the_database_accepts_the_owners_and_reasons_of_the_table() -> None:
     for index, phase in enumerate(Phase):
         without = columns(phase=phase, deadline=None)
         assert accepted(node, 100 + index, without) == (phase == Phase.SERVING), phase
-        reasoned = columns(phase=phase, reason=PhaseReason.UNLOAD)
-        assert accepted(node, 200 + index, reasoned) == (phase not in (*LOADING_PHASES, Phase.SERVING)), phase
+    for index, (phase, reason) in enumerate(product(Phase, ["", *PhaseReason])):
+        allowed = reason in PHASES[phase].reasons or (not reason and not PHASES[phase].reasons)
+        assert accepted(node, 200 + index, columns(phase=phase, reason=reason)) == allowed, (phase, reason)
 
 
 def accepted(node: BackendNode, index: int, row: dict[str, Any]) -> bool:
@@ -272,6 +273,20 @@ def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
     assert engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
     assert len(engine_ends.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
     assert phases() == []
+
+
+def test_a_node_that_comes_and_goes_does_not_extend_the_deadline_of_its_departed_engines() -> None:
+    node = hot.node()
+    hot.replica(node)
+    now = clock.now()
+    for hours in range(3):
+        hot.replica(node, index=1 + hours)
+        with transaction.atomic():
+            assert engine_ends.depart(node.pk, now=now + timedelta(hours=hours)) == (2 if hours == 0 else 1)
+    deadlines = NodeModel.engines.order_by("replica_index").values_list("deadline", flat=True)
+    assert [deadline - now - states.CONFIRMED_AFTER for deadline in deadlines if deadline] == [
+        timedelta(hours=hours) for hours in (0, 0, 1, 2)
+    ]
 
 
 async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> None:

@@ -93,15 +93,42 @@ def test_problems_end_with_the_file_and_are_logged_again_when_they_return(
         (tmp_path / "models" / odd_name).write_text("- x")
         clock.now += 2
         problems = asyncio.run(folder.problems())
-        assert (problems.folder, list(problems.files)) == ("", ["a.yaml", ".yaml"])
+        assert (problems.folder, list(problems.files)) == ("", ["a.yaml", r"\xff\x0a.yaml"])
         for path in (tmp_path / "models").iterdir():
             path.unlink()
         clock.now += 2
         assert not asyncio.run(folder.problems())
     assert [line.partition(" is")[0] for line in caplog.messages[1:]] == [
         "Model definition a.yaml",
-        "Model definition .yaml",
+        r"Model definition \xff\x0a.yaml",
     ] * 2
+
+
+def test_a_link_that_leads_nowhere_is_a_problem_until_its_target_is_there(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Review R6: such a definition was neither a model nor a problem."""
+    (tmp_path / "away.yaml").symlink_to(tmp_path / "target")
+    (tmp_path / "self.yaml").symlink_to(tmp_path / "self.yaml")
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    assert asyncio.run(folder.problems()).files == {
+        "away.yaml": "cannot be read: No such file or directory",
+        "self.yaml": "cannot be read: Too many levels of symbolic links",
+    }
+    (tmp_path / "self.yaml").unlink()
+    write("target", PLAIN)
+    clock.now += 2
+    assert [one.name for one in every(folder)] == ["mini"]
+    assert not asyncio.run(folder.problems())
+
+
+def test_two_undecodable_names_are_two_problems(tmp_path: Path) -> None:
+    """Review R6: one took the other's place."""
+    for name in (b"\xff.yaml", b"\xfe.yaml", b"\\xff.yaml"):
+        (tmp_path / os.fsdecode(name)).write_text("- x")
+    problems = asyncio.run(Folder(tmp_path, Clock()).problems())
+    assert sorted(problems.files) == [r"\x5cxff.yaml", r"\xfe.yaml", r"\xff.yaml"]
 
 
 def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:

@@ -81,3 +81,10 @@ def test_an_ipv4_address_in_ipv6_clothes_is_that_address(text: str) -> None:
     """Otherwise a worker of another machine could name this one's loopback."""
     found = addresses.parse(text)
     assert (found.host, addresses.is_local(found.host)) == ("127.0.0.1", True)
+
+
+def test_only_names_and_addresses_of_this_machine_are_loopback() -> None:
+    """A name that merely begins like one is another machine's."""
+    own = ("localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")
+    others = ("localhost.example.com", "127.example", "127.0.0.1.example.com", "::1.example", "0.0.0.0", "")
+    assert {host for host in (*own, *others) if addresses.is_loopback(host)} == set(own)

@@ -62,6 +62,13 @@ def test_one_package_writes_the_life_of_a_replica() -> None:
         "node.replicas.all().update(in_flight=0)",
         "row.owner_id = None",
         "STATEMENT = 'UPDATE node_models SET in_flight = 0'",
+        "row.phase = 'serving'; row.save()",
+        "row.id, row.reason = 1, 'lost'",
+        "rows.update(phase='serving')",
+        "claim_rows(rows, claimed_until=None)",
+        "kit_rows.claim_rows(NodeModel.engines.all(), checked_at=None)",
+        "STATEMENT = 'UPDATE ONLY node_models SET in_flight = 0'",
+        "STATEMENT = 'TRUNCATE public.\"node_models\"'",
         "STATEMENT = f'WITH a AS (DELETE FROM node_models) SELECT {1}'",
     ],
 )
@@ -71,7 +78,13 @@ def test_a_write_elsewhere_is_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["NodeModel.objects.filter(pk=1).count()", "SELECT = 'SELECT 1 FROM node_models'", "row.name = ''"],
+    [
+        "NodeModel.objects.filter(pk=1).count()",
+        "SELECT = 'SELECT 1 FROM node_models'",
+        "row.name = ''",
+        "self.deadline = 1",
+        "claim_rows(nodes, inventory_due_at=None)",
+    ],
 )
 def test_reading_is_free(source: str) -> None:
     assert list(replicas.found_in(source)) == []
