@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from ipaddress import ip_network
 from typing import Any
 
 import grpc
@@ -207,7 +208,7 @@ def test_each_key_has_a_store_of_its_own(store: None) -> None:
 
 
 def test_a_caller_without_a_key_has_no_store(store: None, settings: Settings) -> None:
-    change(settings, keyless_networks=conf.parse_networks("192.0.2.0/24"))
+    change(settings, keyless_networks=(ip_network("192.0.2.0/24"),))
 
     async def scenario(_: hot.Client, __: Any) -> None:
         client = hot.Client(application, key=None)

@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0035_gallery_copies"),
+        ("nodes", "0036_replica_reasons"),
     ]
 
     operations = [
