@@ -125,6 +125,7 @@ def observed(address: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that was killed
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"127.0.0.1:{server.server_port}", seen
     server.shutdown()
