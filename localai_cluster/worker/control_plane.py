@@ -14,6 +14,7 @@ control plane may have accepted it without the worker receiving the response.
 """
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +25,7 @@ from urllib.parse import quote
 
 import httpx
 
-from localai_cluster.kit import untrusted
+from localai_cluster.kit import names, untrusted
 from localai_cluster.kit.errors import ClusterError
 from localai_cluster.kit.nkeys import grouped
 from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIdentity
@@ -32,6 +33,9 @@ from localai_cluster.worker.identity import SECRET_BYTES, IdentityError, NodeIde
 log = logging.getLogger(__name__)
 
 CALL_LIMIT = 10.0
+ANSWER_LIMIT = 4 * 1024 * 1024
+"""Bytes of a response; the rows of a node with thousands of replicas are shorter."""
+LONGEST_ID = 255
 OPEN_LIMIT = 120.0
 """Seconds until the headers of a file must have arrived (worker.md §18.6)."""
 LONGEST_WAIT = 30.0
@@ -145,11 +149,12 @@ class ControlPlane:
         response = await self._with_secret(
             lambda secret: self._call("POST", REGISTER, headers | {SECRET_HEADER: secret}, values)
         )
-        if not isinstance(response, dict) or not isinstance(response.get("id"), str) or not response["id"]:
+        node_id = _text(response.get("id")) if isinstance(response, dict) else ""
+        if not 0 < len(node_id) <= LONGEST_ID:
             raise CallFailed("the control plane answered the registration without a node id")
         await self._check_kind(kind := await self._kind_of(response))
         bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
-        return Registered(response["id"], _text(response.get("status")), kind, **bus)
+        return Registered(node_id, _text(response.get("status")), kind, **bus)
 
     @property
     def _must_know_secrets(self) -> bool:
@@ -295,12 +300,22 @@ class ControlPlane:
         headers = {**headers, INSTANCE_HEADER: self._instance}
         try:
             async with asyncio.timeout(CALL_LIMIT):
-                response = await self._client.request(method, self._base + path, headers=headers, json=body)
+                url = self._base + path
+                async with self._client.stream(method, url, headers=headers, json=body) as response:
+                    content = _decode(await self._read(response))
         except (httpx.HTTPError, TimeoutError) as error:
             raise self._no_response(error) from error
         if not response.is_success:
-            raise _refusal_error(response)
-        return _json(response)
+            raise _refusal_error(response, content)
+        return content
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        body = bytearray()
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > ANSWER_LIMIT:
+                raise CallFailed(f"{self._base} answers with more than {ANSWER_LIMIT} bytes")
+        return bytes(body)
 
     async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, INSTANCE_HEADER: self._instance}
@@ -311,8 +326,7 @@ class ControlPlane:
                 if response.status_code in (200, 206, 416):
                     return response
                 try:
-                    await response.aread()
-                    raise _refusal_error(response)
+                    raise _refusal_error(response, _decode(await self._read(response)))
                 finally:
                     await response.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
@@ -334,16 +348,17 @@ def _bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
-def _json(response: httpx.Response) -> Any:
+def _decode(body: bytes) -> Any:
+    """Return the JSON value of a body; None for anything else."""
     try:
-        return None if untrusted.json_problem(response.content) else response.json()
+        return None if untrusted.json_problem(body) else json.loads(body)
     except ValueError:
         return None
 
 
-def _refusal_error(response: httpx.Response) -> CallFailed:
-    """Return the error for a response without success."""
-    content, status = _json(response), response.status_code
+def _refusal_error(response: httpx.Response, content: Any) -> CallFailed:
+    """Return the error for a response without success, whose body has this JSON value."""
+    status = response.status_code
     return CallFailed(
         f"{response.request.method} {response.request.url.path}: {status} {_reason(response, content)}",
         status,
@@ -358,7 +373,7 @@ def _reason(response: httpx.Response, content: Any) -> str:
     if response.is_redirect:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
-    return str(error.get("message", "") if isinstance(error, dict) else error)[:300]
+    return names.plain(str(error.get("message", "") if isinstance(error, dict) else error)[:300])
 
 
 def _kind(content: Any) -> str:

@@ -56,6 +56,8 @@ async def test_engines_of_one_kind_of_server_end_before_the_other_kind_is_served
     await eventually(lambda: len(control_plane.seen("/heartbeat")) > beats + 1)
     assert control_plane.seen("/heartbeat")[-1].status == 200
     assert len(control_plane.seen("/register")) == 2
+    assert "server='LocalAI Cluster'" in worker.log.read_text()
+    assert "this worker serves a stock LocalAI frontend" in worker.log.read_text()
 
 
 async def test_without_a_registration_token_files_and_engines_stay_closed(
@@ -69,5 +71,6 @@ async def test_without_a_registration_token_files_and_engines_stay_closed(
     assert len(await install(worker, bus, "closed")) == 64
     assert await status(worker, "") == 401
     assert "stay closed. Set LOCALAI_REGISTRATION_TOKEN" in worker.log.read_text()
+    assert "status=healthy server='stock LocalAI'" in worker.log.read_text()
     await eventually(lambda: control_plane.seen("/heartbeat"))
     assert "authorization" not in control_plane.seen("/heartbeat")[0].headers

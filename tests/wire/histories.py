@@ -74,7 +74,7 @@ class History:
         self._gate.touch()
         await until(self.node.answers, "the worker answers", 60)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=60)
+            await asyncio.wait(self._tasks, timeout=3)  # a kill loses replies
         await self._cancel_tasks()
         problem = ""
 

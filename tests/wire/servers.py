@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.ports import free_port
 
 PATIENCE = 6
@@ -43,13 +45,14 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 15.0) 
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.2"
-        return str(probe.getsockname()[0])
+    """An address of this machine that is not loopback; 127.0.0.2 if it has none."""
+    found = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    ]
+    return found[0] if found else "127.0.0.2"
 
 
 class NatsServer:
@@ -112,6 +115,8 @@ class HttpServer:
         self.port = free_port()
         self.calls: list[Call] = []
         self.tls: ssl.SSLContext | None = None
+        self.drops = False
+        """True if it is as good as gone: it closes connections without an answer."""
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
 
@@ -138,6 +143,8 @@ class HttpServer:
             while True:
                 call = await self._read(reader)
                 self.calls.append(call)
+                if self.drops:
+                    return
                 status, text = self.answer(call)
                 call.status = status
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
@@ -154,7 +161,15 @@ class HttpServer:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         text = await reader.readexactly(int(headers.get("content-length", 0)))
         method, path, _ = first.split(" ")
-        return Call(method, path, headers, json.loads(text) if text else None, time.monotonic())
+        return Call(method, path, headers, _value(text), time.monotonic())
+
+
+def _value(text: bytes) -> Any:
+    """The JSON value of a body, None without one, or a text that is no JSON."""
+    try:
+        return json.loads(text) if text else None
+    except ValueError:
+        return text.decode(errors="replace")
 
 
 class ControlPlane(HttpServer):
@@ -223,6 +238,7 @@ class ControlPlane(HttpServer):
         return 200, {"message": "ok"}
 
 
+FIGURES = ("total_vram", "available_vram", "total_ram", "available_ram", "total_disk", "available_disk")
 NEVER = "0001-01-01T00:00:00Z"
 
 
@@ -264,7 +280,7 @@ class StockFrontend(HttpServer):
         return None if bearer == self.token else (401, {"error": "invalid registration token"})
 
     def _answer(self, call: Call) -> tuple[int, Any]:
-        if call.path == "/api/node/register" and call.method == "POST":
+        if call.path.rstrip("/") == "/api/node/register" and call.method == "POST":
             return self._register(call.body)
         parts = call.path.strip("/").split("/")
         node_id, action = (parts[2], parts[3]) if len(parts) == 4 else ("", "")
@@ -276,10 +292,14 @@ class StockFrontend(HttpServer):
             return 404, error(404, "node not found")
         return 200, {"message": self._act(action)}
 
-    def _register(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def _register(self, body: Any) -> tuple[int, Any]:
+        if not isinstance(body, dict) or any(body.get(name, 0) < 0 for name in FIGURES):
+            return 400, error(400, "invalid request body")
         if self.token and body.get("token") != self.token:
             wrong = "invalid registration token" if body.get("token") else "registration token required"
             return 401, error(401, wrong)
+        if complaint := _complaint(body):
+            return 400, error(400, complaint)
         is_new = not self.node_id
         if is_new:
             self.node_id = str(uuid.uuid4())
@@ -287,7 +307,8 @@ class StockFrontend(HttpServer):
             self.status = "healthy" if self._auto_approve or not is_new else "pending"
         self.replicas = []
         made = "2026-11-21T00:09:05.820188502Z" if is_new else NEVER
-        facts = {"id": self.node_id, "name": body["name"], "node_type": "backend", "status": self.status}
+        kind = body.get("node_type", "backend")
+        facts = {"id": self.node_id, "name": body["name"], "node_type": kind, "status": self.status}
         if self.gives_credentials and self.status != "pending":
             jwt, seed = CREDENTIALS.read_text().split()
             facts |= {"nats_jwt": jwt, "nats_user_seed": seed}
@@ -305,6 +326,18 @@ class StockFrontend(HttpServer):
     def access_token(self) -> str:
         """What it sends to files, logs and engines of a worker."""
         return self.token
+
+
+def _complaint(body: dict[str, Any]) -> str:
+    """What is wrong with the fields of a registration."""
+    kind = body.get("node_type", "backend")
+    if kind not in ("backend", "agent"):
+        return f'invalid node_type "{kind}"; must be "backend" or "agent"'
+    if not body.get("name"):
+        return "name is required"
+    limits = {"name": 255, "address": 512, "http_address": 512}
+    long = [name for name, limit in limits.items() if len(body.get(name, "")) > limit]
+    return f"{long[0]} exceeds {limits[long[0]]} characters" if long else ""
 
 
 def error(code: int, message: str) -> dict[str, Any]:

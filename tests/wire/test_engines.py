@@ -55,9 +55,8 @@ async def test_a_folder_is_installed_and_started_once(node: Node) -> None:
     assert (await node.listed())["plain"]["uri"] == str(source)
 
 
-@pytest.mark.rule("W26")
 async def test_an_engine_is_told_no_secret_of_the_worker(node: Node) -> None:
-    """D-ENGINE-TOKEN."""
+    """D-ENGINE-TOKEN: on our server; a stock worker's engines get the registration token."""
     address = await node.load("secretive", "secretive")
     environment = node.notes("secretive", "started")[0]["env"]
     assert TOKEN not in environment.values()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
 from localai_cluster.messaging.bus import NoResponders as NoListener
 from localai_cluster.messaging.messages import encode
+from nodes.backends import node_commands
 from nodes.commands import commands
 from nodes.commands.commands import Worker
 from nodes.commands.outcomes import (
@@ -155,6 +157,50 @@ async def test_progress_counts_only_for_its_own_operation_and_node(
     request = m.InstallRequest("echo", op_id="op")
     await Worker(bus, "n", "one").install(request, timeout=30, on_progress=on_progress)
     assert bool(events) is heard
+
+
+@pytest.mark.rule("nats-4.3", "nats-6.1", "I6")
+@given(data=st.data())
+@settings(max_examples=30 * EFFORT)
+async def test_progress_with_a_fault_or_out_of_order_or_repeated_or_late_changes_no_outcome(
+    data: st.DataObject,
+) -> None:
+    """What can be read and is of this command is shown within its bounds, the rest is left out."""
+    count = data.draw(st.integers(1, 6))
+    valid = [
+        encode(m.ProgressEvent("op", "n", "echo", "f", "1", "2", 100 * seq / count, "", seq, count, seq))
+        for seq in range(1, count + 1)
+    ]
+    faults = [
+        json.dumps({"op_id": "op", "node_id": "n"} | {name: body[name] for name in {path}}).encode()
+        for body, path in data.draw(st.lists(faulty(m.ProgressEvent), max_size=4))
+    ]
+    others = [encode(m.ProgressEvent("op", "other", "echo", percentage=50.0)), b"null", b"", b"[" * 9_000]
+    repeated = data.draw(st.lists(st.sampled_from(valid), max_size=3))
+    sent = data.draw(st.permutations([*valid, *repeated, *faults, *others]))
+    in_time = data.draw(st.integers(0, len(sent)))
+    heard: list[m.ProgressEvent] = []
+    bus, subject = PlayedBus(), messages.install_progress("n", "op")
+    handlers: list[Any] = []
+
+    async def publish(bodies: list[bytes]) -> None:
+        for body in bodies:
+            await handlers[0](Message(subject, body, False))
+
+    async def published() -> m.InstallReply:
+        handlers.append(bus.handlers[messages.install_progress_everywhere("op")])
+        await publish(sent[:in_time])
+        return STARTED
+
+    bus.replies |= {LIST: HERE, INSTALL: published}
+    request = m.InstallRequest("echo", op_id="op")
+    outcome = await Worker(bus, "n", "one").install(request, timeout=30, on_progress=heard.append)
+    await publish(sent[in_time:])
+    assert outcome == Done(STARTED)
+    assert [encode(event) for event in heard] == [body for body in sent[:in_time] if body in valid]
+    node: Any = SimpleNamespace(id="n", name="one")
+    shown = [node_commands.tick(node, event) for event in heard]
+    assert all(0 <= tick.percentage <= 100 and tick.current_bytes <= tick.total_bytes for tick in shown)
 
 
 @pytest.mark.rule("A54", "A57", "O66")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-SUITE = Path(__file__).parents[1] / "wire"
-PORTS = Path(__file__).parents[1] / "support" / "ports.py"
+SUITE = Path(__file__).parents[2] / "wire"
+PORTS = Path(__file__).parents[2] / "support" / "ports.py"
 """Shared with the other tests."""
 ALLOWED = {*sys.stdlib_module_names, "cryptography", "pytest", "pytest_asyncio", "grpc", "nats", "psutil"}
 
