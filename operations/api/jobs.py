@@ -79,7 +79,7 @@ def job_of(operation: Operation) -> dict[str, Any]:
         job["error"] = operation.error
     parts = list(operation.targets.all())
     if parts:
-        job["nodes"] = [feed.part_as_dict(part) for part in parts]
+        job["nodes"] = [feed.target_as_dict(part) for part in parts]
     return job | {"state": _state(operation, parts)}
 
 
@@ -145,7 +145,7 @@ def status_of(operation: Operation) -> dict[str, Any]:
         "phase": operation.phase,
         "current_bytes": current,
         "total_bytes": total,
-        "nodes": [feed.part_as_dict(part) for part in parts],
+        "nodes": [feed.target_as_dict(part) for part in parts],
     }
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
     return {

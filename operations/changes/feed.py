@@ -62,7 +62,7 @@ class Feed:
     operations: list[dict[str, Any]]
 
 
-def part_as_dict(target: OperationTarget) -> dict[str, Any]:
+def target_as_dict(target: OperationTarget) -> dict[str, Any]:
     """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
@@ -130,7 +130,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "currentBytes": operation.current_bytes,
         "totalBytes": operation.total_bytes,
         "error": operation.error,
-        "nodes": [part_as_dict(target) for target in targets],
+        "nodes": [target_as_dict(target) for target in targets],
         "startedAt": operation.started_at and operation.started_at.isoformat(),
         "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
         "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
@@ -216,7 +216,7 @@ def change_of(
     """
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
-    nodes = [part_as_dict(target) for target in moved]
+    nodes = [target_as_dict(target) for target in moved]
     return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
 
 
