@@ -14,6 +14,7 @@ from nodes.loading import load_request
 from nodes.registry import bulk
 from nodes.replicas import unload_requests
 from operations import kinds
+from operations.changes.feed import TaskType
 from operations.executor.work import Handler
 from operations.kinds import HandlerContext, OperationKind, Requester
 from operations.ledger.admission import Admission
@@ -64,6 +65,13 @@ def _identity_of_bulk_retry(operation: Operation, node_ids: Sequence[UUID]) -> t
     return bulk.identity(operation.kind, operation.payload["options"], node_ids)
 
 
+_BACKEND_TASKS = {
+    backend_requests.INSTALL: TaskType.INSTALLATION,
+    backend_requests.UPGRADE: TaskType.UPGRADE,
+    backend_requests.DELETE: TaskType.DELETION,
+}
+
+
 class NodeHooks:
     """What the API and the command line of operations need to know about nodes and waves."""
 
@@ -88,13 +96,27 @@ def register() -> None:
     """Register the kinds; `NodesConfig.ready` calls this."""
     kinds.register(
         NodeHooks(),
-        OperationKind(load_request.KIND, _load, expires=True, attempt_keys=("setbacks", "engine_deaths")),
-        OperationKind(unload_requests.UNLOAD, _unload),
-        OperationKind(unload_requests.DELETE, _delete),
-        OperationKind(node_stop.KIND, lambda context: node_stop.StopNode(context.bus)),
+        OperationKind(
+            load_request.KIND,
+            "model",
+            TaskType.STAGING,
+            handler=_load,
+            expires=True,
+            attempt_keys=("setbacks", "engine_deaths"),
+        ),
+        OperationKind(unload_requests.UNLOAD, "model", TaskType.DELETION, handler=_unload),
+        OperationKind(unload_requests.DELETE, "model", TaskType.DELETION, is_deletion=True, handler=_delete),
+        OperationKind(node_stop.KIND, "node", handler=lambda context: node_stop.StopNode(context.bus)),
         *(
-            OperationKind(name, lambda _: bulk.RunOnNodes(), retry_identity=_identity_of_bulk_retry)
+            OperationKind(
+                name, "node", handler=lambda _: bulk.RunOnNodes(), retry_identity=_identity_of_bulk_retry
+            )
             for name in bulk.VERBS
         ),
-        *(OperationKind(name, targets=BackendTargets()) for name in backend_requests.KINDS),
+        *(
+            OperationKind(
+                name, "backend", task_type, name == backend_requests.DELETE, targets=BackendTargets()
+            )
+            for name, task_type in _BACKEND_TASKS.items()
+        ),
     )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from localai_cluster.messaging.bus import Bus
+from operations.changes.feed import KINDS, KindFacts
 from operations.executor.work import Handler, WakeUps
 from operations.ledger.admission import Admission
 from operations.models import Operation
@@ -46,10 +47,9 @@ class Targets(Protocol):
 
 
 @dataclass(frozen=True)
-class OperationKind:
-    """One kind of operation, by its name."""
+class OperationKind(KindFacts):
+    """One kind of operation: what clients see of it, and how it runs."""
 
-    name: str
     handler: Callable[[HandlerContext], Handler] | None = None
     """Makes the handler of a controller; None: its targets run by themselves."""
     targets: Targets | None = None
@@ -85,6 +85,7 @@ def register(hooks: Hooks, *kinds: OperationKind) -> None:
     """Set the hooks and add kinds; a later kind of the same name replaces the earlier one."""
     _hooks[:] = [hooks]
     _kinds.update((kind.name, kind) for kind in kinds)
+    KINDS.update(_kinds)
 
 
 def hooks() -> Hooks:

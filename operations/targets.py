@@ -153,7 +153,7 @@ def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
     return parts
 
 
-def restart_parts(operations: Iterable[Operation]) -> None:
+def restart_targets(operations: Iterable[Operation]) -> None:
     """Queue the unfinished targets of these operations for a new attempt; ended ones stay. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:

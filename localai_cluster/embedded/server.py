@@ -20,7 +20,7 @@ from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.terminal import Log
 from localai_cluster.kit import backoff, clock, processes
 
-LOOK_AGAIN_SECONDS = 0.02
+POLL_SECONDS = 0.02
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
@@ -29,7 +29,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     while not condition():
         if clock.monotonic() >= deadline:
             return False
-        time.sleep(LOOK_AGAIN_SECONDS)
+        time.sleep(POLL_SECONDS)
     return True
 
 

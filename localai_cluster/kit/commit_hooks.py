@@ -1,4 +1,4 @@
-"""Transactions with failpoints, for the packages whose crashes are tested at each point (`points.py`)."""
+"""Transactions with failpoints, for the packages whose crashes are tested at each point (`failpoints.py`)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

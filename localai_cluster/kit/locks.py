@@ -59,7 +59,7 @@ def try_lock_across(lock: Lock) -> Iterator[bool]:
                 cursor.execute("SELECT pg_advisory_unlock(%s)", [int(lock)])
 
 
-def stand_in_line(name: str) -> None:
+def lock_name(name: str) -> None:
     """Take the lock of this name for the current transaction; wait until no other transaction holds it.
 
     Names with equal hashes share a lock, which costs only a wait.

@@ -268,7 +268,7 @@ def check_model_name(name: str) -> str:
 class _ModelView(NodeView):
     """Base of the four routes."""
 
-    def carry_out(
+    def execute(
         self,
         request: Request,
         admit_unload: Callable[..., Admission],
@@ -326,7 +326,7 @@ def wait_for_end(operation: Operation, seconds: float) -> Operation:
 
 async def _ended(operation_id: UUID, seconds: float) -> Operation:
     until = clock.monotonic() + seconds
-    with gateway.hints().watch(operation_id) as watch:
+    with gateway.wake_ups().watch(operation_id) as watch:
         while True:
             operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
             if operation is None:
@@ -348,7 +348,7 @@ class NodeUnloadView(_ModelView):
 
         Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
         """
-        return self.carry_out(request, unload_requests.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
+        return self.execute(request, unload_requests.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
 
 
 class NodeDeleteView(_ModelView):
@@ -359,7 +359,7 @@ class NodeDeleteView(_ModelView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Unloads the model from the node and removes its files there; a success where there are none."""
-        return self.carry_out(request, unload_requests.delete, DeleteModelSerializer, DELETE_HERE, node_id)
+        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETE_HERE, node_id)
 
 
 class ModelUnloadView(_ModelView):
@@ -370,7 +370,7 @@ class ModelUnloadView(_ModelView):
     )
     def post(self, request: Request) -> Response:
         """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
-        return self.carry_out(request, unload_requests.unload, UnloadModelSerializer, UNLOADED)
+        return self.execute(request, unload_requests.unload, UnloadModelSerializer, UNLOADED)
 
 
 class ModelDeleteView(_ModelView):
@@ -381,4 +381,4 @@ class ModelDeleteView(_ModelView):
     )
     def post(self, request: Request) -> Response:
         """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
-        return self.carry_out(request, unload_requests.delete, DeleteModelSerializer, DELETED)
+        return self.execute(request, unload_requests.delete, DeleteModelSerializer, DELETED)

@@ -20,7 +20,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
-from localai_cluster.kit.locks import stand_in_line
+from localai_cluster.kit.locks import lock_name
 from nodes.backends import intents, node_commands, wait_reasons, wave_requests, waves
 from nodes.backends.backend_requests import (
     DELETE,
@@ -78,7 +78,7 @@ def _key(request: BackendRequest, nodes: Sequence[BackendNode]) -> str:
 
 def _ask(request: BackendRequest, scope: RequestScope, now: datetime) -> Admission:
     # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
-    stand_in_line(request.backend)
+    lock_name(request.backend)
     ids = [node.id for node in scope.nodes]
     _lock_nodes(scope.nodes)
     matching_rows = PendingBackendOp.objects.filter(node__in=ids, backend=request.backend).order_by("id")

@@ -274,7 +274,7 @@ class IntentQueue:
                     if not waiter.done():
                         waiter.set_result(f"node {name} is offline")
 
-    async def carry_out(self, intent: Intent) -> None:
+    async def execute(self, intent: Intent) -> None:
         """Run one attempt and write its outcome."""
         request_id.set(str(intent.row.operation_id))
         attempt = (intent.id, intent.fence)
@@ -298,7 +298,7 @@ class IntentQueue:
 
     async def _write(self, batch: Sequence[Written]) -> Sequence[None]:
         outcomes = {attempt: (settlement, ticks) for attempt, settlement, ticks in batch}
-        for id, _ in await in_thread(intents.settle, outcomes, now=clock.now()):
+        for id, _ in await in_thread(intents.record_outcomes, outcomes, now=clock.now()):
             log.warning("intent %s: the lease was lost; its outcome is not recorded", id)
         return [None] * len(batch)
 

@@ -327,7 +327,7 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
     changes = {
         id: target_changes.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine
     }
-    target_changes.happen(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
+    target_changes.record(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
     return reports.keys() - mine
 
 
@@ -341,7 +341,7 @@ def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
         since = (row or intent.row).unanswered_since or now
         if row is not None:
             PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
-            target_changes.happen({row.id: target_changes.overdue(reason, since)}, now=now)
+            target_changes.record({row.id: target_changes.overdue(reason, since)}, now=now)
     return since
 
 
@@ -353,7 +353,7 @@ def confirm(intent: Intent) -> None:
 def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
     """Record that the command of an attempt that had to wait for requests is sent now."""
     if _rows_of_attempt(intent).exists():
-        target_changes.happen({intent.id: target_changes.time_limit(time_limit)}, now=now)
+        target_changes.record({intent.id: target_changes.time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:
@@ -379,7 +379,9 @@ def _lock_owned_rows(attempts: Collection[Attempt]) -> dict[UUID, PendingBackend
     return leases.lock_attempts(PendingBackendOp.objects.leased(), attempts)
 
 
-def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, now: datetime) -> set[Attempt]:
+def record_outcomes(
+    outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, now: datetime
+) -> set[Attempt]:
     """Write the outcomes of attempts with their last progress reports.
 
     Return the attempts that no longer own their intent.

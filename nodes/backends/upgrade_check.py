@@ -29,7 +29,7 @@ from django.db import transaction
 
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.kit import clock, conf, errors
-from localai_cluster.kit.locks import stand_in_line
+from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.names import plain
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.registries import references
@@ -145,7 +145,7 @@ def _upgrade(backend: InstalledBackend, offer: Offered, now: datetime) -> Operat
     """
     name = backend.name
     with transaction.atomic():
-        stand_in_line(name)
+        lock_name(name)
         row = BackendOffer.objects.select_for_update(no_key=True).filter(pk=folded(name)).first()
         if row is None or upgrade_state.offer_of(row) != offer:
             return None  # a later check has changed the offer, and is followed next

@@ -63,7 +63,7 @@ def plan(members: Iterable[Member], options: Options) -> dict[UUID, int]:
 STATE = [*target_changes.STATE, "waves", "open_wave"]
 WISHED = ("backend", "gallery", "uri", "name", "alias", "galleries", "force")
 """Payload keys of the operation that become columns of each node's intent."""
-LOOK_AGAIN = timedelta(seconds=15)
+RECHECK_AFTER = timedelta(seconds=15)
 """Time until the next check of a target whose node is busy with the same backend (`catch_up`)."""
 
 Turn = tuple[Operation, Sequence[OperationTarget]]
@@ -172,7 +172,7 @@ def attach(
             target_changes.rest(reason, until=now, node=status != "healthy")(target, now)
         elif target.node_id in registered_ids:
             reason = f"other work on this backend has not ended on {target.node_name}"
-            target_changes.rest(reason, until=now + LOOK_AGAIN)(target, now)
+            target_changes.rest(reason, until=now + RECHECK_AFTER)(target, now)
         else:
             target_changes.end(TargetStatus.ERROR, error=f"node {target.node_name} was removed")(target, now)
     _save([operation for operation, _ in turns], all_parts, opening_targets, now)

@@ -247,7 +247,7 @@ def current() -> Gateway:
     return _running.gateway
 
 
-def hints() -> WakeUps:
+def wake_ups() -> WakeUps:
     """Return the wake-ups of waiting requests; an unused instance before `start`."""
     return _running.loads.wake_ups if _running is not None else WakeUps()
 
@@ -258,16 +258,16 @@ async def start() -> None:
     shared = await database_pool.open_shared()
     by_prefix = PrefixService.connect(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
     prefixes = None if by_prefix is None else by_prefix.prefixes
-    connection, hints = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
+    connection, wake_ups = database_pool.DedicatedConnection(conf.cluster().database_url), WakeUps()
     picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
-    clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(hints)
+    clients, loads = ClientPool(stream_client=conf.cluster().stream_client), Loads(wake_ups)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
     metrics.WAITING.set_function(loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     if by_prefix is not None:
         await by_prefix.start(shared, picker.process_id)
-    listener = asyncio.create_task(_listen(hints, prefixes))
+    listener = asyncio.create_task(_listen(wake_ups, prefixes))
     gateway = Gateway(picker, clients, loads, prefixes)
     _running = _Running(gateway, heartbeat, clients, loads, listener, by_prefix)
 
@@ -295,21 +295,23 @@ async def stop() -> None:
     await database_pool.close_shared()
 
 
-async def _listen(hints: WakeUps, prefixes: PrefixRouter | None = None) -> None:
+async def _listen(wake_ups: WakeUps, prefixes: PrefixRouter | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         try:
-            _handle_notification(channel, payload, hints, prefixes)
+            _handle_notification(channel, payload, wake_ups, prefixes)
         except Exception:
             # A malformed notification must not end the subscription to all others.
             logger.exception("a notification on %s is passed over: %r", channel, payload)
 
 
-def _handle_notification(channel: str, payload: str, hints: WakeUps, prefixes: PrefixRouter | None) -> None:
+def _handle_notification(
+    channel: str, payload: str, wake_ups: WakeUps, prefixes: PrefixRouter | None
+) -> None:
     # The channel is "" after a reconnect: notifications of all channels may be lost.
     if channel in (NODES, ""):
         heartbeats.identity_cache().forget(payload)
     if channel in (OPERATIONS, ""):
-        hints.notify(payload.partition(" ")[0])
+        wake_ups.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
         sockets.recheck_sockets(payload)
         recent_sessions.clear()

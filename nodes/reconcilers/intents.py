@@ -125,7 +125,7 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
         # An intent that was claimed meanwhile has a running target, which must not return to the queue.
         still_resting = PendingBackendOp.objects.resting().filter(pk__in=changes).order_by("id")
         free = lock_free(still_resting.only("pk"))
-        target_changes.happen({intent.pk: changes[intent.pk] for intent in free}, now=now)
+        target_changes.record({intent.pk: changes[intent.pk] for intent in free}, now=now)
 
 
 _STEPS = (

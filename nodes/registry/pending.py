@@ -14,7 +14,7 @@ from django.db import transaction
 
 from localai_cluster.accounts import actors
 from localai_cluster.kit import conf, errors
-from localai_cluster.kit.locks import stand_in_line
+from localai_cluster.kit.locks import lock_name
 from localai_cluster.web import throttle
 from nodes.models import BackendNode
 from nodes.registry.change import Change
@@ -43,7 +43,7 @@ def check_limits(newcomers: Collection[BackendNode]) -> None:
     """
     if not newcomers:
         return
-    stand_in_line("pending nodes")
+    lock_name("pending nodes")
     limits = conf.cluster()
     undecided = BackendNode.objects.filter(approved_at=None, rejected_at=None, revoked_at=None)
     addresses = list(undecided.values_list("source_address", flat=True))

@@ -70,7 +70,7 @@ def job_of(operation: Operation) -> dict[str, Any]:
         "message": operation.message,
         "galleryElementName": operation.element,
         "processed": operation.status in TERMINAL,
-        "deletion": operation.kind.endswith("_delete"),
+        "deletion": feed.facts_of(operation).is_deletion,
         "queued": operation.status in ACTIVE and operation.phase == QUEUED,
     }
     if operation.status == Status.COMPLETED:
@@ -79,7 +79,7 @@ def job_of(operation: Operation) -> dict[str, Any]:
         job["error"] = operation.error
     parts = list(operation.targets.all())
     if parts:
-        job["nodes"] = [feed.part_as_dict(part) for part in parts]
+        job["nodes"] = [feed.target_as_dict(part) for part in parts]
     return job | {"state": _state(operation, parts)}
 
 
@@ -113,7 +113,7 @@ class ModelJobStatusView(JobStatusView):
 class BackendJobsView(APIView):
     """`/backends/jobs`."""
 
-    kinds = "backend_"
+    subject = "backend"
 
     @extend_schema(
         operation_id="backends_jobs",
@@ -124,7 +124,8 @@ class BackendJobsView(APIView):
     def get(self, request: Request) -> Response:
         """By id, the newest 500 operations that are active or have ended within the last hour."""
         of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - REMEMBERED)
-        rows = Operation.objects.filter(of_late, kind__startswith=self.kinds).order_by("-created_at", "-id")
+        names = [kind.name for kind in feed.KINDS.values() if kind.subject == self.subject]
+        rows = Operation.objects.filter(of_late, kind__in=names).order_by("-created_at", "-id")
         return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})
 
 
@@ -132,7 +133,7 @@ class BackendJobsView(APIView):
 class ModelJobsView(BackendJobsView):
     """`/models/jobs`."""
 
-    kinds = "model_"
+    subject = "model"
 
 
 def status_of(operation: Operation) -> dict[str, Any]:
@@ -144,11 +145,11 @@ def status_of(operation: Operation) -> dict[str, Any]:
         "phase": operation.phase,
         "current_bytes": current,
         "total_bytes": total,
-        "nodes": [feed.part_as_dict(part) for part in parts],
+        "nodes": [feed.target_as_dict(part) for part in parts],
     }
     under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
     return {
-        "deletion": operation.kind.endswith("_delete"),
+        "deletion": feed.facts_of(operation).is_deletion,
         "file_name": next(filter(None, under_way), ""),
         "processed": operation.status in TERMINAL,
         "message": operation.message,

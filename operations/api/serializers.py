@@ -82,7 +82,7 @@ class OperationSerializer(WaitSerializer):
     kind = serializers.CharField()
     status = serializers.ChoiceField(choices=Status.choices)
     progress = serializers.IntegerField(min_value=0, max_value=100)
-    taskType = serializers.ChoiceField(choices=feed.TASK_TYPES)
+    taskType = serializers.ChoiceField(choices=tuple(feed.TaskType))
     isDeletion = serializers.BooleanField()
     isBackend = serializers.BooleanField()
     isQueued = serializers.BooleanField()

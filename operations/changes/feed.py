@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from django.db import connection, transaction
@@ -21,11 +22,36 @@ from localai_cluster.messaging.messages import human_bytes
 from operations import models
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 
-TASK_TYPES = ("installation", "upgrade", "deletion", "staging")
-_DELETIONS, _UPGRADES, _UNLOADS = "_delete", "_upgrade", "_unload"
-_LOADS = ("model_load", "model_stage")
 _RESTING = (Status.PENDING, Status.WAITING)
-_BACKENDS = "backend_"
+
+
+class TaskType(StrEnum):
+    """Type of an operation for the reference's pages (O44)."""
+
+    INSTALLATION = "installation"
+    UPGRADE = "upgrade"
+    DELETION = "deletion"
+    STAGING = "staging"
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """What clients see of a kind of operations."""
+
+    name: str
+    subject: str = ""
+    """What its operations change: `backend`, `model` or `node`."""
+    task_type: TaskType = TaskType.INSTALLATION
+    is_deletion: bool = False
+
+
+KINDS: dict[str, KindFacts] = {}
+"""The registered kinds by name."""
+
+
+def facts_of(operation: Operation) -> KindFacts:
+    """Return the facts of the operation's kind; those of an unknown one are the defaults."""
+    return KINDS.get(operation.kind) or KindFacts(operation.kind)
 
 
 @dataclass(frozen=True)
@@ -36,7 +62,7 @@ class Feed:
     operations: list[dict[str, Any]]
 
 
-def part_as_dict(target: OperationTarget) -> dict[str, Any]:
+def target_as_dict(target: OperationTarget) -> dict[str, Any]:
     """Return a target for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
     runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
@@ -87,15 +113,6 @@ def _moment(at: datetime | None) -> str:
     return at.isoformat() if at is not None else ""
 
 
-def _task_type(operation: Operation) -> str:
-    """Return the task type (O44)."""
-    if operation.kind.endswith((_DELETIONS, _UNLOADS)):
-        return "deletion"
-    if operation.kind.endswith(_UPGRADES):
-        return "upgrade"
-    return "staging" if operation.kind in _LOADS else "installation"
-
-
 def _gives_up_at(operation: Operation) -> str:
     """Return the time at which a waiting operation is abandoned; "" if it does not wait or has no limit."""
     resting = operation.status in _RESTING
@@ -105,7 +122,7 @@ def _gives_up_at(operation: Operation) -> str:
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
     """Return an operation for the wire."""
     name = operation.element.rpartition("@")[2]
-    targets, runs = list(targets), operation.status == Status.PROCESSING
+    targets, runs, kind = list(targets), operation.status == Status.PROCESSING, facts_of(operation)
     optional: dict[str, Any] = {
         "nodeID": str(operation.node_id) if operation.node_id else "",
         "nodeName": operation.node_name,
@@ -113,7 +130,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "currentBytes": operation.current_bytes,
         "totalBytes": operation.total_bytes,
         "error": operation.error,
-        "nodes": [part_as_dict(target) for target in targets],
+        "nodes": [target_as_dict(target) for target in targets],
         "startedAt": operation.started_at and operation.started_at.isoformat(),
         "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
         "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
@@ -134,9 +151,9 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "kind": operation.kind,
         "status": operation.status,
         "progress": int(operation.progress),
-        "taskType": _task_type(operation),
-        "isDeletion": operation.kind.endswith(_DELETIONS),
-        "isBackend": operation.kind.startswith(_BACKENDS),
+        "taskType": kind.task_type,
+        "isDeletion": kind.is_deletion,
+        "isBackend": kind.subject == "backend",
         "isQueued": operation.status in _RESTING,
         "cancellable": operation.cancellable,
         "message": operation.message,
@@ -199,7 +216,7 @@ def change_of(
     """
     if moved is None or len(moved) == len(targets):
         return as_dict(operation, targets)
-    nodes = [part_as_dict(target) for target in moved]
+    nodes = [target_as_dict(target) for target in moved]
     return {**as_dict(operation), "nodes": nodes, PARTIAL: True}
 
 

@@ -76,7 +76,7 @@ class Queue(Protocol[C]):
     def reap(self) -> None:
         """Requeue the items whose lease has expired, of any process."""
 
-    async def carry_out(self, claimed: C, /) -> None:
+    async def execute(self, claimed: C, /) -> None:
         """Run one attempt and record its outcome; raise LeaseLost or a DatabaseError if that fails."""
 
     def on_lost(self, lost: Callable[[Attempt], None]) -> None:
@@ -239,7 +239,7 @@ class Executor(Generic[C]):
         previous = self._tasks.get(claim.id)
         if previous is not None:
             previous[1].cancel()  # its lease expired, and this executor claimed the item again
-        task = asyncio.create_task(self._carry_out(claim), name=str(claim))
+        task = asyncio.create_task(self._execute(claim), name=str(claim))
         self._tasks[claim.id] = (claim.fence, task)
         # Not in the task itself: a task that is cancelled before its first step never cleans up.
         task.add_done_callback(lambda done: self._ended((claim.id, claim.fence), done))
@@ -287,9 +287,9 @@ class Executor(Generic[C]):
             attempt.add_done_callback(self._terminating.discard)
         return attempts
 
-    async def _carry_out(self, claimed: C) -> None:
+    async def _execute(self, claimed: C) -> None:
         try:
-            await self._queue.carry_out(claimed)
+            await self._queue.execute(claimed)
         except LeaseLost:
             log.warning("%s (%s): the lease was lost; this attempt stops", claimed, claimed.id)
         except DatabaseError as error:
@@ -335,7 +335,7 @@ class OperationQueue:
         """See `Queue`."""
         self._recorder.close()
 
-    async def carry_out(self, operation: Operation) -> None:
+    async def execute(self, operation: Operation) -> None:
         """Run the handler and record the outcome of the attempt."""
         request_id.set(operation.request_id or str(operation.id))
         work = Work(operation, self._recorder)

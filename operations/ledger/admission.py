@@ -16,7 +16,7 @@ from localai_cluster.gallery_index import public_url
 from localai_cluster.kit import errors
 from localai_cluster.kit.commit_hooks import committed
 from localai_cluster.kit.leases import update_rows
-from localai_cluster.kit.locks import stand_in_line
+from localai_cluster.kit.locks import lock_name
 from operations import targets
 from operations.changes.events import emit
 from operations.models import (
@@ -134,7 +134,7 @@ def _shares(request: OperationRequest) -> set[str]:
     if not owner:
         return set()
     # The database has no constraint for "all of one kind": creating an operation locks the owner first.
-    stand_in_line(owner)
+    lock_name(owner)
     active = Operation.objects.active().sharing(request.key, request.element).order_by("created_at")
     active = active.only("id", "kind", "key", "element", "status")
     for operation in active:

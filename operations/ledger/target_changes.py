@@ -45,7 +45,7 @@ class Changed:
     """The targets that the changes were applied to."""
 
 
-def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
+def record(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str = "0") -> None:
     """Apply each change to the unfinished targets of its intent, and emit the operations.
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits without limit.
@@ -60,7 +60,7 @@ def happen(changes: Mapping[UUID, Change], *, now: datetime, lock_timeout: str =
 def change(
     changes: Mapping[UUID, Change], *, now: datetime, held: Mapping[int, Change] | None = None
 ) -> Changed:
-    """Apply the changes as `happen` does; the caller emits them as the last step of its transaction.
+    """Apply the changes as `record` does; the caller emits them as the last step of its transaction.
 
     `held`: changes of targets without an intent, by target id.
     """

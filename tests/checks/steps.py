@@ -1,8 +1,8 @@
 """The steps of `make lint` and `make check`, two at a time.
 
-`python -m tests.checks.steps lint` runs every check of the source, `check` the unit tests too. A step that
-passes is one line, below it the figures of `words` and `modules`; one that fails prints its whole output, and
-its name stands again on the last line. The exit code is 1 if any failed.
+`python -m tests.checks.steps lint` runs every check of the source, `check` the unit tests and trips too. A
+step that passes is one line, below it the figures of `words`, `modules` and `trips`; one that fails prints
+its whole output, and its name stands again on the last line. The exit code is 1 if any failed.
 """
 
 import os
@@ -68,7 +68,8 @@ LINT = (
     Step("format", ("ruff", "format", "--check", ".")),
     Step("lint", ("ruff", "check", ".")),
 )
-TARGETS = {"lint": LINT, "check": (LINT[0], UNIT, *LINT[1:])}
+TRIPS = Step("trips", module("tests.checks.trip"), is_shown=True)
+TARGETS = {"lint": LINT, "check": (LINT[0], UNIT, TRIPS, *LINT[1:])}
 
 
 def run(steps: Sequence[Step], side_by_side: int = SIDE_BY_SIDE) -> list[str]:

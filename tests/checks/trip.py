@@ -2,7 +2,8 @@
 
 `python -m tests.checks.trip` runs the test of each trip under `sys.setprofile` and prints a table;
 `--files` lists the files in the order of their first call. A pair of files that call each other in both
-directions is counted, too. Not counted: start-up, fixtures, migrations, generated stubs, other processes.
+directions is counted, too. Not counted: start-up, imports, fixtures, migrations, generated stubs, other
+processes.
 As a pytest plugin (`-p tests.checks.trip`) it writes what one run has executed to the file `TRIP_RESULT`.
 """
 
@@ -59,10 +60,8 @@ class Recording:
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
         """Record a call; a function for `sys.setprofile`."""
-        if event != "call" or frame.f_code.co_name == "<module>":
-            return
-        path = _product_path(frame)
-        if path is None:
+        path = _product_path(frame) if event == "call" else None
+        if path is None or _is_import(frame):
             return
         self.functions[path, frame.f_code.co_qualname] = None
         caller = frame.f_back
@@ -95,6 +94,18 @@ def _product_path(frame: FrameType) -> str | None:
     path = path.removeprefix(_PREFIX)
     is_product = path.startswith(_PACKAGES) and "/migrations/" not in path and "/generated/" not in path
     return path if is_product else None
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Return True for bodies of modules and classes of the product, and for what they call.
+
+    Only the first call of a process imports a module, so these would depend on what ran before.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and _product_path(frame) is not None:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

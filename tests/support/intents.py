@@ -105,7 +105,7 @@ class Stage:
 
     async def carries_out(self, intent: Intent) -> OperationTarget:
         """One attempt; the part as it is then."""
-        await self.queue.carry_out(intent)
+        await self.queue.execute(intent)
         return await self.part(intent)
 
     async def part(self, intent: Intent) -> OperationTarget:

@@ -80,9 +80,9 @@ class Cluster:
         for operation in call(attempts.claim, controller, now=clock.now(), lease=LEASE, limit=1):
             self.world.note(f"  {controller} has {operation.kind} {str(operation.id)[:4]}:{operation.fence}")
             with suppress(LeaseLost):
-                self._carry_out(operation)
+                self._execute(operation)
 
-    def _carry_out(self, operation: Operation) -> None:
+    def _execute(self, operation: Operation) -> None:
         attempt, failure = (operation.id, operation.fence), ""
         try:
             if operation.kind == load_request.KIND:
@@ -229,7 +229,7 @@ class Cluster:
                 settlement = self._upgrade(intent)
                 if not (isinstance(settlement, PutBack) and settlement.busy):
                     call(drains.end_upgrade, intent.id, intent.fence)
-                call(intents.settle, {(intent.id, intent.fence): (settlement, ())}, now=clock.now())
+                call(intents.record_outcomes, {(intent.id, intent.fence): (settlement, ())}, now=clock.now())
 
     def _upgrade(self, intent: Intent) -> Settlement:
         node = intent.node

@@ -35,7 +35,7 @@ def claimed(owner: str = "controller", *, now: datetime | None = None) -> dict[s
 
 def settled(*found: Intent, outcome: Any = None) -> None:
     """Ends these attempts, all with this outcome (done by default)."""
-    written = intents.settle(
+    written = intents.record_outcomes(
         {(one.id, one.fence): (outcome or Ended(), ()) for one in found}, now=clock.now()
     )
     assert not written

@@ -3,6 +3,7 @@
 import ast
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.checks import modules, trip, words
 
@@ -81,6 +82,21 @@ def test_a_recording_has_functions_files_and_mutual_pairs() -> None:
     assert ("localai_cluster/kit/names.py", "key") in recording.functions
     recording.calls.update({("a", "b"): None, ("b", "a"): None, ("b", "c"): None})
     assert recording.mutual_pairs == [("a", "b")]
+
+
+def test_an_import_within_a_recording_does_not_count() -> None:
+    """The second of two trips in a process has the same files as the first, which alone imports."""
+    text = "class Late:\n    pass\n\ndef create():\n    return Late()\n\ncreate()\n"
+    body, module = compile(text, str(trip.ROOT / "nodes" / "late.py"), "exec"), dict[str, Any]()
+    recordings = []
+    for call in (lambda: exec(body, module), lambda: module["create"]()):
+        recordings.append(trip.Recording())
+        sys.setprofile(recordings[-1].profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    assert [list(recording.functions) for recording in recordings] == [[], [("nodes/late.py", "create")]]
 
 
 def test_the_tests_of_all_trips_exist_once() -> None:

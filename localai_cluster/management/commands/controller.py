@@ -91,12 +91,12 @@ class Parts:
     revocations: Revocations
     checker: UpgradeChecker
     news: Outbox
-    hints: WakeUps
+    wake_ups: WakeUps
 
 
 def _parts(owner: str, bus: Bus) -> Parts:
-    hints, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
-    table = kinds.handlers(HandlerContext(bus, hints))
+    wake_ups, lease, queue = WakeUps(), conf.cluster().operation_lease, IntentQueue(bus, load_on_other_node)
+    table = kinds.handlers(HandlerContext(bus, wake_ups))
     on_nodes = Executor(owner, queue, lease=lease)
 
     async def nodes_changed() -> None:
@@ -114,7 +114,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
         revocations=Revocations(),
         checker=UpgradeChecker(owner),
         news=Outbox(bus),
-        hints=hints,
+        wake_ups=wake_ups,
     )
 
 
@@ -130,7 +130,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
         "state pass": parts.engines.run(),
         "revocations": parts.revocations.run(),
         "upgrade check": parts.checker.run(),
-        "hints": listen_for_changes(parts),
+        "wake_ups": listen_for_changes(parts),
         "schedules": Ticker().run(),
         "beat": Heartbeat(owner, bus).run(),
         "prefix news": parts.news.run(),
@@ -203,7 +203,7 @@ async def listen_for_changes(parts: Parts) -> None:
             parts.scaler.wake()
         if channel in (OPERATIONS, ""):
             operation, _, status = payload.partition(" ")
-            parts.hints.notify(operation)
+            parts.wake_ups.notify(operation)
             for executor in parts.executors.values():
                 executor.wake(cancelled=status == Status.CANCELLED)
 

@@ -63,7 +63,7 @@ def a_controller(**wait_for_end: Ended) -> Iterator[None]:
     def work() -> None:
         for one in intents.claim("controller", now=clock.now(), lease=60, limit=9):
             outcome = wait_for_end.get(one.node.name, Ended())
-            intents.settle({(one.id, one.fence): (outcome, ())}, now=clock.now())
+            intents.record_outcomes({(one.id, one.fence): (outcome, ())}, now=clock.now())
 
     with meanwhile(work):
         yield

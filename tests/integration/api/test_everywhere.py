@@ -65,7 +65,9 @@ def test_an_install_has_a_part_for_every_node_that_may_get_it_and_for_no_other()
     for _ in range(10):
         for intent in claim(9):
             assert intent.node.name == "one"
-            intents.settle({(intent.id, intent.fence): (intents.PutBack("late"), ())}, now=clock.now())
+            intents.record_outcomes(
+                {(intent.id, intent.fence): (intents.PutBack("late"), ())}, now=clock.now()
+            )
         passes.clean(now=clock.now())
         passes.explain(None, now=clock.now())
     assert PendingBackendOp.objects.count() == 2
@@ -88,7 +90,7 @@ def test_an_upgrade_or_deletion_is_for_the_nodes_that_have_it(verb: str) -> None
     hot.node("two")
     operation = asked(verb)
     (intent,) = claim(9)
-    intents.settle({(intent.id, intent.fence): (Ended(reason="removed"), ())}, now=clock.now())
+    intents.record_outcomes({(intent.id, intent.fence): (Ended(reason="removed"), ())}, now=clock.now())
     operation.refresh_from_db()
     assert (operation.status, names(operation)) == ("completed", ["one"])
     job = api.admin().get(f"/api/backends/job/{operation.id}").json()
@@ -102,7 +104,7 @@ def test_a_node_that_is_draining_is_named_with_the_reason_and_can_be_asked_later
     draining = hot.node("two", drained_at=clock.now())
     operation = asked("install")
     (intent,) = claim(9)
-    intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    intents.record_outcomes({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
     operation.refresh_from_db()
     assert (operation.status, operation.message) == ("completed", "completed, cancelled on 1 of 2 nodes")
     left = operation.targets.get(node_id=draining.id)

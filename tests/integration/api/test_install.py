@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.kit import clock
 from nodes.api import cluster_backends, node_backends
-from nodes.backends.intents import Ended, settle
+from nodes.backends.intents import Ended, record_outcomes
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation
 from operations.targets import NO_NODE
@@ -101,7 +101,7 @@ def test_job_of_a_finished_operation() -> None:
     for error, keys in (("", {"completed"}), ("no such backend", {"error"})):
         url = install(node.id, {"backend": "mock"}).json()["statusUrl"]
         (intent,) = claim()
-        settle({(intent.id, intent.fence): (Ended(error=error), ())}, now=clock.now())
+        record_outcomes({(intent.id, intent.fence): (Ended(error=error), ())}, now=clock.now())
         job = api.admin().get(url).json()
         assert job["processed"]
         assert set(job) & {"completed", "error"} == keys

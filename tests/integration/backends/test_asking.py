@@ -294,7 +294,7 @@ def ended(operation: Operation, **errors_by_node: str) -> None:
     outcomes = {
         (one.id, one.fence): (Ended(error=errors_by_node.get(one.node.name, "")), ()) for one in found
     }
-    intent_rows.settle(outcomes, now=clock.now())
+    intent_rows.record_outcomes(outcomes, now=clock.now())
 
 
 @pytest.mark.rule("O34", "H9")

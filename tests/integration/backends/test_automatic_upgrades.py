@@ -57,7 +57,7 @@ def story(operation: Operation) -> dict[str, tuple[int | None, str, str]]:
 def carried_out(error: str = "") -> list[str]:
     """Carries out what is due; the names of the nodes."""
     found = intents.claim("controller", now=clock.now(), lease=60, limit=100)
-    intents.settle({(one.id, one.fence): (Ended(error=error), ()) for one in found}, now=clock.now())
+    intents.record_outcomes({(one.id, one.fence): (Ended(error=error), ()) for one in found}, now=clock.now())
     return [one.node.name for one in found]
 
 

@@ -70,7 +70,7 @@ async def test_progress_is_that_of_the_part_on_its_node(stage: Stage) -> None:
 
     async def shown() -> bool:
         part = await hot.in_thread(OperationTarget.objects.get)
-        seen.update(feed.part_as_dict(part))
+        seen.update(feed.target_as_dict(part))
         return bool(seen["percentage"] == 100)
 
     async def reported() -> m.InstallReply:
@@ -84,7 +84,7 @@ async def test_progress_is_that_of_the_part_on_its_node(stage: Stage) -> None:
         return INSTALLED
 
     stage.answers(reported)
-    ended = feed.part_as_dict(await stage.carries_out(intent))
+    ended = feed.target_as_dict(await stage.carries_out(intent))
     downloading = {
         "node_id": node_id,
         "node_name": "one",

@@ -28,7 +28,7 @@ MINUTE = timedelta(minutes=1)
 def settle(intent: Intent, outcome: Settlement, *ticks: Tick) -> bool:
     """Whether the outcome was recorded."""
     attempt = (intent.id, intent.fence)
-    return attempt not in intents.settle({attempt: (outcome, ticks)}, now=clock.now())
+    return attempt not in intents.record_outcomes({attempt: (outcome, ticks)}, now=clock.now())
 
 
 def begun(kind: str = INSTALL) -> tuple[Operation, Intent]:
@@ -143,7 +143,7 @@ def test_a_claim_costs_the_same_for_one_intent_and_two_hundred() -> None:
             (one.id, one.fence): (Ended(), []) for one in claimed
         }
         with CaptureQueriesContext(connection) as queries:
-            assert not intents.settle(outcomes, now=clock.now())
+            assert not intents.record_outcomes(outcomes, now=clock.now())
         counts.append(len(queries))
     assert counts[:2] == counts[2:]
     assert max(counts) <= 17
@@ -211,7 +211,7 @@ def test_failures_are_tried_again_ever_later_and_the_tenth_is_the_last(
     pauses = []
     for number in range(1, MOST_ATTEMPTS):
         at = clock.now()
-        assert not intents.settle({(intent.id, intent.fence): (Failed("no answer"), ())}, now=at)
+        assert not intents.record_outcomes({(intent.id, intent.fence): (Failed("no answer"), ())}, now=at)
         row = PendingBackendOp.objects.get()
         pauses.append((row.next_retry_at - at).total_seconds())
         assert (row.attempts, row.last_error, row.lease_owner) == (number, "no answer", "")
@@ -324,7 +324,7 @@ def test_settling_and_asking_at_once_never_deadlock() -> None:
         halves: list[dict[tuple[UUID, int], tuple[Settlement, list[Tick]]]] = [
             {(one.id, one.fence): (Ended(), []) for one in half} for half in (claimed[:3], claimed[:2:-1])
         ]
-        jobs = [partial(intents.settle, half, now=clock.now()) for half in halves]
+        jobs = [partial(intents.record_outcomes, half, now=clock.now()) for half in halves]
         lost, also, _, _ = at_once(*jobs, partial(ask, INSTALL, *nodes), partial(ask, INSTALL, *nodes[::-1]))
         assert lost == also == set()
         PendingBackendOp.objects.all().delete()

@@ -436,7 +436,7 @@ class Stage:
 
     async def ends(self) -> str:
         """Carries it out; how its operation ended."""
-        await IntentQueue(self.bus, load_on_other_node).carry_out(self.intent)
+        await IntentQueue(self.bus, load_on_other_node).execute(self.intent)
         await hot.in_thread(self.operation.refresh_from_db)
         return self.operation.status
 

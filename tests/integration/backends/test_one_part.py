@@ -30,7 +30,7 @@ def again(operation: Operation) -> Operation:
 
 def end(*found: intents.Intent) -> None:
     outcomes = {(one.id, one.fence): (Ended(), ()) for one in found}
-    assert not intents.settle(outcomes, now=clock.now())
+    assert not intents.record_outcomes(outcomes, now=clock.now())
 
 
 @pytest.mark.rule("A67", "O54")
@@ -59,7 +59,7 @@ def test_a_begun_part_is_called_off_and_its_late_answer_changes_nothing() -> Non
     cancel(operation, one)
     assert part(operation, one).reason == "the worker is asked to stop"
     late = {(begun["one"].id, begun["one"].fence): (Ended(), ())}
-    assert intents.settle(late, now=clock.now()) == set(late), "its lease is gone"
+    assert intents.record_outcomes(late, now=clock.now()) == set(late), "its lease is gone"
     assert part(operation, one).status == "cancelled"
     (called_off,) = claim()
     assert called_off.row.cancelled_at is not None

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def end(intent: Intent) -> None:
     """The attempt ends well."""
     outcomes = {(intent.id, intent.fence): (Ended(), ())}
-    assert not intents.settle(outcomes, now=clock.now())
+    assert not intents.record_outcomes(outcomes, now=clock.now())
 
 
 def ops(node: BackendNode) -> list[str]:
@@ -59,13 +59,13 @@ def test_the_rows_of_a_backend_on_a_node_run_one_at_a_time() -> None:
     assert claim(10) == []
     intents.overdue(running, "late", now=clock.now())
     busy = PutBack("asking again", seconds=60, busy=True)
-    intents.settle({(running.id, running.fence): (busy, ())}, now=clock.now())
+    intents.record_outcomes({(running.id, running.fence): (busy, ())}, now=clock.now())
     assert claim(10) == []
     due_now()
     (again,) = claim(10)
     assert again.id == running.id
     failed = intents.Failed("no answer")
-    intents.settle({(again.id, again.fence): (failed, ())}, now=clock.now())
+    intents.record_outcomes({(again.id, again.fence): (failed, ())}, now=clock.now())
     assert claim(10) == []
     due_now()
     for op in ("install", "upgrade", "delete"):

@@ -230,13 +230,13 @@ async def test_a_worker_that_may_be_busy_gets_no_requests(
 async def test_a_cancelled_wait_sends_nothing_and_the_replicas_serve_again(stage: Stage) -> None:
     await hot.in_thread(counted(stage.node, 1))
     intent = await hot.in_thread(stage.begins_in_waves)
-    attempt = asyncio.create_task(stage.queue.carry_out(intent))
+    attempt = asyncio.create_task(stage.queue.execute(intent))
     await until(lambda: stage.loaded(stage.node) == set())
     cancelled = intent.row.operation_id
     await hot.in_thread(partial(admission.cancel, cancelled, actor="bob", now=clock.now()))
     with pytest.raises(LeaseLost):
         await attempt
-    await stage.queue.carry_out((await hot.in_thread(claim))[0])
+    await stage.queue.execute((await hot.in_thread(claim))[0])
     assert not stage.sent
     assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
     assert (await hot.in_thread(partial(Operation.objects.get, pk=cancelled))).status == "cancelled"
@@ -367,7 +367,7 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 
     await hot.in_thread(stage.alone)
     intent = await hot.in_thread(shared)
-    await stage.queue.carry_out(intent)
+    await stage.queue.execute(intent)
     assert len(stage.sent) == 1
     assert not await hot.in_thread(Operation.objects.filter(kind="model_load").exists)
 

@@ -128,7 +128,7 @@ def carries_out(random: Random, now: datetime) -> None:
     called_off = {(one.id, one.fence): "stopped" for one in found if one.row.cancelled_at}
     others = {(one.id, one.fence): (random.choice(outcomes), ()) for one in found if not one.row.cancelled_at}
     intents.called_off(called_off, now=now)
-    intents.settle(others, now=now)
+    intents.record_outcomes(others, now=now)
 
 
 @pytest.mark.rule("A78")
@@ -144,7 +144,7 @@ def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
         found = intents.claim("last", now=now, lease=30, limit=100)
         intents.called_off({(i.id, i.fence): "" for i in found if i.row.cancelled_at}, now=now)
         done = {(i.id, i.fence): (Ended(), ()) for i in found if not i.row.cancelled_at}
-        intents.settle(done, now=now)
+        intents.record_outcomes(done, now=now)
         for asks in Operation.objects.active().filter(waves=Waves.ASKS):
             wave_requests.choose(asks.pk, "continue", actor="bob", now=now)
         if not Operation.objects.active().exists():

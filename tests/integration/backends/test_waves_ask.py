@@ -95,7 +95,7 @@ def test_cancel_in_wave_2_is_final() -> None:
     second = claimed()
     admission.cancel(operation.id, actor="bob", now=clock.now())
     assert states(operation) == {"a": "success", "b": "cancelled", "c": "cancelled"}
-    late = intents.settle({(second["b"].id, second["b"].fence): (Ended(), ())}, now=clock.now())
+    late = intents.record_outcomes({(second["b"].id, second["b"].fence): (Ended(), ())}, now=clock.now())
     assert late, "the late answer changes nothing"
     called_off = claimed()["b"]
     intents.called_off({(called_off.id, called_off.fence): "the worker stopped"}, now=clock.now())

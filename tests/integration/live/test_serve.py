@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed
 
 from localai_cluster.accounts.sessions import SessionStore
 from localai_cluster.kit import clock, names
-from nodes.backends.intents import Ended, settle
+from nodes.backends.intents import Ended, record_outcomes
 from nodes.models import BackendNode, NodeLabel
 from tests.integration.wiring.test_serve import ADMIN, serving
 from tests.support import hot
@@ -107,7 +107,7 @@ def lists_agree(here: str, there: str) -> None:
 
     with httpx.Client(headers=ADMIN) as client:
         assert [jobs(url) for url in (here, there) * 50] == [[job]] * 100
-        settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+        record_outcomes({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
         assert [jobs(url) for url in (here, there)] == [[], []]
         assert [jobs(url, "/history") for url in (here, there)] == [[job], [job]]
 

@@ -40,7 +40,7 @@ def vanishes_while_installing(stage: Stage) -> Callable[[], bool]:
     def happens() -> bool:
         for held in wished.claim():
             failed = {(held.id, held.fence): (intents.Failed("worker gone"), ())}
-            assert not intents.settle(failed, now=clock.now())
+            assert not intents.record_outcomes(failed, now=clock.now())
             return True
         return False
 
@@ -64,7 +64,9 @@ def refused_by(stage: Stage) -> None:
     """The first node's worker has refused to install the backend, for another load."""
     wished.ask(wished.INSTALL, stage.one)
     (held,) = wished.claim()
-    assert not intents.settle({(held.id, held.fence): (intents.Ended("no room"), ())}, now=clock.now())
+    assert not intents.record_outcomes(
+        {(held.id, held.fence): (intents.Ended("no room"), ())}, now=clock.now()
+    )
 
 
 @pytest.mark.parametrize("since", ["now", "long-ago", "installed-since"])

@@ -110,7 +110,7 @@ def end(name: str, outcome: Any = None) -> Callable[[], None]:
 
     def step() -> None:
         row = PendingBackendOp.objects.get(node__name=name)
-        assert not intents.settle({(row.id, row.fence): (outcome or Ended(), ())}, now=clock.now())
+        assert not intents.record_outcomes({(row.id, row.fence): (outcome or Ended(), ())}, now=clock.now())
 
     return step
 

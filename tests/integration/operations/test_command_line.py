@@ -42,7 +42,7 @@ def settle(**outcomes: Any) -> None:
     """A controller takes up what is due, and this becomes of it by node."""
     for intent in intents.claim("controller", now=clock.now(), lease=60, limit=100):
         if (found := outcomes.get(intent.node.name)) is not None:
-            assert not intents.settle({(intent.id, intent.fence): (found, ())}, now=clock.now())
+            assert not intents.record_outcomes({(intent.id, intent.fence): (found, ())}, now=clock.now())
 
 
 def again(operation: Operation) -> Operation:

@@ -43,7 +43,7 @@ def load(key: str = "model:m") -> Operation:
 
 
 def settle(*outcomes: tuple[intents.Intent, Ended]) -> None:
-    intents.settle({(one.id, one.fence): (ended, ()) for one, ended in outcomes}, now=clock.now())
+    intents.record_outcomes({(one.id, one.fence): (ended, ()) for one, ended in outcomes}, now=clock.now())
 
 
 def downloads(intent: intents.Intent, current: int, total: int) -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.django_db
 def settled(outcome: Settlement, *ticks: Tick) -> None:
     """How the attempt under way ends."""
     (intent,) = claim()
-    intents.settle({(intent.id, intent.fence): (outcome, ticks)}, now=clock.now())
+    intents.record_outcomes({(intent.id, intent.fence): (outcome, ticks)}, now=clock.now())
 
 
 def overdue(operation: Operation) -> None:
@@ -143,7 +143,7 @@ def test_what_has_ended_well_leaves_nothing_on_the_lists() -> None:
     for number in range(5):
         ask(INSTALL, *nodes, backend=f"b{number}")
     while claimed := claim(25):
-        intents.settle({(one.id, one.fence): (Ended(), ()) for one in claimed}, now=clock.now())
+        intents.record_outcomes({(one.id, one.fence): (Ended(), ()) for one in claimed}, now=clock.now())
     assert Operation.objects.filter(status="completed").count() == 5
     assert api.admin().get("/api/operations").json() == {"operations": []}
     assert api.admin().get("/api/backends").json()["processingBackends"] == {}
@@ -166,7 +166,7 @@ def test_lists_are_whole_while_operations_come_and_go() -> None:
         for number in range(CYCLES // 2):
             ask(INSTALL, node, backend=f"b{number}")
             outcomes: dict[Any, Any] = {(one.id, one.fence): (Ended(), ()) for one in claim(9)}
-            intents.settle(outcomes, now=clock.now())
+            intents.record_outcomes(outcomes, now=clock.now())
         return 0
 
     def reads() -> int:
@@ -180,7 +180,7 @@ def test_lists_are_whole_while_operations_come_and_go() -> None:
     assert unexpected(results) == []
     assert results == [0, 0, 0, 0]
     left = claim(CYCLES)
-    intents.settle({(one.id, one.fence): (Ended(), ()) for one in left}, now=clock.now())
+    intents.record_outcomes({(one.id, one.fence): (Ended(), ()) for one in left}, now=clock.now())
     assert Operation.objects.filter(status="completed").count() == CYCLES // 2 * 2
     assert [entry["jobID"] for entry in feed.snapshot().operations] == [stays]
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_cancelled_is_409_and_says_why() -> None:
         409,
         "a deletion that has begun cannot be cancelled",
     )
-    intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    intents.record_outcomes({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
     refused = api.admin().post(path)
     assert (refused.status_code, api.message(refused)) == (409, "the operation is completed already")
     install = ask(INSTALL, node)
@@ -366,7 +366,7 @@ def test_work_that_runs_says_when_it_was_last_heard_of_and_when_it_is_given_up()
     heard = began + timedelta(seconds=100)
     intents.record({(intent.id, intent.fence): [Tick("downloading", "x", 1, 9)]}, now=heard)
     assert times_of(operation) == [(heard, began + timedelta(seconds=900))] * 2
-    intents.settle({(intent.id, intent.fence): (Failed("no answer"), ())}, now=heard)
+    intents.record_outcomes({(intent.id, intent.fence): (Failed("no answer"), ())}, now=heard)
     assert times_of(operation) == [(None, None)] * 2
 
 

@@ -13,7 +13,7 @@ from pytest_django import Settings
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.kit import clock
 from localai_cluster.management.commands import controller
-from nodes.backends.intents import Failed, settle
+from nodes.backends.intents import Failed, record_outcomes
 from nodes.loading import load_request
 from nodes.models import BackendNode
 from nodes.placement.choose import Need
@@ -184,7 +184,7 @@ def test_a_back_off_is_not_cut_short() -> None:
     wished.ask(wished.INSTALL, node)
     (intent,) = wished.claim()
     failed = {(intent.id, intent.fence): (Failed("worker gone"), ())}
-    assert not settle(failed, now=clock.now())
+    assert not record_outcomes(failed, now=clock.now())
     waiting(load_request.KIND, "echo", None, Event.POSTPONE)
     for changed in ([node.id], None):
         assert wake_ups.wake(changed) == 0
@@ -284,7 +284,12 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
     monkeypatch.setattr(heard, "changed", told)
     quiet = ("file_ports", "scaler", "stopper", "engines", "revocations", "checker", "news")
     parts: dict[str, Any] = {name: Listener() for name in quiet}
-    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": WakeUps()}
+    parts |= {
+        "executors": {"operations": executor},
+        "inventory": lists,
+        "wakes": heard,
+        "wake_ups": WakeUps(),
+    }
     tasks = [
         asyncio.create_task(heard.run()),
         asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),

@@ -41,7 +41,7 @@ async def run_controller() -> None:
     """Runs all operations that are due."""
     queue = OperationQueue(dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()))
     for operation in await in_thread(attempts.claim, "one", now=clock.now(), lease=60, limit=9):
-        await queue.carry_out(operation)
+        await queue.execute(operation)
 
 
 def parts(operation: Operation) -> dict[str, tuple[str, str]]:
@@ -239,7 +239,7 @@ def test_nodes_that_cannot_take_an_install_stop_no_other() -> None:
     assert (found["busy"][0], "install echo on busy is in progress" in found["busy"][1]) == ("error", True)
     assert found[gone] == ("error", "the node is no longer registered")
     (intent,) = claim()
-    intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    intents.record_outcomes({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
     operation.refresh_from_db()
     assert (operation.status, parts(operation)["ready"][0]) == ("failed", "success")
 
@@ -252,7 +252,7 @@ def test_an_install_on_many_nodes_waits_for_an_upgrade_on_one_of_them() -> None:
     operation = install([str(node.id) for node in (ready, busy)])
     assert parts(operation) == {"ready": ("queued", ""), "busy": ("queued", "")}
     assert [intent.node.name for intent in claim(9)] == ["ready"]
-    intents.settle({(upgrade.id, upgrade.fence): (Ended(), ())}, now=clock.now())
+    intents.record_outcomes({(upgrade.id, upgrade.fence): (Ended(), ())}, now=clock.now())
     assert [intent.node.name for intent in claim(9)] == ["busy"]
 
 
@@ -293,7 +293,7 @@ def test_cancel_all_cancels_what_it_can_and_counts_the_rest() -> None:
 def test_failures_are_dismissed_and_retried_together() -> None:
     operations = [ask(INSTALL, node) for node in nodes(2)]
     for intent in claim(9):
-        intents.settle({(intent.id, intent.fence): (Ended(error="disk full"), ())}, now=clock.now())
+        intents.record_outcomes({(intent.id, intent.fence): (Ended(error="disk full"), ())}, now=clock.now())
     assert bulk_operations("dismiss", operations[0], comment="known")["done"] == 1
     assert Operation.objects.get(pk=operations[0].pk).dismissed_comment == "known"
     assert bulk_operations("retry", operations[1]) == {"done": 1, "ended": 0, "refused": 0, "reasons": []}

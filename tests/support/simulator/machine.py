@@ -69,13 +69,13 @@ class Machine:
     async def answer(self, verb: str, payload: bytes, send: Send) -> bytes | None:
         """Does what the script says; None for a command that gets no reply, or never one."""
         act = self.script.next(verb)
-        kind, carry_out, failed = _HANDLERS[verb]
+        kind, execute, failed = _HANDLERS[verb]
         instance = self.instance
         try:
             request = decode(payload, kind)
         except DecodeError as error:
             return encode(failed(error.message))
-        reply = await carry_out(self, request, act, send)
+        reply = await execute(self, request, act, send)
         if act.silent or reply is None or instance != self.instance:
             return None
         return encode(reply) if act.raw is None else act.raw
