@@ -113,7 +113,7 @@ class Candidate:
     loaded: int
     """Number of loaded replicas of any model."""
     in_flight: int
-    taken: frozenset[int]
+    used_indices: frozenset[int]
     """Replica indices of this model in use on the node, in any state (R1.62 [S])."""
     slots: int
     """`max_replicas_per_model`."""
@@ -125,7 +125,7 @@ class Candidate:
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
-    brought: int = 0
+    staged_bytes: int = 0
     """Bytes of this model's files that the node already has."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
@@ -224,7 +224,7 @@ def find_refusal(
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
     """Return True if the node reports too little disk space, counting the files it already has (R2.38)."""
-    return node.total_disk > 0 and node.available_disk + node.brought < need.disk
+    return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
 
 
 def has_memory(node: Candidate, need: Need) -> bool:
@@ -238,19 +238,19 @@ def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
 
 
 def free_index(node: Candidate) -> int | None:
-    """Return the lowest replica index not in use, or None when all slots are taken (R1.63)."""
-    return lowest_free_index(node.taken, node.slots)
+    """Return the lowest replica index not in use, or None when all slots are in use (R1.63)."""
+    return lowest_free_index(node.used_indices, node.slots)
 
 
-def lowest_free_index(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
-    """Return the lowest index not taken, or None when `cap` are taken (R1.63, R1.64).
+def lowest_free_index(used: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
+    """Return the lowest unused index, or None when `cap` are in use (R1.63, R1.64).
 
     A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
     replicas any more and may still run: they do not count toward the cap, and they are not used again.
     """
-    if len(taken) >= cap:
+    if len(used) >= cap:
         return None
-    return next(index for index in itertools.count() if index not in taken and index not in ending)
+    return next(index for index in itertools.count() if index not in used and index not in ending)
 
 
 def choose_node(

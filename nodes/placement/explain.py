@@ -282,7 +282,7 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
             "free_gpus": [room for _, room in sorted(node.gpus)],
             "available_disk": node.available_disk,
             "total_disk": node.total_disk,
-            "replicas": len(node.taken),
+            "replicas": len(node.used_indices),
             "slots": node.slots,
             "in_flight": node.in_flight,
         }

@@ -66,7 +66,7 @@ class LoadQuestion:
             return False
         (node,) = (candidate for candidate in view.nodes if candidate.id == replica.node_id)
         # Above a lowered number of slots there are more replicas than this one: they are evicted after it.
-        empty = replace(free_memory_of(node, [replica]), taken=frozenset())
+        empty = replace(free_memory_of(node, [replica]), used_indices=frozenset())
         return find_refusal(empty, view.backed_off, view.need, selector=view.selector) is None
 
 
@@ -160,14 +160,14 @@ def _emptied(node: Candidate, room: Eviction) -> Candidate:
 
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """Return the node with the replica loaded; several replicas share the model's files."""
-    disk = 0 if node.taken else max(need.disk - node.brought, 0)
+    disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
     shares = gpu_shares(node, need)
     if shares is None:
         shares = fill_gpus(node.gpus, need.vram)
     used_vram = total_bytes(shares, need.vram)
     return replace(
         node,
-        taken=node.taken | {index},
+        used_indices=node.used_indices | {index},
         loaded=node.loaded + 1,
         free_vram=node.free_vram - used_vram,
         available_vram=max(node.available_vram - used_vram, 0),

@@ -134,13 +134,13 @@ def test_every_field_of_a_node_comes_back() -> None:
     """A new field is taken over by itself; its type says how it is read."""
     node = view(
         id=UUID(int=7),
-        taken=frozenset({1, 2}),
+        used_indices=frozenset({1, 2}),
         labels=frozenset({("tier", "fast")}),
         conflicts=frozenset({"other"}),
         available_vram=5,
         total_disk=6,
         available_disk=7,
-        brought=8,
+        staged_bytes=8,
         file_port_failed=True,
         has_backend=True,
     )
