@@ -154,7 +154,7 @@ class Decision:
     ranked: Sequence[Candidate] = ()
     """All feasible nodes, the chosen one first."""
     selector: Selector = ANY_NODE
-    room: Mapping[Reason, str] = field(default_factory=dict)
+    lacking: Mapping[Reason, str] = field(default_factory=dict)
     """Per reason that is a lack of space: the amount needed, and what the refused nodes have."""
 
     def describe_refusals(self) -> str:
@@ -165,7 +165,7 @@ class Decision:
         if Reason.SELECTOR in counts and set(counts) <= {Reason.SELECTOR, Reason.AGENT}:
             return f"no node matches {self.selector}"
         parts = ", ".join(
-            f"{count} {reason}{self.room.get(reason, '')}" for reason, count in sorted(counts.items())
+            f"{count} {reason}{self.lacking.get(reason, '')}" for reason, count in sorted(counts.items())
         )
         if set(counts) == {Reason.PENDING}:
             return f"only pending nodes ({counts[Reason.PENDING]}): approve one"
@@ -283,7 +283,7 @@ def build_decision(
     """Return the decision for nodes that are each either ranked or refused."""
     if not ranked:
         return Decision(
-            None, refused=refused, selector=selector, room=_lacks_by_reason(considered, refused, need)
+            None, refused=refused, selector=selector, lacking=_lacks_by_reason(considered, refused, need)
         )
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
@@ -373,9 +373,9 @@ def _gib_rounded_up(amount: int) -> str:
 
 def format_free_gpus(node: Candidate) -> str:
     """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
-    rooms = sorted((room for _, room in node.gpus), reverse=True)
-    suffix = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
-    return " + ".join([*map(format_gib, rooms[:_NAMED]), *suffix])
+    free = sorted((free_bytes for _, free_bytes in node.gpus), reverse=True)
+    suffix = [f"{len(free) - _NAMED} GPUs less"] if len(free) > _NAMED else []
+    return " + ".join([*map(format_gib, free[:_NAMED]), *suffix])
 
 
 def format_gib(amount: int) -> str:

@@ -54,7 +54,7 @@ class ModelFacts:
 
 
 NO_MODEL_FACTS = ModelFacts()
-_NO_SETBACKS: NodeBackoffs = MappingProxyType({})
+_NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
 class _Order:
@@ -118,7 +118,7 @@ class _Ranking:
         if reason is not None:
             self.refused[node.id] = reason
             return None
-        self.ranks[node.id] = node_rank = rank_node(node, self.need, _NO_SETBACKS)
+        self.ranks[node.id] = node_rank = rank_node(node, self.need, _NO_BACKOFFS)
         return node_rank
 
 

@@ -1,4 +1,4 @@
-"""A standing fleet answers as the plain choice does, whatever changed and whatever was asked before."""
+"""A ranked fleet decides as the plain choice does, whatever changed and whatever was asked before."""
 
 import random
 from dataclasses import replace
