@@ -138,7 +138,7 @@ class _Rows:
             free_vram=reserved_memory.effectively_free(row, reservations),
             loaded=sum(replica.is_serving for replica in replicas),
             in_flight=sum(replica.in_flight for replica in replicas),
-            taken=frozenset(),
+            used_indices=frozenset(),
             slots=row["max_replicas_per_model"],
             labels=frozenset((key, value) for key, value in self._labels.by_node.get(id, ())),
             available_vram=row["available_vram"],

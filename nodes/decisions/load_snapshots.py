@@ -1,6 +1,6 @@
 """Encode the decision of a load as sections of the snapshot log, and decode it from them. Pure.
 
-The node facts that all loads see are one section. Node facts that only one model sees (slots taken, labels
+The node facts that all loads see are one section. Node facts that only one model sees (indices in use, labels
 tested, concurrency groups, files) are sections of the model, and facts that only one load has are a section
 of the load. So two loads of different models share most sections.
 
@@ -23,14 +23,14 @@ from nodes.placement.evict import Eviction, Resident
 from nodes.placement.load_decision import EvictionCandidates, LoadQuestion
 
 _NO_END = datetime.max.replace(tzinfo=UTC)
-_PER_MODEL: Mapping[str, Any] = {
-    "taken": (),
-    "labels": (),
-    "conflicts": (),
-    "brought": 0,
-    "has_backend": None,
+_PER_MODEL: Mapping[str, tuple[str, Any]] = {
+    "used_indices": ("taken", ()),
+    "labels": ("labels", ()),
+    "conflicts": ("conflicts", ()),
+    "staged_bytes": ("brought", 0),
+    "has_backend": ("has_backend", None),
 }
-"""Node fields that differ by model, one section each, and what a missing row means."""
+"""Node fields that differ by model: the name of their section, and what a missing row means."""
 _NODE = tuple(field.name for field in fields(Candidate) if field.name not in _PER_MODEL)
 _RESIDENT = tuple(field.name for field in fields(Resident))
 _node_values, _resident_values, _name = attrgetter(*_NODE), attrgetter(*_RESIDENT), attrgetter("name")
@@ -59,14 +59,14 @@ def encode_load(
         ),
         f"load/{load}": Section(_load_facts(question, eviction, over)),
     }
-    for name in _PER_MODEL:
+    for name, (section, _) in _PER_MODEL.items():
         # A missing fact is only recorded where it may have existed before.
         rows = {
             node.name: value
             for node in view.nodes
             if (value := getattr(node, name)) or value is False or not all_nodes
         }
-        result[f"{name}/{model}"] = Section(rows, all_nodes)
+        result[f"{section}/{model}"] = Section(rows, all_nodes)
     return result | (_eviction_sections(eviction) if eviction is not None else {})
 
 
@@ -126,7 +126,8 @@ def _nodes(state: State, model: str, node_names: Iterable[str] | None) -> Iterab
     rows, columns = state.get("nodes", {}), state["columns"]["node"]
     for node in rows if node_names is None else node_names:
         of_model = {
-            name: state.get(f"{name}/{model}", {}).get(node, default) for name, default in _PER_MODEL.items()
+            name: state.get(f"{section}/{model}", {}).get(node, default)
+            for name, (section, default) in _PER_MODEL.items()
         }
         yield dict(zip(columns, rows[node], strict=True)) | of_model
 

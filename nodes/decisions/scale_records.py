@@ -122,7 +122,7 @@ def _rule_facts(fleet: Fleet, model: str, rule: DesiredState) -> dict[str, Any]:
         "revisions": fleet.revisions.get(model),
         "pressed": fleet.pressed.get(model, 0),
         # The replacements of all models: there are few, and a rule reads only those of its own replicas.
-        "replacing": tuple(sorted((str(id), lacks_room) for id, lacks_room in fleet.replacing.items())),
+        "replacing": tuple(sorted((str(id), needs_space) for id, needs_space in fleet.replacing.items())),
     }
 
 

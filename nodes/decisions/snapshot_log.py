@@ -42,10 +42,10 @@ class Section:
     """False: only these keys were read; rows with other keys are unchanged."""
 
 
-Sections = Mapping[str, Section]
+SnapshotSections = Mapping[str, Section]
 
 
-def find_changes(state: State, seen: Sections) -> Changes:
+def find_changes(state: State, seen: SnapshotSections) -> Changes:
     """Return the differences between these sections and the state."""
     result: Changes = {}
     for name, section in seen.items():
@@ -129,7 +129,7 @@ def start_new_base() -> None:
 os.register_at_fork(after_in_child=start_new_base)
 
 
-def store_snapshot(seen: Sections, *, now: datetime) -> SnapshotRef:
+def store_snapshot(seen: SnapshotSections, *, now: datetime) -> SnapshotRef:
     """Store the snapshot of a decision. It costs one statement, and none if nothing has changed.
 
     In a transaction it starts a base for this decision alone: a base that may be rolled back must have no
@@ -141,7 +141,7 @@ def store_snapshot(seen: Sections, *, now: datetime) -> SnapshotRef:
         return _store(seen, now)
 
 
-def _store(snapshot: Sections, now: datetime) -> SnapshotRef:
+def _store(snapshot: SnapshotSections, now: datetime) -> SnapshotRef:
     global _log
     log = _log
     if log is not None:

@@ -153,7 +153,7 @@ def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
             free_vram=vram,
             loaded=0,
             in_flight=0,
-            taken=frozenset(),
+            used_indices=frozenset(),
             slots=kind.max_replicas_per_model,
             labels=frozenset((auto_labels(node) | dict(kind.labels)).items()),
             available_vram=vram,

@@ -25,7 +25,7 @@ from nodes.commands.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.decisions import decision_log, fleet_cache, fleet_queries, snapshot_log
 from nodes.decisions.decision_log import DecisionRecord
 from nodes.decisions.load_snapshots import encode_load
-from nodes.decisions.snapshot_log import Sections
+from nodes.decisions.snapshot_log import SnapshotSections
 from nodes.definitions.files import Definition
 from nodes.loading import load_attempts, load_request
 from nodes.loading.load_attempts import Cause, WorkerGone, refusals, refused_by_all, retry_or_end
@@ -271,7 +271,7 @@ async def _no_node(
     return outcome
 
 
-def _record(operation: Operation, explanation: Explanation, fleet_sections: Sections) -> None:
+def _record(operation: Operation, explanation: Explanation, fleet_sections: SnapshotSections) -> None:
     now = clock.now()
     snapshot_ref = snapshot_log.store_snapshot(fleet_sections, now=now)
     decision_log.record(DecisionRecord(operation.element, operation.pk, explanation, snapshot_ref), now=now)

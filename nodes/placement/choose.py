@@ -113,7 +113,7 @@ class Candidate:
     loaded: int
     """Number of loaded replicas of any model."""
     in_flight: int
-    taken: frozenset[int]
+    used_indices: frozenset[int]
     """Replica indices of this model in use on the node, in any state (R1.62 [S])."""
     slots: int
     """`max_replicas_per_model`."""
@@ -125,7 +125,7 @@ class Candidate:
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
-    brought: int = 0
+    staged_bytes: int = 0
     """Bytes of this model's files that the node already has."""
     gpus: FreeByGpu = frozenset()
     """Effectively free memory of each GPU, by index; empty if the node does not report its GPUs."""
@@ -154,7 +154,7 @@ class Decision:
     ranked: Sequence[Candidate] = ()
     """All feasible nodes, the chosen one first."""
     selector: Selector = ANY_NODE
-    room: Mapping[Reason, str] = field(default_factory=dict)
+    lacking: Mapping[Reason, str] = field(default_factory=dict)
     """Per reason that is a lack of space: the amount needed, and what the refused nodes have."""
 
     def describe_refusals(self) -> str:
@@ -165,7 +165,7 @@ class Decision:
         if Reason.SELECTOR in counts and set(counts) <= {Reason.SELECTOR, Reason.AGENT}:
             return f"no node matches {self.selector}"
         parts = ", ".join(
-            f"{count} {reason}{self.room.get(reason, '')}" for reason, count in sorted(counts.items())
+            f"{count} {reason}{self.lacking.get(reason, '')}" for reason, count in sorted(counts.items())
         )
         if set(counts) == {Reason.PENDING}:
             return f"only pending nodes ({counts[Reason.PENDING]}): approve one"
@@ -224,7 +224,7 @@ def find_refusal(
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
     """Return True if the node reports too little disk space, counting the files it already has (R2.38)."""
-    return node.total_disk > 0 and node.available_disk + node.brought < need.disk
+    return node.total_disk > 0 and node.available_disk + node.staged_bytes < need.disk
 
 
 def has_memory(node: Candidate, need: Need) -> bool:
@@ -238,19 +238,19 @@ def gpu_shares(node: Candidate, need: Need) -> BytesByGpu | None:
 
 
 def free_index(node: Candidate) -> int | None:
-    """Return the lowest replica index not in use, or None when all slots are taken (R1.63)."""
-    return lowest_free_index(node.taken, node.slots)
+    """Return the lowest replica index not in use, or None when all slots are in use (R1.63)."""
+    return lowest_free_index(node.used_indices, node.slots)
 
 
-def lowest_free_index(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
-    """Return the lowest index not taken, or None when `cap` are taken (R1.63, R1.64).
+def lowest_free_index(used: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
+    """Return the lowest unused index, or None when `cap` are in use (R1.63, R1.64).
 
     A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
     replicas any more and may still run: they do not count toward the cap, and they are not used again.
     """
-    if len(taken) >= cap:
+    if len(used) >= cap:
         return None
-    return next(index for index in itertools.count() if index not in taken and index not in ending)
+    return next(index for index in itertools.count() if index not in used and index not in ending)
 
 
 def choose_node(
@@ -283,7 +283,7 @@ def build_decision(
     """Return the decision for nodes that are each either ranked or refused."""
     if not ranked:
         return Decision(
-            None, refused=refused, selector=selector, room=_lacks_by_reason(considered, refused, need)
+            None, refused=refused, selector=selector, lacking=_lacks_by_reason(considered, refused, need)
         )
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
@@ -373,9 +373,9 @@ def _gib_rounded_up(amount: int) -> str:
 
 def format_free_gpus(node: Candidate) -> str:
     """List the memory free on each GPU, the largest first; empty if the node does not report its GPUs."""
-    rooms = sorted((room for _, room in node.gpus), reverse=True)
-    suffix = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
-    return " + ".join([*map(format_gib, rooms[:_NAMED]), *suffix])
+    free = sorted((free_bytes for _, free_bytes in node.gpus), reverse=True)
+    suffix = [f"{len(free) - _NAMED} GPUs less"] if len(free) > _NAMED else []
+    return " + ".join([*map(format_gib, free[:_NAMED]), *suffix])
 
 
 def format_gib(amount: int) -> str:

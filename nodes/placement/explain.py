@@ -279,10 +279,10 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
             "code": reason_code(reason),
             "reason": str(reason),
             "free_vram": node.free_vram,
-            "free_gpus": [room for _, room in sorted(node.gpus)],
+            "free_gpus": [free_bytes for _, free_bytes in sorted(node.gpus)],
             "available_disk": node.available_disk,
             "total_disk": node.total_disk,
-            "replicas": len(node.taken),
+            "replicas": len(node.used_indices),
             "slots": node.slots,
             "in_flight": node.in_flight,
         }

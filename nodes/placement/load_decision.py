@@ -66,7 +66,7 @@ class LoadQuestion:
             return False
         (node,) = (candidate for candidate in view.nodes if candidate.id == replica.node_id)
         # Above a lowered number of slots there are more replicas than this one: they are evicted after it.
-        empty = replace(free_memory_of(node, [replica]), taken=frozenset())
+        empty = replace(free_memory_of(node, [replica]), used_indices=frozenset())
         return find_refusal(empty, view.backed_off, view.need, selector=view.selector) is None
 
 
@@ -92,11 +92,11 @@ class EvictionCandidates:
 
 
 def decide_load(
-    question: LoadQuestion, decision: Decision, room: Eviction | None = None, *, over: bool = False
+    question: LoadQuestion, decision: Decision, eviction: Eviction | None = None, *, over: bool = False
 ) -> Explanation:
     """Return the outcome of the load and its reason.
 
-    `room` was computed for `lacking`; `over`: no request needs the load.
+    `eviction` was computed for `lacking`; `over`: no request needs the load.
     """
     explanation = explain(question.view, decision)
     if decision.node is None and over:
@@ -104,19 +104,19 @@ def decide_load(
     if question.refused_by_all(decision):
         sentence = truncate(f"{_REFUSED_BY_ALL}; {explanation.sentence}", LONGEST_SENTENCE)
         return replace(explanation, outcome=DecisionOutcome.REFUSED, sentence=sentence)
-    if room is None or not room.why:
+    if eviction is None or not eviction.why:
         return explanation
-    if room.node is None:
+    if eviction.node is None:
         return replace(
-            explanation, sentence=truncate(f"{explanation.sentence}; {room.why}", LONGEST_SENTENCE)
+            explanation, sentence=truncate(f"{explanation.sentence}; {eviction.why}", LONGEST_SENTENCE)
         )
     return replace(
         explanation,
         outcome=DecisionOutcome.PLACED,
-        sentence=truncate(f"{room.why}; {explanation.sentence}", LONGEST_SENTENCE),
-        node=room.node,
-        replica_index=free_index(room.node) or 0,
-        facts={**explanation.facts, "evicts": describe_victims(room.victims)},
+        sentence=truncate(f"{eviction.why}; {explanation.sentence}", LONGEST_SENTENCE),
+        node=eviction.node,
+        replica_index=free_index(eviction.node) or 0,
+        facts={**explanation.facts, "evicts": describe_victims(eviction.victims)},
     )
 
 
@@ -139,35 +139,38 @@ def simulate_placements(
         allowed_view = replace(view, nodes=candidates, restricted=view.restricted or node_ids is not None)
         allowed_question = replace(question, view=allowed_view)
         decision = allowed_view.decide()
-        room = occupants.choose_eviction(allowed_question, decision) if occupants is not None else None
-        explanation = decide_load(allowed_question, decision, room)
+        eviction = occupants.choose_eviction(allowed_question, decision) if occupants is not None else None
+        explanation = decide_load(allowed_question, decision, eviction)
         yield explanation
         if explanation.node is None:
             if node_ids is None:
                 return
             continue
         node = explanation.node
-        if room is not None and occupants is not None:
-            node, occupants = _emptied(node, room), occupants.without([*room.victims, *room.leaving])
+        if eviction is not None and occupants is not None:
+            node, occupants = (
+                _emptied(node, eviction),
+                occupants.without([*eviction.victims, *eviction.leaving]),
+            )
         nodes[node.id] = _with(node, explanation.replica_index, view.need)
 
 
-def _emptied(node: Candidate, room: Eviction) -> Candidate:
+def _emptied(node: Candidate, eviction: Eviction) -> Candidate:
     """Return the node after the eviction."""
-    freed = free_memory_of(node, [*room.victims, *room.leaving])
-    return replace(freed, loaded=max(freed.loaded - len(room.victims), 0))
+    freed = free_memory_of(node, [*eviction.victims, *eviction.leaving])
+    return replace(freed, loaded=max(freed.loaded - len(eviction.victims), 0))
 
 
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """Return the node with the replica loaded; several replicas share the model's files."""
-    disk = 0 if node.taken else max(need.disk - node.brought, 0)
+    disk = 0 if node.used_indices else max(need.disk - node.staged_bytes, 0)
     shares = gpu_shares(node, need)
     if shares is None:
         shares = fill_gpus(node.gpus, need.vram)
     used_vram = total_bytes(shares, need.vram)
     return replace(
         node,
-        taken=node.taken | {index},
+        used_indices=node.used_indices | {index},
         loaded=node.loaded + 1,
         free_vram=node.free_vram - used_vram,
         available_vram=max(node.available_vram - used_vram, 0),

@@ -34,7 +34,7 @@ BytesByGpu = Mapping[int, int]
 """Bytes by the GPU's index."""
 
 
-def fit_gpus(free: int, rooms: FreeByGpu, need: int) -> BytesByGpu | None:
+def fit_gpus(free: int, free_by_gpu: FreeByGpu, need: int) -> BytesByGpu | None:
     """Return the bytes of each GPU for a load of `need` bytes; None if the memory is lacking.
 
     The result is empty if the need is unknown or the node does not report its GPUs. `free` is the node's
@@ -44,17 +44,23 @@ def fit_gpus(free: int, rooms: FreeByGpu, need: int) -> BytesByGpu | None:
         return {}
     if free < need:
         return None
-    if not rooms:
+    if not free_by_gpu:
         return {}
-    large_enough = [(room, index) for index, room in rooms if room >= need]
-    shares = {min(large_enough)[1]: need} if large_enough else _split(rooms, need)
+    large_enough = [(free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes >= need]
+    shares = {min(large_enough)[1]: need} if large_enough else _split(free_by_gpu, need)
     return shares if shares and total_bytes(shares, need) <= free else None
 
 
-def _split(rooms: FreeByGpu, need: int) -> dict[int, int]:
+def _split(free_by_gpu: FreeByGpu, need: int) -> dict[int, int]:
     """Split the need over the fewest GPUs that can hold it, at least two; empty if all of them cannot."""
     # Negative, so that the GPU with the most memory comes first, and of equal ones the first by index.
-    usable = sorted([(SPLIT_OVERHEAD - room, index) for index, room in rooms if room > SPLIT_OVERHEAD])
+    usable = sorted(
+        [
+            (SPLIT_OVERHEAD - free_bytes, index)
+            for index, free_bytes in free_by_gpu
+            if free_bytes > SPLIT_OVERHEAD
+        ]
+    )
     usable_bytes = 0
     for count, (negative, _) in enumerate(usable, 1):
         usable_bytes -= negative
@@ -66,10 +72,12 @@ def _split(rooms: FreeByGpu, need: int) -> dict[int, int]:
     return {}
 
 
-def fill_gpus(rooms: FreeByGpu, need: int) -> BytesByGpu:
+def fill_gpus(free_by_gpu: FreeByGpu, need: int) -> BytesByGpu:
     """Return the memory of a load that fits nowhere: all that is free, GPUs with the most memory first."""
     shares, remaining = {}, need
-    for negative, index in sorted([(-room, index) for index, room in rooms if room > 0]):
+    for negative, index in sorted(
+        [(-free_bytes, index) for index, free_bytes in free_by_gpu if free_bytes > 0]
+    ):
         if remaining <= 0:
             break
         shares[index] = min(-negative, remaining)
@@ -82,10 +90,10 @@ def total_bytes(shares: BytesByGpu, need: int) -> int:
     return sum(shares.values()) or need
 
 
-def add_free_bytes(rooms: FreeByGpu, shares: Iterable[tuple[int, int]]) -> FreeByGpu:
+def add_free_bytes(free_by_gpu: FreeByGpu, shares: Iterable[tuple[int, int]]) -> FreeByGpu:
     """Add these bytes to the free memory of these GPUs (subtract if negative); keep the other GPUs."""
     added = dict(shares)
-    return frozenset((index, room + added.get(index, 0)) for index, room in rooms)
+    return frozenset((index, free_bytes + added.get(index, 0)) for index, free_bytes in free_by_gpu)
 
 
 NEVER = datetime.min.replace(tzinfo=UTC)

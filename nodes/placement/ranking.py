@@ -2,7 +2,7 @@
 
 `choose` judges every node for every decision. Here the same functions judge a node only after it has changed:
 a ranking (`_Ranking`) holds the nodes that one need and one selector refuse, with the reasons, and the
-others in the order of their rank. Facts that only one model or one load sees (slots taken, concurrency
+others in the order of their rank. Facts that only one model or one load sees (indices in use, concurrency
 groups, back-offs) concern few nodes, which are judged again for each decision.
 """
 
@@ -37,24 +37,24 @@ _REBUILT = 8
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about nodes that only one model sees: slots taken, models of its groups, files."""
+    """The facts about nodes that only one model sees: indices in use, models of its groups, staged files."""
 
-    taken: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
+    used_indices: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
-    brought: Mapping[UUID, int] = field(default_factory=dict)
+    staged_bytes: Mapping[UUID, int] = field(default_factory=dict)
 
     def of(self, node: Candidate) -> Candidate:
         """Return the node as the model sees it."""
         return replace(
             node,
-            taken=self.taken.get(node.id, frozenset()),
+            used_indices=self.used_indices.get(node.id, frozenset()),
             conflicts=self.conflicts.get(node.id, frozenset()),
-            brought=self.brought.get(node.id, 0),
+            staged_bytes=self.staged_bytes.get(node.id, 0),
         )
 
 
 NO_MODEL_FACTS = ModelFacts()
-_NO_SETBACKS: NodeBackoffs = MappingProxyType({})
+_NO_BACKOFFS: NodeBackoffs = MappingProxyType({})
 
 
 class _Order:
@@ -118,7 +118,7 @@ class _Ranking:
         if reason is not None:
             self.refused[node.id] = reason
             return None
-        self.ranks[node.id] = node_rank = rank_node(node, self.need, _NO_SETBACKS)
+        self.ranks[node.id] = node_rank = rank_node(node, self.need, _NO_BACKOFFS)
         return node_rank
 
 
@@ -151,7 +151,13 @@ class RankedFleet:
         need, selector = question.need, question.selector
         ranking = self._ranking(need, selector.labels)
         nodes, refused, order = ranking.nodes.copy(), ranking.refused.copy(), ranking.order.copy()
-        judged_again = {*own.taken, *own.conflicts, *own.brought, *question.backoffs, *question.backed_off}
+        judged_again = {
+            *own.used_indices,
+            *own.conflicts,
+            *own.staged_bytes,
+            *question.backoffs,
+            *question.backed_off,
+        }
         for id in judged_again & nodes.keys():
             if refused.pop(id, None) is None:
                 order.remove(id, ranking.ranks[id])

@@ -82,7 +82,7 @@ def _could_take(
     need = load_request.need_from_payload(operation.payload)
     return any(
         find_refusal(
-            replace(node, taken=frozenset(taken_slots.get(node.id, ()))),
+            replace(node, used_indices=frozenset(taken_slots.get(node.id, ()))),
             node_backoffs,
             need,
             selector=selector,

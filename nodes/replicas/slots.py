@@ -115,8 +115,8 @@ def reserve(
 def _free_index(node: BackendNode, model_name: str) -> int | None:
     rows = NodeModel.engines.of(model_name).filter(node=node)
     every = set(rows.values_list("replica_index", flat=True))
-    taken = set(rows.occupying().values_list("replica_index", flat=True))
-    return lowest_free_index(taken, node.max_replicas_per_model, every - taken)
+    used = set(rows.occupying().values_list("replica_index", flat=True))
+    return lowest_free_index(used, node.max_replicas_per_model, every - used)
 
 
 def _memory(

@@ -19,7 +19,7 @@ class Rows(Protocol):
         ...
 
 
-SPARE = 64
+EXTRA_REPLICAS = 64
 """Number of replicas of a model that are locked beyond the number of requests. All replicas are compared
 before; among the locked ones the choice is exact, whatever other processes have counted meanwhile."""
 
@@ -77,7 +77,7 @@ NEAREST = f"""nearest AS MATERIALIZED (
          WHERE r.state = 'loaded' AND r.model_name = s.model
            AND n.status = 'healthy' AND n.node_type = 'backend' AND {ALLOWED}
          ORDER BY r.in_flight, r.last_used, n.available_vram DESC, r.id
-         LIMIT s.n + {SPARE}
+         LIMIT s.n + {EXTRA_REPLICAS}
     ) near
      UNION ALL
     SELECT r.id FROM asked a CROSS JOIN LATERAL (

@@ -374,7 +374,7 @@ def test_slots_and_capacity() -> None:
     hot.replica(over, "m", index=1)
     assert feasible("m") == ["empty", "wide"]
     assert feasible("m", only=[wide.pk, full.pk]) == ["wide"]
-    taken = {node.name: len(node.taken) for node in fleet_cache.read_fleet("m")}
+    taken = {node.name: len(node.used_indices) for node in fleet_cache.read_fleet("m")}
     assert taken == {"wide": 2, "full": 1, "empty": 0, "over": 2}
     assert NodeModel.objects.of("m").loaded().count() == 3
 

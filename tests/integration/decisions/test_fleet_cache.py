@@ -56,7 +56,7 @@ def assert_node_equals_rows(node: Candidate, model: str, conflicts: frozenset[st
     assert node.free_vram == reserved_memory.effectively_free(vars(row), reservations)
     assert node.loaded == serving.count()
     assert node.in_flight == sum(engines.values_list("in_flight", flat=True))
-    assert node.taken == set(occupying.values_list("replica_index", flat=True))
+    assert node.used_indices == set(occupying.values_list("replica_index", flat=True))
     assert node.conflicts == set(
         serving.filter(model_name__in=conflicts).values_list("model_name", flat=True)
     )
@@ -201,10 +201,10 @@ def test_a_decision_does_not_visit_nodes_that_no_longer_have_the_model() -> None
     cache = FleetCache()
     replicas = [hot.replica(hot.node(f"n{number}", available_vram=8 * GB), "m") for number in range(3)]
     cache.decide("m", ANYTHING)
-    assert len(cache._rows.model_facts("m", [], {}).taken) == 3
+    assert len(cache._rows.model_facts("m", [], {}).used_indices) == 3
     NodeModel.objects.filter(pk__in=[replica.pk for replica in replicas[1:]]).delete()
     cache.decide("m", ANYTHING)
-    assert list(cache._rows.model_facts("m", [], {}).taken) == [replicas[0].node_id]
+    assert list(cache._rows.model_facts("m", [], {}).used_indices) == [replicas[0].node_id]
 
 
 def test_some_nodes_only() -> None:

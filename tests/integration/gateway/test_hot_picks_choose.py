@@ -95,7 +95,7 @@ def test_more_replicas_than_are_locked(raw: psycopg.Connection[Any], requests: i
     now, chance, owner = clock.now(), random.Random(1), uuid4()
     candidates = [
         Candidate(uuid4(), chance.randrange(1, 4), now - timedelta(seconds=chance.randrange(90)), 0)
-        for _ in range(statements.SPARE + 30)
+        for _ in range(statements.EXTRA_REPLICAS + 30)
     ]
     released = sorted(candidates, key=lambda one: one.in_flight)[-5:]
     try:

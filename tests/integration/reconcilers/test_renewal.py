@@ -314,7 +314,7 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
             [row.pk for row in unload_requests.least_recently_used()] == [former.pk],
             NodeModel.objects.of("echo").loaded().count(),
             api.admin().get(f"/api/nodes/{one.pk}").json()["model_count"],
-            (view.taken, view.slots),
+            (view.used_indices, view.slots),
         ]
 
     async with hot.picker() as picker:

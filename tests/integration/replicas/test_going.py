@@ -181,7 +181,9 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: fleet_cache.read_fleet("echo")[0].taken) == set(), "it was no replica"
+    assert await in_thread(lambda: fleet_cache.read_fleet("echo")[0].used_indices) == set(), (
+        "it was no replica"
+    )
     beside = await in_thread(lambda: failed_load(node, started=False))
     assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))

@@ -213,7 +213,7 @@ async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)]
     await in_thread(lambda: BackendNode.objects.update(offline_at=None))
     (view,) = await in_thread(fleet_cache.read_fleet, "echo")
-    assert (view.taken, view.free_vram) == (frozenset(), 6)
+    assert (view.used_indices, view.free_vram) == (frozenset(), 6)
     assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
     await in_thread(lambda: engine_ends.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
     assert heard == [RemovedReplica("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"

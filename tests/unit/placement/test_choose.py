@@ -37,7 +37,7 @@ nodes = st.builds(
     free_vram=st.integers(-(2**40), 2**40),
     loaded=st.integers(0, 3),
     in_flight=st.integers(0, 9),
-    taken=st.frozensets(st.integers(0, 3)),
+    used_indices=st.frozensets(st.integers(0, 3)),
     slots=st.integers(0, 4),
     labels=labels,
     available_vram=st.integers(0, 2**40),
@@ -56,7 +56,7 @@ def view(**given_values: object) -> Candidate:
         "free_vram": 0,
         "loaded": 0,
         "in_flight": 0,
-        "taken": frozenset(),
+        "used_indices": frozenset(),
         "slots": 1,
     }
     return Candidate(**{**plain, **given_values})  # type: ignore[arg-type]
@@ -77,10 +77,10 @@ def test_only_healthy_backend_nodes_that_match_and_have_a_free_slot_are_chosen(
         return
     assert selector.labels is not None
     assert selector.labels <= decision.node.labels
-    assert len(decision.node.taken) < decision.node.slots, "no node over its cap"
+    assert len(decision.node.used_indices) < decision.node.slots, "no node over its cap"
     assert decision.node.id not in resting
     assert (decision.node.status, decision.node.node_type) == ("healthy", "backend")
-    assert decision.replica_index not in decision.node.taken
+    assert decision.replica_index not in decision.node.used_indices
     assert 0 <= decision.replica_index < decision.node.slots
 
 
@@ -112,7 +112,9 @@ def test_the_choice_does_not_depend_on_the_order_of_the_fleet(
 @given(nodes)
 def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
     """R1.63: the lowest integer in [0, cap) not in use; rows above a lowered cap count too (R1.64)."""
-    expected = sorted(set(range(node.slots)) - node.taken) if len(node.taken) < node.slots else []
+    expected = (
+        sorted(set(range(node.slots)) - node.used_indices) if len(node.used_indices) < node.slots else []
+    )
     assert free_index(node) == (expected[0] if expected else None)
 
 
@@ -271,7 +273,7 @@ def test_the_reason_names_what_to_do() -> None:
     assert choose_node([view(status="pending")]).describe_refusals() == "only pending nodes (1): approve one"
     mixed = choose_node([view(status="offline"), view(id=UUID(int=2), status="draining")]).describe_refusals()
     assert mixed == "no node can take it: 1 draining, 1 offline"
-    assert find_refusal(view(taken=frozenset({0}))) is Reason.FULL
+    assert find_refusal(view(used_indices=frozenset({0}))) is Reason.FULL
 
 
 @pytest.mark.rule("R2.5", "R1.68", "R1.69")
@@ -298,7 +300,10 @@ def test_a_selector_that_nothing_matches_is_named_with_its_model(
 
 @pytest.mark.rule("R2.5")
 def test_a_node_that_does_not_match_is_one_reason_among_others() -> None:
-    slow, full = view(), view(id=UUID(int=2), labels=frozenset({("tier", "fast")}), taken=frozenset({0}))
+    slow, full = (
+        view(),
+        view(id=UUID(int=2), labels=frozenset({("tier", "fast")}), used_indices=frozenset({0})),
+    )
     fast = Selector("m", frozenset({("tier", "fast")}))
     said = choose_node([slow, full], selector=fast).describe_refusals()
     assert said == "no node can take it: 1 no free slot for this model, 1 not matching the rule's selector"

@@ -139,7 +139,7 @@ def test_what_leaves_already_is_waited_for_and_claimed_once() -> None:
 
 @pytest.mark.rule("R2.34", "R2.45", "R2.31")
 def test_nothing_is_evicted_for_a_node_that_only_rests_or_lacks_a_slot() -> None:
-    short, full = view(), view(id=IDS[1], name="b", taken=frozenset({0}))
+    short, full = view(), view(id=IDS[1], name="b", used_indices=frozenset({0}))
     rests = view(id=IDS[2], name="c", free_vram=10)
     decision = choose_node([short, full, rests], need=NEED, backed_off={rests.id})
     assert nodes_short_of_memory([short, full, rests], decision.refused) == []

@@ -181,6 +181,6 @@ def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: N
     assert len(told) == replicas or told[-1].node is None
     for node in nodes:
         here = [index for id, index in places if id == node.id]
-        assert not here or len(node.taken) + len(here) <= node.slots
+        assert not here or len(node.used_indices) + len(here) <= node.slots
         if need.vram_required and here:
             assert need.vram * len(here) <= node.free_vram or not need.vram

@@ -1,4 +1,4 @@
-"""A standing fleet answers as the plain choice does, whatever changed and whatever was asked before."""
+"""A ranked fleet decides as the plain choice does, whatever changed and whatever was asked before."""
 
 import random
 from dataclasses import replace
@@ -38,7 +38,7 @@ def candidates(draw: st.DrawFn) -> Candidate:
         free_vram=draw(figures),
         loaded=draw(figures),
         in_flight=draw(figures),
-        taken=frozenset(),
+        used_indices=frozenset(),
         slots=draw(st.integers(1, 2)),
         labels=draw(st.frozensets(st.sampled_from(LABELS), max_size=2)),
         available_vram=draw(figures),
@@ -68,8 +68,8 @@ steps = st.lists(candidates() | ids | st.tuples(questions, owns), min_size=1, ma
 def as_seen(node: Candidate, question: dict[str, Any], own: ModelFacts) -> Candidate:
     keys = {key for key, _ in question["selector"].labels or ()}
     labels = frozenset(pair for pair in node.labels if pair[0] in keys)
-    taken, conflicts = own.taken.get(node.id, frozenset()), own.conflicts.get(node.id, frozenset())
-    return replace(node, labels=labels, taken=taken, conflicts=conflicts)
+    taken, conflicts = own.used_indices.get(node.id, frozenset()), own.conflicts.get(node.id, frozenset())
+    return replace(node, labels=labels, used_indices=taken, conflicts=conflicts)
 
 
 @pytest.mark.parametrize("rows", [ranking.MOST_ROWS, 1])

@@ -37,7 +37,7 @@ SEEN = st.dictionaries(
 )
 
 
-def read_back(*seen: snapshot_log.Sections) -> snapshot_log.State:
+def read_back(*seen: snapshot_log.SnapshotSections) -> snapshot_log.State:
     """What another process restores from the log of these decisions."""
     state: snapshot_log.State = {}
     entries = []
@@ -49,7 +49,7 @@ def read_back(*seen: snapshot_log.Sections) -> snapshot_log.State:
 
 
 @given(st.lists(SEEN, max_size=5))
-def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.Sections]) -> None:
+def test_a_log_ends_with_what_was_seen_last(seen: list[snapshot_log.SnapshotSections]) -> None:
     """A whole section replaces, another one adds; nothing that did not change is written twice."""
     expected: dict[str, dict[str, Any]] = {}
     for one in seen:
@@ -134,13 +134,13 @@ def test_every_field_of_a_node_comes_back() -> None:
     """A new field is taken over by itself; its type says how it is read."""
     node = view(
         id=UUID(int=7),
-        taken=frozenset({1, 2}),
+        used_indices=frozenset({1, 2}),
         labels=frozenset({("tier", "fast")}),
         conflicts=frozenset({"other"}),
         available_vram=5,
         total_disk=6,
         available_disk=7,
-        brought=8,
+        staged_bytes=8,
         file_port_failed=True,
         has_backend=True,
     )
