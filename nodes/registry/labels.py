@@ -20,6 +20,8 @@ from nodes.scheduling.passes import clear_cooldowns
 
 MOST_LABELS = 64
 LONGEST_KEY, LONGEST_VALUE = 128, 255
+MOST_PENDING_BYTES = 2048
+"""Bytes of all labels that the worker of a pending node may report: anyone with the token can be one."""
 SLOTS = "node.replica-slots"
 _GIB = 1024**3
 _BUCKETS = (80, 48, 24, 16, 8)
@@ -110,6 +112,14 @@ def _check_count(keys: Collection[str]) -> None:
         raise errors.InvalidInput(f"labels: a node has at most {2 * MOST_LABELS}", field="labels")
 
 
+def _check_bytes(labels: Mapping[str, str]) -> None:
+    if sum(len(f"{key}{value}".encode()) for key, value in labels.items()) > MOST_PENDING_BYTES:
+        raise errors.InvalidInput(
+            f"labels: a node that awaits approval has at most {MOST_PENDING_BYTES} bytes of them",
+            field="labels",
+        )
+
+
 def auto_labels(node: BackendNode) -> dict[str, str]:
     """Return the registry's own labels of a node (R1.41, R1.42)."""
     labels = {"node.name": node.name, SLOTS: str(max(node.max_replicas_per_model, 1))}
@@ -158,6 +168,9 @@ def _merge_reported(
     if not removed_keys and not changed_rows:
         return []
     _check_count((rows.keys() | worker_labels.keys()) - removed_keys - automatic.keys())
+    if change.node.approved_at is None:
+        of_worker = {key: label.value for key, label in rows.items() if label.source == Source.WORKER}
+        _check_bytes(of_worker | worker_labels)
     _remove(change.node, removed_keys)
     before = {key: label.value for key, label in rows.items()}
     after = (

@@ -1,5 +1,6 @@
 """Nodes that await approval are limited per address and in all, and a silent one expires (review R20, X8)."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 from django.conf import settings
 
 from localai_cluster.kit import clock
-from nodes.models import BackendNode, NodeEvent
+from localai_cluster.kit.errors import InvalidInput
+from nodes.live import rows
+from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.reconcilers import tasks
 from nodes.registry import claims, joining, lifecycle, registration
 from nodes.registry.pending import SILENT_FOR, TooManyPending
@@ -92,6 +95,32 @@ def test_over_http_it_is_429_with_the_reason() -> None:
     assert answer.status_code == 429
     assert answer["Retry-After"] == "60"
     assert "join token" in api.message(answer)
+
+
+def test_the_labels_of_a_pending_node_are_bounded() -> None:
+    """As a whole, also over several registrations; an approved node may have all of 64."""
+    large = {f"k{number}": "é" * 120 for number in range(8)}
+    join(0, labels=large)
+    with pytest.raises(InvalidInput, match="awaits approval has at most 2048 bytes") as refused:
+        join(0, labels={"one-more": "x" * 150}, instance="2" * 32)
+    assert (refused.value.status, refused.value.field) == (400, "labels")
+    full = {f"k{number}": "x" * 255 for number in range(64)}
+    with pytest.raises(InvalidInput):
+        join(1, labels=full)
+    assert (
+        NodeLabel.objects.filter(node=join(1, auto_approve=True, labels=full), source="worker").count() == 64
+    )
+
+
+def test_the_lists_stay_small_at_the_limits() -> None:
+    """500 pending nodes made the list and the feed 12 MB."""
+    labels = {f"k{number}": "x" * 253 for number in range(8)}
+    join(0, labels=labels)
+    (row,) = json.loads(api.admin().get("/api/nodes").content)
+    (raw,) = rows.read_nodes().values()
+    assert labels.items() <= row["labels"].items() <= rows.render(raw)["labels"].items()
+    for shown in (row, rows.render(raw)):
+        assert len(json.dumps(shown)) * 500 < 2.5e6
 
 
 def test_a_silent_pending_node_is_removed() -> None:
