@@ -33,7 +33,7 @@ from localai_cluster.kit.locks import lock_name
 from localai_cluster.kit.names import plain
 from localai_cluster.kit.periodic_task import PeriodicTask
 from localai_cluster.registries import references
-from localai_cluster.registries.access import Access, RegistryError
+from localai_cluster.registries.access import Access, RegistryError, default_config
 from localai_cluster.registries.client import Registries
 from nodes.backends import catalogue, installed, node_commands, upgrade_state
 from nodes.backends.admission import admit
@@ -257,7 +257,8 @@ async def image_digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
             asyncio.timeout(ALL_WITHIN),
             httpx.AsyncClient(timeout=DIGESTS_WITHIN, verify=settings.registry_ca or True) as client,
         ):
-            registries = Registries(client, Access(settings.registries, settings.registry_config))
+            access = Access(settings.registries, settings.registry_config or default_config())
+            registries = Registries(client, access)
             await asyncio.gather(*(read(uri, registries) for uri in unique_uris[:MOST]))
     except TimeoutError:
         log.warning(

@@ -1,5 +1,8 @@
 """A second machine joins by the printed line and serves; the cable is pulled; its secret is revoked.
 
+Another one installs an image of a registry that the server's machine has, chats, is upgraded when the image's
+digest changes, and gives the backend back.
+
 Network namespaces play the machines. The second one has no internet: it finds the packages that the worker
 needs in a folder, where they were packed from what `make install` brought. The package of the product names
 the hashes of these.
@@ -7,6 +10,7 @@ the hashes of these.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +25,19 @@ import httpx
 import pytest
 
 from examples.demo.figures import compare
+from localai_cluster.embedded.layout import linked
 from tests.conftest import eventually
 from tests.support import wheel
 from tests.support.effort import EFFORT, swept
 from tests.support.machines import Machine, two_machines
 from tests.support.run import ROOT, Run
+from tests.wire import real_registry
 
 DEMO = json.loads((ROOT / "examples" / "demo.json").read_text())
 PORT = 8080
+REGISTRY_PORT = 5000
+IMAGE = "chatty"
+"""The image, the backend and the model."""
 SOON = {"LOCALAI_HEARTBEAT_INTERVAL": "1s"}
 """So that a cut cable is noticed within seconds."""
 
@@ -44,6 +53,15 @@ class Site:
     def __init__(self, home: Path, here: Machine, there: Machine) -> None:
         self.home, self.here, self.there = home, here, there
         self.url = f"http://{here.address}:{PORT}"
+        self.registry = f"{here.address}:{REGISTRY_PORT}"
+        plain = json.dumps([{"host": self.registry, "plain_http": True}])
+        self.settings = {"LOCALAI_REGISTRIES": plain, **SOON}
+        (home / "gallery").mkdir()
+        for file in (ROOT / "build" / "gallery").glob("*.*"):
+            linked(file, home / "gallery" / file.name)
+        galleries = [{"name": name, "url": f"cluster:{name}.yaml"} for name in ("index", "images")]
+        index = f"- name: {IMAGE}\n  uri: oci://{self.registry}/{IMAGE}:latest\n"
+        (home / "gallery" / "images.yaml").write_text(index)
         self.run = Run(
             home / "server" / "data",
             PORT,
@@ -52,9 +70,12 @@ class Site:
             CLUSTER_NODE_STALE_AFTER="5s",
             LOCALAI_EXPOSE_NODE_HEADER="true",
             CLUSTER_WHEEL_DIR=str(home / "wheels"),
-            **SOON,
+            CLUSTER_GALLERY_DIR=str(home / "gallery"),
+            LOCALAI_BACKEND_GALLERIES=json.dumps(galleries),
+            **self.settings,
         )
         self.joined: list[subprocess.Popen[bytes]] = []
+        self.others: list[subprocess.Popen[bytes]] = []
 
     @property
     def said(self) -> str:
@@ -86,7 +107,7 @@ class Site:
             "PATH": f"{programs}:{os.defpath}",
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.home / "packages"),
-            **SOON,
+            **self.settings,
         }
         with (self.home / "there.log").open("wb") as log:
             self.joined.append(self.there.start("sh", "-c", line, env=environment, output=log, cwd=home))
@@ -104,7 +125,7 @@ class Site:
 
     def stop(self) -> None:
         """Ends both, in order."""
-        for one in self.joined:
+        for one in (*self.joined, *self.others):
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(one.pid, signal.SIGTERM)
                 one.wait(60)
@@ -127,19 +148,19 @@ def site() -> Iterator[Site]:
             made.stop()
 
 
-def installed(site: Site, backend: str) -> None:
-    """Installs a backend on the other machine from the gallery that the server serves."""
-    started = site.ask("POST", f"/api/nodes/{site.node()['id']}/backends/install", {"backend": backend})
-    job = started.raise_for_status().json()["statusUrl"]
+def done(site: Site, path: str, body: Any) -> None:
+    """Asks for work on a backend and waits for its end."""
+    job = site.ask("POST", path, body).raise_for_status().json()["statusUrl"]
     state = eventually(
         lambda: (found := site.ask("GET", job).json()).get("processed") and found,
-        seconds=60,
-        what=f"{backend} is installed",
+        seconds=120,
+        what=f"{path} has ended",
     )
     assert not state.get("error"), state
 
 
-def test_a_second_machine_joins_serves_loses_its_cable_and_is_revoked(site: Site) -> None:
+def join(site: Site) -> None:
+    """The other machine joins by the printed line, is approved, and is the only one that serves."""
     site.run.wait_ready()
     printed = site.run.data / "secrets" / "join_command"
     eventually(printed.exists, seconds=10, what="the line for other machines")
@@ -158,8 +179,13 @@ def test_a_second_machine_joins_serves_loses_its_cable_and_is_revoked(site: Site
     site.ask("POST", f"/api/nodes/{node['id']}/approve").raise_for_status()
     eventually(lambda: site.node()["status"] == "healthy" and site.on_bus(), seconds=60, what="it works")
     site.ask("POST", f"/api/nodes/{site.node(local=True)['id']}/drain", {}).raise_for_status()
+
+
+def test_a_second_machine_joins_serves_loses_its_cable_and_is_revoked(site: Site) -> None:
+    join(site)
+    node = site.node()
     for backend in ("echo", "minilm"):
-        installed(site, backend)
+        done(site, f"/api/nodes/{node['id']}/backends/install", {"backend": backend})
     site.embeds({"model": "echo", "input": "a cat"})
     body = DEMO["request"]["body"]
     figures = compare(site.embeds(body).json(), body["input"], DEMO["expect"])
@@ -177,6 +203,82 @@ def test_a_second_machine_joins_serves_loses_its_cable_and_is_revoked(site: Site
     eventually(lambda: not site.on_bus(), seconds=5, what="it is off the bus")
     assert site.ask("POST", "/v1/embeddings", {"model": "nothing", "input": "x"}).status_code == 404
     assert site.node()["status"] == "pending"
+
+
+def pushed(site: Site, folder: Path) -> str:
+    """Pushes a backend to the registry from the server's machine; the image's digest."""
+    script = ROOT / "examples" / "gallery" / "image.py"
+    image = f"http://{site.registry}/{IMAGE}:latest"
+    command = [
+        *site.here.prefix,
+        sys.executable,
+        str(script),
+        str(folder),
+        image,
+        "--pack",
+        "zstd",
+        "--layers",
+        "2",
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def chat(site: Site) -> str:
+    """What the other machine says."""
+    body = {"model": IMAGE, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16}
+    answer = site.ask("POST", "/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-LocalAI-Node"] == site.node()["id"]
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def build(site: Site) -> dict[str, Any]:
+    """The backend of the image as the other machine lists it; empty if it has none."""
+    listed = site.ask("GET", f"/api/nodes/{site.node()['id']}/backends").json()
+    return next((backend for backend in listed if backend["name"] == IMAGE), {})
+
+
+@pytest.mark.rule("worker-18.6", "R6.34")
+def test_an_image_is_installed_on_a_second_machine_chats_is_upgraded_by_its_digest_and_deleted(
+    site: Site,
+) -> None:
+    command = real_registry.configured(site.home / "registry", site.registry)
+    with (site.home / "registry" / "log").open("wb") as log:
+        environment = {"OTEL_TRACES_EXPORTER": "none"}
+        site.others.append(site.here.start(*command, env=environment, output=log, cwd=site.home))
+    folder = site.home / "image"
+    shutil.copytree(ROOT / "build" / "gallery" / "llama-cpp", folder)
+    (folder / "metadata.json").write_text(f'{{"name": "{IMAGE}"}}')
+    join(site)
+    first = pushed(site, folder)
+    done(site, f"/api/nodes/{site.node()['id']}/backends/install", {"backend": IMAGE})
+    assert (build(site)["digest"], build(site)["uri"]) == (first, f"oci://{site.registry}/{IMAGE}:latest")
+    definition = (site.run.data / "models" / "smollm2.yaml").read_text()
+    definition = definition.replace("name: smollm2", f"name: {IMAGE}").replace(
+        "backend: llama-cpp", f"backend: {IMAGE}"
+    )
+    (site.run.data / "models" / f"{IMAGE}.yaml").write_text(definition)
+    said = eventually(lambda: chat(site), seconds=60, what="it chats")
+    assert said
+
+    (folder / "new").write_text("new")
+    second = pushed(site, folder)
+    site.ask("POST", "/api/backends/upgrades/check", {}).raise_for_status()
+    offer = eventually(
+        lambda: site.ask("GET", "/api/backends/upgrades").json().get(IMAGE), seconds=60, what="it is offered"
+    )
+    assert offer["installed_digest"] == first
+    done(site, f"/api/backends/upgrade/{IMAGE}", {})
+    assert build(site)["digest"] == second != first
+    eventually(
+        lambda: IMAGE not in site.ask("GET", "/api/backends/upgrades").json(),
+        seconds=60,
+        what="it is current",
+    )
+    assert chat(site)
+    done(site, f"/api/backends/delete/{IMAGE}", {})
+    assert build(site) == {}
+    assert not list((site.home / "there").rglob(f"backends/{IMAGE}"))
 
 
 def serves(site: Site) -> bool:

@@ -1,9 +1,11 @@
 """Digests of images, asked of a small registry over real HTTP."""
 
+import base64
 import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import orjson
 import pytest
@@ -12,6 +14,7 @@ from localai_cluster.registries import client
 from nodes.backends import upgrade_check
 
 INDEX = orjson.dumps({"manifests": [{"digest": f"sha256:{'1' * 64}"}, {"digest": "no digest"}]})
+READER = base64.b64encode(b"reader:hidden-word").decode()
 PLAIN = orjson.dumps({"config": {}})
 
 
@@ -33,6 +36,8 @@ class Registry(BaseHTTPRequestHandler):
         if tag == "locked" and "Authorization" not in self.headers:
             realm = f'Bearer realm="{host}/token",service="test",scope="repository:a/b:pull"'
             return self._send(401, b"", **{"WWW-Authenticate": realm})
+        if tag == "private" and self.headers["Authorization"] != f"Basic {READER}":
+            return self._send(401, b"", **{"WWW-Authenticate": 'Basic realm="test"'})
         if tag == "elsewhere":
             return self._send(401, b"", **{"WWW-Authenticate": 'Bearer realm="http://other.test/token"'})
         if tag == "silent":
@@ -41,6 +46,7 @@ class Registry(BaseHTTPRequestHandler):
             "index": INDEX,
             "plain": PLAIN,
             "locked": PLAIN,
+            "private": PLAIN,
             "long": b"x" * (client.MANIFEST_BYTES + 1),
         }
         return self._send(200 if tag in bodies else 404, bodies.get(tag, b"{}"))
@@ -76,6 +82,18 @@ async def test_the_digest_of_a_tag_and_of_its_builds(registry: str) -> None:
         f"oci://{registry}:plain": (digest(PLAIN),),
         f"{registry}:locked": (digest(PLAIN),),
     }
+
+
+async def test_the_credential_that_docker_login_has_written(
+    registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker finds it, without a setting."""
+    auths = {registry.partition("/")[0]: {"auth": READER}}
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"auths": auths}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
+    assert await upgrade_check.image_digests([f"{registry}:private"]) == {}
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    assert list(await upgrade_check.image_digests([f"{registry}:private"])) == [f"{registry}:private"]
 
 
 @pytest.mark.rule("R6.34")
