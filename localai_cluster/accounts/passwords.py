@@ -13,6 +13,8 @@ from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.db import transaction
+from django.db.models import Q
+from django.http import HttpRequest
 
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.kit import errors
@@ -36,12 +38,26 @@ class PasswordRefused(errors.InvalidInput):
 
 
 class SessionBackend(ModelBackend):
-    """Django's backend, which reads the `InitialPassword` with a session's user."""
+    """Django's backend, which takes an e-mail address too and reads the `InitialPassword` with the user."""
+
+    def authenticate(  # type: ignore[override]
+        self, request: HttpRequest | None, username: str | None = None, password: str | None = None
+    ) -> Any:
+        """Return the user with this name or, without one, the only active user with this e-mail address."""
+        return super().authenticate(request, username and _name_of(username), password)
 
     def get_user(self, user_id: Any) -> Any:
         """Return the active user with this id, or None."""
         user = get_user_model().objects.select_related("initial_password").filter(pk=user_id).first()
         return user if user is not None and self.user_can_authenticate(user) else None
+
+
+def _name_of(text: str) -> str:
+    """Return the user's name that `text` stands for. One query and one hash follow whatever it is."""
+    users = get_user_model().objects
+    matches = users.filter(Q(username=text) | Q(email__iexact=text, is_active=True))
+    found = set(matches.values_list("username", flat=True)[:3])
+    return found.pop() if len(found) == 1 and text not in found else text
 
 
 class ChosenPassword:

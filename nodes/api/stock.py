@@ -86,6 +86,15 @@ RESOURCES = Shape(
         field("watchdog_interval", TEXT),
     ],
 )
+RELOADED = Shape(
+    "ModelsReloaded",
+    "The definitions were read again.",
+    [
+        field("success", FLAG),
+        field("message", TEXT),
+        field("pending_cleanup", count(), "Always 0: replicas of former definitions end by themselves."),
+    ],
+)
 CHANGED = Shape("ModelChanged", "What was done.", [field("success", FLAG), field("message", TEXT)])
 _MODEL = OpenApiParameter("model", str, OpenApiParameter.PATH)
 _MEMORY = {"total_memory": 25769803776, "used_memory": 4294967296, "free_memory": 21474836480}
@@ -117,7 +126,7 @@ class SystemView(APIView):
         ],
     )
     def get(self, request: Request) -> Response:
-        """Of all approved nodes; each name once."""
+        """The backends that approved nodes have, and the loaded models; each name once."""
         backends = sorted({entry.name for entry in catalogue.installed()})
         loaded = NodeModel.objects.loaded().order_by("model_name", "backend_type")
         pairs = loaded.values_list("model_name", "backend_type").distinct()
@@ -309,11 +318,13 @@ class ReloadView(_DefinitionView):
         summary="Read the models folder again",
         tags=["nodes"],
         request=None,
-        responses={200: CHANGED.ref, **flat_refusals()},
-        examples=[response_example({"success": True, "message": "2 models are defined"})],
+        responses={200: RELOADED.ref, **flat_refusals()},
+        examples=[
+            response_example({"success": True, "message": "2 models are defined", "pending_cleanup": 0})
+        ],
     )
     def post(self, request: Request) -> Response:
         """In this web process at once; the others read it within a few seconds by themselves."""
         number = len(async_to_sync(folder.folder().reload)())
         defined = "1 model is defined" if number == 1 else f"{number} models are defined"
-        return Response(CHANGED.of(success=True, message=defined))
+        return Response(RELOADED.of(success=True, message=defined, pending_cleanup=0))

@@ -183,9 +183,9 @@ class History:
             os.kill(self._dice.choice(pids), signal.SIGKILL)
 
     async def _cut_bus(self) -> None:
-        self.server.stop()
-        await asyncio.sleep(self._dice.choice((0.0, 0.5)))
-        self._repairs.append(self.server.start)
+        if self.server.start not in self._repairs:
+            self.server.stop()
+            self._repairs.append(self.server.start)
 
     async def _cut_http(self) -> None:
         if self.node.frontend.start not in self._repairs:
@@ -229,10 +229,16 @@ class History:
         return ""
 
     def _listening(self) -> set[int]:
-        """Return the worker's ports for engines on which somebody listens."""
-        links = psutil.net_connections("tcp")
-        ports = {link.laddr.port for link in links if link.laddr and link.status == psutil.CONN_LISTEN}
+        """Return the ports for engines on which a process of this worker's folder listens."""
+        links = [link for link in psutil.net_connections("tcp") if link.status == psutil.CONN_LISTEN]
+        ports = {getattr(link.laddr, "port", 0) for link in links if self._is_own(link.pid)}
         return {port for port in ports if self.node.base <= port <= self.node.last_port}
+
+    def _is_own(self, pid: int | None) -> bool:
+        try:
+            return bool(pid) and Path(psutil.Process(pid).cwd()).is_relative_to(self.node.backends)
+        except psutil.Error:
+            return False
 
     def _incomplete(self) -> list[str]:
         """Return the backends that lack a file, and the uploads that are not what they are said to be."""

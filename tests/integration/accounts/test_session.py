@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.contrib.auth import get_user_model
+from django.contrib.auth import authenticate, get_user_model
+from django.contrib.auth.hashers import get_hasher
 from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test import Client
@@ -98,6 +99,46 @@ def test_an_installation_without_people_says_so() -> None:
     status = browser.get("/api/auth/status").json()
     assert (status["hasUsers"], status["authEnabled"], status["user"]) == (False, True, None)
     assert browser.get("/api/nodes").status_code == 401
+
+
+@pytest.mark.rule("http-5.4")
+@pytest.mark.parametrize("key", ["username", "email"])
+def test_signing_in_by_an_e_mail_address(ann: Any, key: str) -> None:
+    """D-SIGN-IN: in any case; a name counts more, and two people with one address have to use theirs."""
+    assert Browser().sign_in("A@B.c", key=key).json()["user"]["name"] == "ann"
+    users = get_user_model().objects
+    gone = users.create_user("gone", email="a@b.c", password=PASSWORD, is_active=False)
+    assert Browser().sign_in("a@b.c", key=key).json()["user"]["name"] == "ann"
+    assert Browser().sign_in("gone", key=key).status_code == 401
+    gone.is_active = True
+    gone.save()
+    assert Browser().sign_in("a@b.c", key=key).status_code == 401
+    users.create_user("a@b.c", password=NEXT)
+    assert Browser().sign_in("a@b.c", NEXT, key=key).json()["user"]["name"] == "a@b.c"
+    assert Browser().sign_in("a@b.c", key=key).status_code == 401
+
+
+def test_a_refusal_takes_as_long_whoever_was_meant(ann: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hash and the same queries for a wrong password as for a name or an address that nobody has."""
+    get_user_model().objects.create_user("bob", email="two@b.c", password=PASSWORD)
+    get_user_model().objects.create_user("eve", email="two@b.c", password=PASSWORD)
+    hasher, hashes = get_hasher(), list[str]()
+    encode = type(hasher).encode
+
+    def counted(self: Any, password: str, *more: Any, **kept: Any) -> Any:
+        hashes.append(password)
+        return encode(self, password, *more, **kept)
+
+    monkeypatch.setattr(type(hasher), "encode", counted)
+    costs = set()
+    for name in ("ann", "a@b.c", "two@b.c", "nobody", "nobody@b.c"):
+        hashes.clear()
+        with CaptureQueriesContext(
+            connection,
+        ) as captured:
+            assert authenticate(username=name, password="wrong") is None
+        costs.add((len(hashes), len(captured)))
+    assert costs == {(1, 2)}
 
 
 @pytest.mark.rule("http-5.4")
