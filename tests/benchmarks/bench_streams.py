@@ -66,7 +66,10 @@ class Bench:
             rate, first, p99 = (
                 statistics.median(values)
                 for values in zip(
-                    *((run.load.requests / run.load.seconds, run.load.first_p50, run.load.p99) for run in done),
+                    *(
+                        (run.load.requests / run.load.seconds, run.load.first_p50, run.load.p99)
+                        for run in done
+                    ),
                     strict=True,
                 )
             )
