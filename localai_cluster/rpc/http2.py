@@ -1,4 +1,4 @@
-"""One HTTP/2 connection to an engine (RFC 9113), as far as gRPC needs it; `stream_client.py` makes calls on it.
+"""One HTTP/2 connection to an engine (RFC 9113), as far as the calls of `stream_client.py` need it.
 
 An engine is not trusted: frames, header blocks, windows, and answers that it does not read are limited, and
 breaking a rule of HTTP/2 ends the connection.
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
     def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         if (stream := self._streams.get(stream_id)) is not None:
             code = _NUMBER.unpack(payload)[0]
-            stream.end_without_status(f"Received RST_STREAM with error code {code}", reset=code)
+            stream.end_without_status(f"Stream removed (RST_STREAM with error code {code})", reset=code)
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if len(payload) % _SETTING.size or (flags & _ACK and payload):

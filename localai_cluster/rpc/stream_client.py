@@ -9,6 +9,7 @@ for a longer message does it hold more, at most `MESSAGE_LIMIT`.
 """
 
 import asyncio
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
+from localai_cluster.kit import clock
 from localai_cluster.kit.addresses import Address
 from localai_cluster.rpc import http2
 from localai_cluster.rpc.messages import Reply
@@ -52,6 +54,7 @@ class StreamCall(http2.Stream):
         self._channel = channel
         self._request = _PREFIX.pack(0, len(request)) + request
         self._timeout = timeout
+        self._expiry = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._buffer, self._begin = bytearray(), 0
@@ -121,6 +124,7 @@ class StreamCall(http2.Stream):
             text = f"Sent message larger than max ({size} vs. {MESSAGE_LIMIT})"
             return self.finish(StatusCode.RESOURCE_EXHAUSTED, text)
         if self._timeout is not None:
+            self._expiry = clock.monotonic() + self._timeout
             expired = StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._abort, *expired)
         self._channel.submit(self)
@@ -128,7 +132,7 @@ class StreamCall(http2.Stream):
     def open(self, connection: http2.Connection, headers: bytes) -> None:
         """Send the request on a connection, with these headers for all calls."""
         if self._timeout is not None:
-            limit = max(int(self._timeout * 1000), 1)
+            limit = max(math.ceil(self._timeout * 1000), 1)
             is_short = limit <= _LONGEST_TIMEOUT
             text = f"{limit}m" if is_short else f"{min(limit // 1000, _LONGEST_TIMEOUT)}S"
             headers += http2.encode([("grpc-timeout", text)])
@@ -163,8 +167,13 @@ class StreamCall(http2.Stream):
 
     def end_without_status(self, reason: str, *, reset: int | None = None, is_lost: bool = False) -> None:
         """End the call with the status that gRPC gives such an end."""
-        broken = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
-        self.finish(broken if reset is None else _BY_RESET.get(reset, broken), reason)
+        status = StatusCode.UNAVAILABLE if is_lost else StatusCode.INTERNAL
+        if reset is not None:
+            status = _BY_RESET.get(reset, status)
+        if reset == http2.CANCEL and clock.monotonic() >= self._expiry:
+            # The engine knows the deadline, and may have been a moment earlier than the timer.
+            status = StatusCode.DEADLINE_EXCEEDED
+        self.finish(status, reason)
 
     def finish(self, status: StatusCode, details: str, *, is_reset: bool = False) -> None:
         """End the call once the reader has taken what has arrived; only the first end counts."""
