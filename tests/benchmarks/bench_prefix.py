@@ -162,7 +162,8 @@ async def run(cluster: Cluster, rounds: int, clients: int, runs: int) -> None:
             for policy, on in POLICIES.items()
         }
         for number in range(1, runs + 1):
-            for policy, web in webs.items():
+            # In turn, so that a load that grows or falls does not favour one of them.
+            for policy, web in list(webs.items())[:: 1 if number % 2 else -1]:
                 found[policy].append(await play(policy, web, rounds, clients, number))
                 print(f"run {number}, {found[policy][-1].line(policy)}", flush=True)
     for name in ("share", "p90"):
