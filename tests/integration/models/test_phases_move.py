@@ -1,17 +1,25 @@
 """A database of the release before phases, with loads, stops and unloads under way: no engine is lost."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
+from psycopg.conninfo import conninfo_to_dict
 
 from localai_cluster.kit import clock
 from nodes.models import NodeModel
 from nodes.replicas import slots, stops
+from operations.changes.events import conninfo
 from operations.models import Operation
+from tests.support.cluster import ROOT
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -126,3 +134,31 @@ def test_controllers_go_on_with_what_was_under_way() -> None:
     due = {engine.model_name for engine in stops.claim_due(99, now=now)}
     stays = {"reserved", "staging", "starting", "serving", "unload", "upgrade", "upgrade and unload"}
     assert due == set(PHASES) - stays
+
+
+@pytest.fixture
+def restored() -> Iterator[str]:
+    """The URL of a database that `pg_dump --inserts` has written at `BEFORE`, with the rows of `_plant`."""
+    here = conninfo_to_dict(conninfo())
+    with psycopg.connect(conninfo(), autocommit=True) as link:
+        link.execute("CREATE DATABASE former_release")
+        url = f"postgresql://{here['user']}@/former_release?host={here['host']}"
+        with psycopg.connect(url, autocommit=True) as former:
+            former.execute((ROOT / "tests" / "data" / "before-phases.sql").read_bytes())
+        yield url
+        link.execute("DROP DATABASE former_release WITH (FORCE)")
+
+
+def test_a_dump_of_the_former_release_is_migrated_without_losing_an_engine(restored: str) -> None:
+    """As an operator does it: restore, `manage.py migrate`; nothing is under way that has no owner."""
+    environment = {**os.environ, "DATABASE_URL": restored}
+    migrate = [sys.executable, "manage.py", "migrate", "--verbosity", "0"]
+    subprocess.run(migrate, cwd=ROOT, env=environment, check=True, timeout=300)
+    columns = "model_name, phase, reason, owner_kind, owner_id, owner_fence, address"
+    with psycopg.connect(restored) as link:
+        found = {name: rest for name, *rest in link.execute(f"SELECT {columns} FROM node_models").fetchall()}
+        nodes = link.execute(
+            "SELECT name, in_flight FROM backend_nodes n JOIN node_models r ON r.node_id = n.id"
+        )
+        assert sorted(nodes.fetchall())[-1] == ("one", 2)
+    assert {name: tuple(rest) for name, rest in found.items()} == PHASES
