@@ -10,7 +10,7 @@ export class NextFrame {
   constructor(private readonly run: () => void) {}
 
   /** Does it with the next frame. */
-  ask(): void {
+  request(): void {
     if (this.timer !== undefined) return;
     this.frame = requestAnimationFrame(this.now);
     // A tab that is hidden, or is being hidden, draws no frames, and must not gather what comes for hours.

@@ -33,14 +33,14 @@ interface ZoneProps {
   node: LiveNode;
   operations: number;
   /** The question that is open; the head of the page asks them as well. */
-  asked: Danger | null;
-  onAsk: Dispatch<SetStateAction<Danger | null>>;
+  dialog: Danger | null;
+  onOpenDialog: Dispatch<SetStateAction<Danger | null>>;
 }
 
-export function DangerZone({ node, operations, asked, onAsk: setAsked }: ZoneProps): ReactNode {
+export function DangerZone({ node, operations, dialog, onOpenDialog: setDialog }: ZoneProps): ReactNode {
   // Another question may be open when the answer to one comes.
-  const acts = useActs(node, (verb) => setAsked((present) => (present === verb ? null : present)));
-  const shown = acts.find((act) => act.verb === asked);
+  const acts = useActs(node, (verb) => setDialog((present) => (present === verb ? null : present)));
+  const shown = acts.find((act) => act.verb === dialog);
   return (
     <Panel title="Danger zone" className="nd-danger">
       {acts.map((act) => (
@@ -49,28 +49,28 @@ export function DangerZone({ node, operations, asked, onAsk: setAsked }: ZonePro
             <h3>{act.title}</h3>
             <p className="muted">{act.short}</p>
           </div>
-          <Button kind="danger" refusal={refusal(act.verb, node)} onClick={() => setAsked(act.verb)}>
+          <Button kind="danger" refusal={refusal(act.verb, node)} onClick={() => setDialog(act.verb)}>
             {act.title}…
           </Button>
         </div>
       ))}
-      {shown !== undefined && <Ask key={shown.verb} act={shown} node={node} operations={operations} onClose={() => setAsked(null)} />}
+      {shown !== undefined && <DangerDialog key={shown.verb} act={shown} node={node} operations={operations} onClose={() => setDialog(null)} />}
     </Panel>
   );
 }
 
 function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] {
   const navigate = useNavigate();
-  const way = useRef("idle");
+  const navigationState = useRef("idle");
   const { state } = useNavigation();
   useEffect(() => {
-    way.current = state;
+    navigationState.current = state;
   });
   const { id, name } = node;
-  const gone = useAction<string, unknown>(id, () => deregister(id), () => {
+  const deregistration = useAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} deregistered.`);
     // A person who has opened another page in the meantime stays there.
-    if (way.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
+    if (navigationState.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });
   const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
@@ -89,18 +89,18 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
     { verb: "stop", title: "Stop worker", short: "The worker drains itself and ends. It starts again only if its machine starts it.", action: stopped },
     { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at next contact; no interruption.", action: renewed },
     { verb: "revoke", title: "Revoke secret", short: "Use if the secret has been compromised. It is permanently rejected.", action: refused },
-    { verb: "deregister", title: "Deregister", short: "Removes the record. A running worker re-registers as a new, pending node.", action: gone },
+    { verb: "deregister", title: "Deregister", short: "Removes the record. A running worker re-registers as a new, pending node.", action: deregistration },
   ];
 }
 
-interface AskProps {
+interface DangerDialogProps {
   act: Act;
   node: LiveNode;
   operations: number;
   onClose: () => void;
 }
 
-function Ask({ act, node, operations, onClose }: AskProps): ReactNode {
+function DangerDialog({ act, node, operations, onClose }: DangerDialogProps): ReactNode {
   const [reason, setReason] = useState("");
   const word = confirmationWord(node);
   const close = () => {

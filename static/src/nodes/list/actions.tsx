@@ -64,6 +64,6 @@ const DIALOGS: Readonly<Record<Exclude<ListVerb, "install">, (props: NodesDialog
 /** The dialog of an action that was asked for. */
 export function ActionDialog({ action, onClose }: { action: Action; onClose: () => void }): ReactNode {
   if (action.verb === "install") return null;
-  const Found = DIALOGS[action.verb];
-  return <Found nodes={action.nodes} onClose={onClose} />;
+  const VerbDialog = DIALOGS[action.verb];
+  return <VerbDialog nodes={action.nodes} onClose={onClose} />;
 }

@@ -70,7 +70,7 @@ export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
 };
 
 /** An answer that is to be confirmed. */
-export interface Asked {
+export interface ConflictDialog {
   conflict: Conflict;
   answer: "accept" | "refuse";
 }
@@ -80,11 +80,11 @@ interface CardProps {
   /** The node's own. */
   fingerprint: string;
   /** Asks outside of the card: newer claims may push the card out of sight, but not the question. */
-  onAsk: (asked: Asked) => void;
+  onOpenDialog: (dialog: ConflictDialog) => void;
 }
 
 /** One open conflict with its two answers. */
-export function ConflictCard({ conflict, fingerprint, onAsk }: CardProps): ReactNode {
+export function ConflictCard({ conflict, fingerprint, onOpenDialog }: CardProps): ReactNode {
   const meaning = MEANINGS[conflict.kind];
   return (
     <div className="stack">
@@ -93,10 +93,10 @@ export function ConflictCard({ conflict, fingerprint, onAsk }: CardProps): React
       </p>
       <ConflictFacts conflict={conflict} fingerprint={fingerprint} />
       <div className="row wrap">
-        <Button refusal={meaning.instead} aria-label={`Accept the claim to ${conflict.node_name}`} onClick={() => onAsk({ conflict, answer: "accept" })}>
+        <Button refusal={meaning.instead} aria-label={`Accept the claim to ${conflict.node_name}`} onClick={() => onOpenDialog({ conflict, answer: "accept" })}>
           Accept…
         </Button>
-        <Button aria-label={`Refuse the claim to ${conflict.node_name}`} onClick={() => onAsk({ conflict, answer: "refuse" })}>
+        <Button aria-label={`Refuse the claim to ${conflict.node_name}`} onClick={() => onOpenDialog({ conflict, answer: "refuse" })}>
           Refuse…
         </Button>
       </div>
@@ -143,7 +143,7 @@ function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerpr
 }
 
 /** Asks once more before the answer is given. */
-export function Decide({ conflict, answer, onClose }: Asked & { onClose: () => void }): ReactNode {
+export function Decide({ conflict, answer, onClose }: ConflictDialog & { onClose: () => void }): ReactNode {
   const accept = answer === "accept";
   const decision = useMutation({
     mutationFn: () => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id),
