@@ -1,7 +1,7 @@
 // Something that is done once a frame, however often it is asked for.
 
 /** How long it waits for a frame, in ms. */
-const UNDRAWN_MS = 250;
+export const UNDRAWN_MS = 250;
 
 export class NextFrame {
   private frame = 0;
